@@ -1,0 +1,83 @@
+"""Attention by the fastest backend that was measured on this machine."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attn_dispatch.dispatch import attend, counters, explain
+    from attn_dispatch.errors import (
+        AttnDispatchError,
+        BackendFailed,
+        GroupMismatch,
+        InvalidInput,
+        NoBackend,
+        NotDecided,
+    )
+    from attn_dispatch.explanation import Explanation
+    from attn_dispatch.machine import hardware
+    from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
+    from attn_dispatch.problem import Problem
+    from attn_dispatch.profiling import profile
+    from attn_dispatch.recording import record
+    from attn_dispatch.registry import register
+
+__all__ = [
+    "AttnDispatchError",
+    "BackendFailed",
+    "Dense",
+    "Dilated",
+    "Explanation",
+    "GroupMismatch",
+    "InvalidInput",
+    "Neighborhood",
+    "NoBackend",
+    "NotDecided",
+    "Problem",
+    "Window",
+    "attend",
+    "counters",
+    "explain",
+    "hardware",
+    "profile",
+    "record",
+    "register",
+]
+
+# Names are loaded when first used, so that the commands that need no torch start without it.
+_HOME = {
+    "attend": "dispatch",
+    "counters": "dispatch",
+    "explain": "dispatch",
+    "AttnDispatchError": "errors",
+    "BackendFailed": "errors",
+    "GroupMismatch": "errors",
+    "InvalidInput": "errors",
+    "NoBackend": "errors",
+    "NotDecided": "errors",
+    "Explanation": "explanation",
+    "hardware": "machine",
+    "Dense": "pattern",
+    "Dilated": "pattern",
+    "Neighborhood": "pattern",
+    "Window": "pattern",
+    "Problem": "problem",
+    "profile": "profiling",
+    "record": "recording",
+    "register": "registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("attn-dispatch")
+    if name not in _HOME:
+        raise AttributeError(f"module 'attn_dispatch' has no attribute {name!r}")
+    value = getattr(import_module(f"attn_dispatch.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,109 @@
+"""What a backend is, and how it says no."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.pattern import Pattern
+from attn_dispatch.problem import Problem
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a backend cannot run a problem.
+
+    Args:
+        code: one of `not_installed`, `over_memory`, or the name of what is not supported (`dtype`, `pattern`, ...).
+        text: a sentence that names the number and its limit.
+    """
+
+    code: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to compute attention. A module with these names will do.
+
+    Two more are looked for and may be missing: `flops(problem) -> int`, the arithmetic it will do, so that a trial
+    that cannot win within the budget is not started; and `release()`, which drops what a trial left behind.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short, unique, stable: it is what is stored."""
+        ...
+
+    def version(self) -> str:
+        """What its speed and results depend on; a new version is measured anew."""
+        ...
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        """Every reason why it cannot run the problem; empty where it can."""
+        ...
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """Upper bound of the memory it takes beyond q, k, v, out and their gradients."""
+        ...
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        """Compute.
+
+        Args:
+            q: [batch, q_len, heads, head_dim]; any strides. k, v: [batch, k_len, kv_heads, head_dim].
+            problem: what was checked; everything but the data.
+            tensors: `seq_lens` and `key_mask`, where the problem has them.
+
+        Returns:
+            out as q, or (out, lse) with lse [batch, heads, q_len] in float32 (float64 for float64 inputs). lse is
+            needed where `problem.return_lse`. Ordinary autograd must pass through where `problem.needs_grad`.
+        """
+        ...
+
+
+def refuse_dtype(problem: Problem, allowed: Collection[torch.dtype]) -> list[Refusal]:
+    if problem.dtype in allowed:
+        return []
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in allowed))
+    return [Refusal("dtype", f"computes in {names}, not {str(problem.dtype).removeprefix('torch.')}")]
+
+
+def refuse_pattern(problem: Problem, allowed: tuple[type[Pattern], ...]) -> list[Refusal]:
+    if isinstance(problem.pattern, allowed):
+        return []
+    names = ", ".join(kind.__name__ for kind in allowed)
+    return [Refusal("pattern", f"computes {names}, not {problem.pattern}")]
+
+
+def refuse_device(problem: Problem, allowed: Collection[str]) -> list[Refusal]:
+    if problem.device.type in allowed:
+        return []
+    return [Refusal("device", f"runs on {', '.join(allowed)}, not {problem.device.type}")]
+
+
+def refuse_dropout(problem: Problem) -> list[Refusal]:
+    return [Refusal("dropout", f"has no dropout, asked for {problem.dropout_p:g}")] if problem.dropout_p else []
+
+
+def refuse_ranks(problem: Problem) -> list[Refusal]:
+    if problem.ranks == 1:
+        return []
+    return [Refusal("mesh", f"runs on one rank, the sequence is sharded over {problem.ranks}")]
+
+
+def gib(count: int) -> str:
+    """Bytes as a person reads them, in binary units."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,107 @@
+"""What was decided for a call and why: as data, and as a table that a person can read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attn_dispatch.contract import gib
+from attn_dispatch.store import Decision, Row
+
+HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateReport:
+    """One backend in one order. Times in milliseconds; `error` is the largest absolute error of out, unit-normal
+    inputs, against float64. `status` is one of `chosen, slower, tie, not_installed, unsupported, over_memory, failed,
+    incorrect, quarantined, not_measured`; `reason` says why.
+    """
+
+    backend: str
+    order: str
+    status: str
+    reason: str = ""
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+
+    @classmethod
+    def of(cls, row: Row) -> CandidateReport:
+        return cls(**{name: getattr(row, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which backend and order run a call.
+
+    `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where no backend
+    can run it. `key` names the decision in the store. `problem` and `device` are for reading.
+    """
+
+    choice: str | None
+    order: str | None
+    source: str
+    key: str
+    candidates: tuple[CandidateReport, ...]
+    problem: str
+    device: str
+
+    @classmethod
+    def of(cls, decision: Decision, source: str | None = None) -> Explanation:
+        """Of a stored decision."""
+        rows = tuple(CandidateReport.of(row) for row in decision.candidates)
+        device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
+        return cls(
+            decision.choice, decision.order, source or decision.source, decision.key, rows, decision.title, device
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the names of the fields."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [_cells(candidate, self._best_ms()) for candidate in self.candidates]
+        lines = [
+            f"device    {self.device}",
+            f"problem   {self.problem}",
+            f"choice    {self.choice or 'none'} in {self.order or 'no'} order ({self.source}), key {self.key}",
+            "",
+            *align([list(HEAD), *rows], left={0, 1, 7}),
+        ]
+        return "\n".join(lines)
+
+    def _best_ms(self) -> float | None:
+        times = [c.median_ms for c in self.candidates if c.median_ms is not None and c.status != "incorrect"]
+        return min(times, default=None)
+
+
+def align(rows: list[list[str]], left: set[int]) -> list[str]:
+    """Lines with columns of equal width; the named columns to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append("   ".join(cells).rstrip())
+    return lines
+
+
+def milliseconds(value: float) -> str:
+    """Three figures, in the unit that reads best."""
+    if value >= 1000:
+        return f"{value / 1000:.3g} s" if value < 1e6 else f"{value / 1000:.0f} s"
+    return f"{value:.3g} ms" if value >= 1 else f"{value * 1000:.3g} us"
+
+
+def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
+    verdict = candidate.status.replace("_", " ") + (f": {candidate.reason}" if candidate.reason else "")
+    memory = "-" if candidate.peak_bytes is None else gib(candidate.peak_bytes)
+    error = "-" if candidate.error is None else f"{candidate.error:.1e}"
+    if candidate.median_ms is None or candidate.low_ms is None or candidate.high_ms is None:
+        return [candidate.backend, candidate.order, "-", "-", "-", memory, error, verdict]
+    interval = f"{milliseconds(candidate.low_ms)} - {milliseconds(candidate.high_ms)}"
+    ratio = f"{candidate.median_ms / best_ms:.2f}x" if best_ms else "-"
+    times = [milliseconds(candidate.median_ms), interval, ratio]
+    return [candidate.backend, candidate.order, *times, memory, error, verdict]

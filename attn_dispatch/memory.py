@@ -1,0 +1,200 @@
+"""How much memory a device can give now, and the sources of that: the host, cgroups, torch's CUDA devices, NVML.
+
+Free memory is read on every call; which devices exist is read once. machine.py describes them and builds on this
+module, which never imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attn_dispatch.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+_MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+
+
+def available_bytes(device: torch.device | str) -> int:
+    """Bytes that a trial could allocate on ``device`` now: a snapshot, read afresh on every call.
+
+    On the CPU the tightest of free RAM, every enclosing cgroup and ``RLIMIT_AS``; on CUDA what the driver (or else
+    NVML) has free plus torch's idle cache, within torch's per-process memory fraction. Raises InvalidInput for a
+    device that is not here, and torch's RuntimeError when nothing can tell a CUDA device's free memory.
+    """
+    where = resolve(device)
+    return _cuda_available(where.index) if where.type == "cuda" else _host_available()
+
+
+def resolve(device: torch.device | str) -> torch.device:
+    """The device that is meant, with its CUDA index filled in. Raises InvalidInput for one that is not here."""
+    import torch
+
+    try:
+        where = torch.device(device) if isinstance(device, (str, torch.device)) else None
+    except RuntimeError:
+        where = None
+    if where is not None and where.type == "cpu" and not where.index:
+        return where
+    count = len(cuda_devices())
+    if where is not None and where.type == "cuda" and count:
+        index = torch.cuda.current_device() if where.index is None else where.index
+        if index < count:
+            return torch.device("cuda", index)
+    choices = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    raise InvalidInput(f"device must be one of {choices}; got {device!r}")
+
+
+def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
+    rooms: list[int] = [host_psutil().virtual_memory().available, *(room for _, room in memory_limits(root, proc))]
+    if (left := _address_space_left()) is not None:
+        rooms.append(left)
+    return max(0, min(rooms))
+
+
+def _address_space_left() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    mapped: int = host_psutil().Process().memory_info().vms
+    return None if soft == resource.RLIM_INFINITY else soft - mapped
+
+
+def memory_limits(root: Path, proc: Path) -> Iterator[tuple[int, int]]:
+    """(limit, room left under it) in bytes for each enclosing cgroup that has a limit."""
+    for level in cgroup_levels("memory", root, proc):
+        # memory.high does not kill, but a process above it is throttled until its timings mean nothing.
+        limits = [limit for name in _MEMORY_LIMITS if (limit := _integer(level / name)) is not None]
+        if limits:
+            yield min(limits), min(limits) - _unreclaimable(level)
+
+
+def _unreclaimable(level: Path) -> int:
+    used = _integer(level / "memory.current") or _integer(level / "memory.usage_in_bytes") or 0
+    stat = dict(line.split() for line in (read_text(level / "memory.stat") or "").splitlines())
+    return max(0, used - int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0))
+
+
+def cgroup_levels(controller: str, root: Path, proc: Path) -> Iterator[Path]:
+    """Directories of the cgroups (v1 and v2) around this process, innermost first; some may not exist."""
+    for line in (read_text(proc / "self" / "cgroup") or "").splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        mounts = (root / names, root / controller) if names else (root / "unified",)
+        base = next((mount for mount in mounts if mount.is_dir()), root)
+        # A path that climbs out lies above this namespace's root, which is then all that can be seen.
+        parts = [] if ".." in path.split("/") else path.strip("/").split("/")
+        yield from (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+
+
+def _cuda_available(index: int) -> int:
+    import torch
+
+    allocated = torch.cuda.memory_allocated(index)
+    room = _cuda_free(index) + torch.cuda.memory_reserved(index) - allocated
+    allowed = int(torch.cuda.get_per_process_memory_fraction(index) * cuda_devices()[index].total_memory)
+    return max(0, min(room, allowed - allocated))
+
+
+def _cuda_free(index: int) -> int:
+    import torch
+
+    try:
+        return int(torch.cuda.mem_get_info(index)[0])
+    except RuntimeError:
+        # A slice known only by its parent board's identity would be answered with the whole board's memory.
+        known, mig = cuda_identity(index)
+        uuid = None if mig and not str(known).startswith("MIG-") else known
+        memory = ask_nvml("nvmlDeviceGetMemoryInfo", ask_nvml("nvmlDeviceGetHandleByUUID", uuid))
+        if memory is None:
+            raise
+        return int(memory.free)
+
+
+@cache
+def cuda_devices() -> tuple[Any, ...]:
+    """The properties of each CUDA device, in torch's order. CUDA is not initialised where there is none."""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+
+
+@cache
+def cuda_identity(index: int) -> tuple[str | None, bool]:
+    """The UUID of a CUDA device (torch's, which has no prefix, when NVML cannot tell) and whether it is a MIG slice."""
+    props = cuda_devices()[index]
+    handle = _nvml_handle(props)
+    bare = getattr(props, "uuid", None)
+    uuid = ask_nvml("nvmlDeviceGetUUID", handle) or (None if bare is None else str(bare))
+    return uuid, " MIG " in props.name or _in_mig_mode(handle)
+
+
+def _nvml_handle(props: Any) -> Any | None:
+    """NVML numbers devices its own way (CUDA_VISIBLE_DEVICES reorders torch's), so match identities, not indices."""
+    bare = str(getattr(props, "uuid", "")).removeprefix("GPU-").removeprefix("MIG-")
+    for prefix in ("MIG-", "GPU-"):
+        if bare and (handle := ask_nvml("nvmlDeviceGetHandleByUUID", prefix + bare)):
+            return handle
+    if not hasattr(props, "pci_bus_id"):
+        return None
+    address = f"{props.pci_domain_id:08x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
+    return ask_nvml("nvmlDeviceGetHandleByPciBusId", address)
+
+
+def _in_mig_mode(handle: Any | None) -> bool:
+    """CUDA shows nothing but slices of a board in MIG mode, so a parent board's handle settles it too."""
+    current, _ = ask_nvml("nvmlDeviceGetMigMode", handle) or (0, 0)
+    return bool(current or ask_nvml("nvmlDeviceIsMigDeviceHandle", handle))
+
+
+def ask_nvml(function: str, *args: object) -> Any | None:
+    """The answer, or ``None`` where NVML is absent or has none (no such device, old driver, unsupported board)."""
+    nvml = _nvml()
+    if nvml is None or None in args:
+        return None
+    try:
+        return getattr(nvml, function)(*args)
+    except nvml.NVMLError:
+        return None
+
+
+@cache
+def _nvml() -> Any | None:
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+def host_psutil() -> Any:
+    return importlib.import_module("psutil")
+
+
+def _integer(path: Path) -> int | None:
+    text = read_text(path)
+    return None if text is None or text == "max" else int(text)
+
+
+def read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

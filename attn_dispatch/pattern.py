@@ -1,0 +1,369 @@
+"""Which keys a query sees, and how many times: the definition that every backend must agree with.
+
+A pattern is a frozen, hashable value. Its `multiplicity` is the definition; nothing else here computes attention.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeVar, cast
+
+from attn_dispatch.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+T = TypeVar("T")
+
+
+class Pattern(ABC):
+    """Base of the patterns. Positions count tokens from 0."""
+
+    __slots__ = ()
+
+    def multiplicity(
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        heads: int = 1,
+        *,
+        seq_lens: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        h_pos: Sequence[int] | None = None,
+        q_pos: Tensor | None = None,
+        k_pos: Tensor | None = None,
+        device: device | str | None = None,
+    ) -> Tensor:
+        """How many times each query sees each key.
+
+        Args:
+            q_len, k_len: lengths in tokens; `k_len` defaults to `q_len`.
+            heads: number of query heads.
+            seq_lens: [batch]; tokens at and past a row's length are padding.
+            key_mask: [batch, k_len] bool; False takes a key away.
+            h_pos: the heads to evaluate; all of them by default.
+            q_pos, k_pos: 1-D integer tensors of positions to evaluate; all of them by default.
+            device: where to build the result when no tensor says so.
+
+        Returns:
+            int32 [heads, queries, keys], or [batch, heads, queries, keys] when `seq_lens` or `key_mask` is given.
+            It may be an expanded view: do not write to it.
+
+        Raises:
+            InvalidInput: the pattern does not fit these lengths.
+        """
+        import torch
+
+        k_len = q_len if k_len is None else k_len
+        self.check(q_len, k_len)
+        where = next((t.device for t in (q_pos, k_pos, seq_lens, key_mask) if t is not None), device)
+        q_pos = torch.arange(q_len, device=where) if q_pos is None else q_pos
+        k_pos = torch.arange(k_len, device=where) if k_pos is None else k_pos
+        which = range(heads) if h_pos is None else h_pos
+        counts = self._counts(q_pos, k_pos, q_len, k_len, heads, which).to(torch.int32)
+        counts = counts.expand(len(which), len(q_pos), len(k_pos))
+        if key_mask is not None:
+            counts = counts * key_mask[:, None, None, k_pos]
+        if seq_lens is not None:
+            lens = seq_lens[:, None, None, None]
+            counts = counts * (k_pos < lens) * (q_pos[:, None] < lens)
+        return counts
+
+    @abstractmethod
+    def _counts(
+        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
+    ) -> Tensor:
+        """[len(h_pos) or 1, queries, keys], bool or integer."""
+
+    def check(self, q_len: int, k_len: int) -> None:
+        """Raise InvalidInput where the pattern cannot be used with these lengths."""
+
+    def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
+        """The plainest pattern with the same multiplicity at these lengths, so that equal calls share a decision."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Pattern):
+    """Every key once; with `is_causal`, those where `j <= i + (k_len - q_len)`: the last query meets the last key."""
+
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        _boolean("is_causal", self.is_causal)
+
+    def _counts(
+        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
+    ) -> Tensor:
+        if self.is_causal:
+            return (k_pos <= q_pos[:, None] + (k_len - q_len))[None]
+        return (k_pos >= 0).expand(1, len(q_pos), len(k_pos))
+
+    def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
+        return Dense() if q_len == 1 else self
+
+    def __str__(self) -> str:
+        return "Dense(causal)" if self.is_causal else "Dense()"
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Pattern):
+    """Keys with `-left <= j - (i + k_len - q_len) <= right`. None leaves a side open; `right=0` is causal."""
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            side = getattr(self, name)
+            object.__setattr__(self, name, None if side is None else _integer(name, side, 0, "None or an integer"))
+
+    def _counts(
+        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
+    ) -> Tensor:
+        distance = k_pos - (q_pos[:, None] + (k_len - q_len))
+        seen = distance >= -(k_len + q_len if self.left is None else self.left)
+        return (seen if self.right is None else seen & (distance <= self.right))[None]
+
+    def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
+        left = None if self.left is not None and self.left >= k_len - 1 else self.left
+        right = None if self.right is not None and self.right >= q_len - 1 else self.right
+        if left is None and right in (None, 0):
+            return Dense(is_causal=right == 0)
+        return Window(left, right)
+
+    def __str__(self) -> str:
+        return f"Window(left={self.left}, right={self.right})"
+
+
+@dataclass(frozen=True, slots=True)
+class Dilated(Pattern):
+    """LongNet's dilated attention: branch b cuts the sequence into segments and keeps every r-th token of each.
+
+    Position t lies in segment `t // w` and is selected for a head with offset o when `(t % w) % r == o`, with
+    `w = min(segment_lengths[b], N)` and `r = dilation_rates[b]`. A branch adds 1 where query and key are both
+    selected, share a segment and, if causal, `j <= i`. N need not be a multiple of w, nor w of r.
+
+    Args:
+        segment_lengths: tokens per segment, one for each branch.
+        dilation_rates: one for each branch.
+        is_causal: keep only keys at or before the query.
+        offsets: "mod" gives head h the offset `h % r`; "block" gives it `h // ceil(heads / r)`.
+        heads: "all" heads take part in every branch; "split" deals them to the branches in consecutive runs, and
+            a branch's heads then share the offset `b % r`.
+
+    Source: Ding et al. 2023, LongNet, section 2.2; "block" and "split" name what torchscale and fkodom's library do.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    is_causal: bool = False
+    offsets: Literal["mod", "block"] = "mod"
+    heads: Literal["all", "split"] = "all"
+
+    def __post_init__(self) -> None:
+        lengths = _integers("segment_lengths", self.segment_lengths)
+        rates = _integers("dilation_rates", self.dilation_rates)
+        if len(lengths) != len(rates):
+            raise InvalidInput(
+                f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: one of each for a branch"
+            )
+        _boolean("is_causal", self.is_causal)
+        _choice("offsets", self.offsets, ("mod", "block"))
+        _choice("heads", self.heads, ("all", "split"))
+        if self.heads == "all":
+            # A sum does not depend on the order of its terms; only "split" deals heads out by position.
+            lengths, rates = cast("tuple[tuple[int, ...], ...]", tuple(zip(*sorted(zip(lengths, rates)))))
+        if self.heads == "split" or set(rates) == {1}:
+            object.__setattr__(self, "offsets", "mod")
+        object.__setattr__(self, "segment_lengths", lengths)
+        object.__setattr__(self, "dilation_rates", rates)
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """(segment length, dilation rate) of each branch."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates))
+
+    def head_offset(self, branch: int, head: int, heads: int) -> int | None:
+        """The offset of a head in a branch, or None where the head takes no part in it."""
+        rate = self.dilation_rates[branch]
+        if self.heads == "split":
+            size, extra = divmod(heads, len(self.segment_lengths))
+            first = branch * size + min(branch, extra)
+            return branch % rate if first <= head < first + size + (branch < extra) else None
+        return head % rate if self.offsets == "mod" else head // -(-heads // rate)
+
+    def _counts(
+        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
+    ) -> Tensor:
+        import torch
+
+        counts = torch.zeros(len(h_pos), len(q_pos), len(k_pos), dtype=torch.int32, device=q_pos.device)
+        for branch, (length, rate) in enumerate(self.branches):
+            length = min(length, q_len)
+            by_head = [self.head_offset(branch, head, heads) for head in h_pos]
+            offsets = torch.tensor([-1 if o is None else o for o in by_head], device=q_pos.device)[:, None]
+            q_selected = q_pos % length % rate == offsets
+            k_selected = k_pos % length % rate == offsets
+            together = q_pos[:, None] // length == k_pos // length
+            if self.is_causal:
+                together &= k_pos <= q_pos[:, None]
+            counts += q_selected[:, :, None] & k_selected[:, None, :] & together
+        return counts
+
+    def check(self, q_len: int, k_len: int) -> None:
+        _square(self, q_len, k_len)
+
+    def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
+        lengths = tuple(min(length, q_len) for length in self.segment_lengths)
+        if len(lengths) == 1 and lengths[0] == q_len and self.dilation_rates == (1,):
+            return Dense(self.is_causal).simplify(q_len, k_len, heads)
+        alike = (
+            head % rate == self.head_offset(branch, head, heads)
+            for branch, rate in enumerate(self.dilation_rates)
+            for head in range(heads)
+        )
+        offsets = "mod" if self.heads == "all" and all(alike) else self.offsets
+        return replace(self, segment_lengths=lengths, offsets=offsets, is_causal=self.is_causal and q_len > 1)
+
+    def __str__(self) -> str:
+        options = ["causal"] * self.is_causal
+        options += ["offsets=block"] * (self.offsets == "block") + ["heads=split"] * (self.heads == "split")
+        return f"Dilated({', '.join([str(self.segment_lengths), str(self.dilation_rates), *options])})"
+
+
+@dataclass(frozen=True, slots=True)
+class Neighborhood(Pattern):
+    """The sequence is a row-major 1-D to 3-D grid; a key must be a neighbour of the query on every axis.
+
+    On an axis of length L with window w (odd) and dilation e, query x and key y must share the residue
+    `x % e == y % e`. With `x' = x // e`, `y' = y // e`, `k = (w - 1) / 2` and n members in that residue class:
+
+    * edges="clip": `|x' - y'| <= k`, cut at the border; causal: also `y' <= x'`.
+    * edges="shift": `lo <= y' < lo + w`, `lo = clip(x' - k, 0, n - w)`, so that every query sees w keys; causal:
+      `x' - w < y' <= x'`. Needs `w * e <= L`.
+
+    Args:
+        grid: tokens per axis; their product is the sequence length.
+        window, dilation, is_causal: one for each axis, or one for all.
+        edges: "clip" or "shift".
+
+    Source: Hassani et al. 2023, Neighborhood Attention; NATTEN computes "shift".
+    """
+
+    grid: tuple[int, ...]
+    window: tuple[int, ...]
+    dilation: tuple[int, ...] = (1,)
+    is_causal: tuple[bool, ...] = (False,)
+    edges: Literal["clip", "shift"] = "clip"
+
+    def __post_init__(self) -> None:
+        grid = _integers("grid", self.grid)
+        if len(grid) > 3:
+            raise InvalidInput(f"grid has {len(grid)} axes, but may have 1 to 3: {grid}")
+        _choice("edges", self.edges, ("clip", "shift"))
+        window = _per_axis("window", _integers("window", self.window), len(grid))
+        dilation = _per_axis("dilation", _integers("dilation", self.dilation), len(grid))
+        causal = self.is_causal if isinstance(self.is_causal, tuple | list) else (self.is_causal,)
+        for flag in causal:
+            _boolean("is_causal", flag)
+        causal = _per_axis("is_causal", tuple(causal), len(grid))
+        for size, width, step in zip(grid, window, dilation):
+            if width % 2 == 0:
+                raise InvalidInput(f"window must be odd on every axis, got {window}")
+            if self.edges == "shift" and width * step > size:
+                raise InvalidInput(
+                    f"edges='shift' needs window * dilation <= grid on every axis, got {width} * {step} > {size}"
+                )
+        if self.edges == "clip":
+            # A clipped window reaches no farther than its residue class: wider ones mean the same.
+            window = tuple(min(w, 2 * -(-size // e) - 1) for size, w, e in zip(grid, window, dilation))
+        for name, value in (("grid", grid), ("window", window), ("dilation", dilation), ("is_causal", causal)):
+            object.__setattr__(self, name, value)
+
+    def _counts(
+        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
+    ) -> Tensor:
+        seen = (k_pos >= 0).expand(len(q_pos), len(k_pos))
+        stride = q_len
+        for axis, size in enumerate(self.grid):
+            stride //= size
+            seen = seen & self._axis(axis, (q_pos // stride % size)[:, None], k_pos // stride % size)
+        return seen[None]
+
+    def _axis(self, axis: int, x: Tensor, y: Tensor) -> Tensor:
+        size, width, step = self.grid[axis], self.window[axis], self.dilation[axis]
+        causal, half = self.is_causal[axis], (width - 1) // 2
+        query, key = x // step, y // step
+        if self.edges == "clip":
+            near = (query - key).abs() <= half
+            near = near & (key <= query) if causal else near
+        elif causal:
+            near = (query - width < key) & (key <= query)
+        else:
+            members = (size - x % step + step - 1) // step
+            low = (query - half).clamp(min=0).minimum(members - width)
+            near = (low <= key) & (key < low + width)
+        return near & (x % step == y % step)
+
+    def check(self, q_len: int, k_len: int) -> None:
+        _square(self, q_len, k_len)
+        product = 1
+        for size in self.grid:
+            product *= size
+        if product != q_len:
+            raise InvalidInput(f"grid {self.grid} holds {product} tokens, but the sequence has {q_len}")
+
+    def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
+        if len(self.grid) > 1 or self.edges == "shift" or self.dilation != (1,):
+            return self
+        half = (self.window[0] - 1) // 2
+        return Window(half, 0 if self.is_causal[0] else half).simplify(q_len, k_len, heads)
+
+    def __str__(self) -> str:
+        options = [f"grid={self.grid}", f"window={self.window}"]
+        options += [f"dilation={self.dilation}"] * (set(self.dilation) != {1})
+        options += [f"causal={self.is_causal}"] * any(self.is_causal) + ["edges=shift"] * (self.edges == "shift")
+        return f"Neighborhood({', '.join(options)})"
+
+
+def _integer(name: str, value: object, minimum: int, kind: str = "an integer") -> int:
+    # bool is an int to Python, and True as a length is always a mistake.
+    if not isinstance(value, bool) and isinstance(value, SupportsIndex):
+        number = operator.index(value)
+        if number >= minimum:
+            return number
+    raise InvalidInput(f"{name} must be {kind} >= {minimum}, got {value!r}")
+
+
+def _integers(name: str, value: object) -> tuple[int, ...]:
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
+    if not items:
+        raise InvalidInput(f"{name} must hold at least one integer, got {value!r}")
+    return tuple(_integer(name, item, 1, "integers") for item in items)
+
+
+def _per_axis(name: str, value: tuple[T, ...], axes: int) -> tuple[T, ...]:
+    if len(value) == 1:
+        return value * axes
+    if len(value) != axes:
+        raise InvalidInput(f"{name} has {len(value)} entries, but grid has {axes} axes: give one, or one for each")
+    return value
+
+
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} must be True or False, got {value!r}")
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _square(pattern: Pattern, q_len: int, k_len: int) -> None:
+    if q_len != k_len:
+        raise InvalidInput(f"{type(pattern).__name__} needs q_len == k_len, got {q_len} and {k_len}")

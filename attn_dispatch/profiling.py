@@ -1,0 +1,126 @@
+"""Measure problems now, so that no later call has to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from attn_dispatch import dispatch, tuner
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.explanation import Explanation
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.problem import Problem
+from attn_dispatch.recording import read_record
+
+LEAST_S = 0.05  #: seconds that a problem gets however little of the budget is left
+
+Report = Callable[[int, Explanation], None]
+
+
+def profile(
+    problems: Iterable[Problem] | str | os.PathLike[str],
+    *,
+    budget_s: float | None = None,
+    progress: bool = True,
+    force: bool = False,
+    report: Report | None = None,
+) -> list[Explanation]:
+    """Measure problems and keep the decisions. Each is kept when it is made: interrupted, nothing is lost.
+
+    Args:
+        problems: `Problem`s, or a file that `record` wrote.
+        budget_s: seconds for all of them, shared evenly among those still to come; None for no limit.
+        progress: show a bar with the remaining time on stderr.
+        force: measure again what is decided already.
+        report: called with each problem's index and explanation as soon as it is known.
+
+    Returns:
+        One explanation for each problem. Where no backend can run one, its `choice` is None.
+
+    Raises:
+        InvalidInput: the mode is `off`, which touches no disk; or the budget is not a positive number.
+    """
+    if dispatch.mode() == "off":
+        raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which touches no disk: profile has nowhere to keep decisions")
+    if budget_s is not None and not budget_s > 0:
+        raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
+    chosen = read_record(problems) if isinstance(problems, str | os.PathLike) else list(problems)
+    end = None if budget_s is None else time.monotonic() + budget_s
+    found = []
+    with _bar(len(chosen), progress) as advance:
+        for index, problem in enumerate(chosen):
+            explanation = _settle(problem, _share(end, len(chosen) - index), force)
+            found.append(explanation)
+            advance(str(problem))
+            if report is not None:
+                report(index, explanation)
+    return found
+
+
+def quick_problems(device: torch.device) -> list[Problem]:
+    """A few problems of each kind, of a size that this device does in well under a second each."""
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    lengths = (2048, 8192, 32768) if gpu else (512, 2048, 4096)
+    patterns: list[Pattern] = [
+        Dense(),
+        Dense(is_causal=True),
+        Window(left=255, right=0),
+        Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True),
+    ]
+    plain = [problem_of((1, n, 8, 64), p, dtype, device) for p in patterns for n in lengths]
+    grid = problem_of((1, 2048, 8, 64), Neighborhood((32, 64), (13, 13)), dtype, device)
+    training = problem_of((1, lengths[1], 8, 64), patterns[3], dtype, device)
+    return [*plain, grid, replace(training, needs_grad=True)]
+
+
+def problem_of(
+    shape: tuple[int, int, int, int],
+    pattern: Pattern,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    backward: bool = False,
+) -> Problem:
+    """The problem of contiguous q, k and v of one shape [batch, len, heads, head_dim].
+
+    Raises:
+        InvalidInput: the shape is not positive, or the pattern does not fit it.
+    """
+    if min(shape) < 1:
+        raise InvalidInput(f"shape must hold four integers >= 1, got {shape}")
+    x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=backward)
+    with torch.enable_grad():
+        return Problem.of(x, x, x, pattern, device=device)
+
+
+def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation:
+    decision = None if force else dispatch.stored(problem)
+    if decision is None:
+        decision = tuner.decide(problem, share_s)
+        if decision is not None:
+            dispatch.adopt(problem, decision)
+    return dispatch.explain_problem(problem) if decision is None else Explanation.of(decision)
+
+
+def _share(end: float | None, left: int) -> float | None:
+    return None if end is None else max(LEAST_S, (end - time.monotonic()) / left)
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
+    if not shown:
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = ("measuring", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)

@@ -1,0 +1,101 @@
+"""Which backends there are, in the order of preference, each loaded when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from attn_dispatch.contract import Backend
+from attn_dispatch.errors import InvalidInput
+
+GROUP = "attn_dispatch.backends"
+BUILT_IN = ("sdpa", "sdpa_mask")  #: in the order in which the static heuristic tries them
+LAST_RESORT = "manual"
+REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
+
+logger = logging.getLogger("attn_dispatch")
+
+_added: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend: an object or module with what `contract.Backend` names.
+
+    Raises:
+        InvalidInput: something is missing, or the name is taken.
+    """
+    missing = [part for part in REQUIRED if not hasattr(backend, part)]
+    if missing:
+        raise InvalidInput(f"backend {backend!r} lacks {', '.join(missing)}; it needs {', '.join(REQUIRED)}")
+    name = backend.name
+    if not isinstance(name, str) or not name.isidentifier():
+        raise InvalidInput(f"backend.name must be an identifier, got {name!r}")
+    if name in names():
+        raise InvalidInput(f"a backend named {name!r} is there already: {', '.join(names())}")
+    _added[name] = backend
+
+
+def names() -> tuple[str, ...]:
+    """Every backend's name, the preferred first."""
+    plugged = [name for name in _entry_points() if name not in _added]
+    return (*BUILT_IN, *plugged, *_added, LAST_RESORT)
+
+
+def load(name: str) -> Backend:
+    """The backend of this name.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if name in _added:
+        return _added[name]
+    return _load(name)
+
+
+def backends() -> list[Backend]:
+    """Every backend that can be loaded; one that cannot is logged once and left out."""
+    found = []
+    for name in names():
+        try:
+            found.append(load(name))
+        except InvalidInput as error:
+            _warn_once(str(error))
+    return found
+
+
+def version_of(backend: Backend) -> str | None:
+    """The backend's version, or None where its package is missing."""
+    try:
+        return backend.version()
+    except ImportError:  # PackageNotFoundError is one too
+        return None
+
+
+@cache
+def _load(name: str) -> Backend:
+    if name in (*BUILT_IN, LAST_RESORT):
+        module: Backend = importlib.import_module(f"attn_dispatch.backends.{name}")  # type: ignore[assignment]
+        return module
+    point = _entry_points().get(name)
+    if point is None:
+        raise InvalidInput(f"backend must be one of {', '.join(names())}, got {name!r}")
+    try:
+        backend: Backend = point.load()
+    except Exception as error:
+        raise InvalidInput(f"backend {name!r} from {point.value} cannot be loaded: {error!r}") from error
+    missing = [part for part in REQUIRED if not hasattr(backend, part)]
+    if missing:
+        raise InvalidInput(f"backend {name!r} from {point.value} lacks {', '.join(missing)}")
+    return backend
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (*BUILT_IN, LAST_RESORT)}
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)

@@ -1,0 +1,55 @@
+"""How a tensor lies in memory, as a short name, and tensors made to order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AXES = "bnhd"
+
+
+def stride_class(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> str:
+    """Name the memory order of a [batch, len, heads, head_dim] tensor.
+
+    The name lists the axes from the slowest to the fastest, without axes of one entry, whose stride means nothing:
+    "bnhd" is contiguous, "bhnd" a transposed [batch, heads, len, head_dim]. Suffixes name what a kernel may mind:
+    "+gaps" (not dense, as in a packed qkv), "+unaligned" (some row does not start on 16 bytes), "+expanded:h" (an
+    axis of stride 0).
+    """
+    live = [axis for axis in range(4) if shape[axis] > 1]
+    expanded = [axis for axis in live if strides[axis] == 0]
+    order = sorted((axis for axis in live if strides[axis]), key=lambda axis: -strides[axis])
+    name = "".join(AXES[axis] for axis in order)
+    dense = 1
+    for axis in reversed(order):
+        if strides[axis] != dense:
+            name += "+gaps"
+            break
+        dense *= shape[axis]
+    if any(strides[axis] * itemsize % 16 for axis in live if axis != 3):
+        name += "+unaligned"
+    return name + (f"+expanded:{''.join(AXES[axis] for axis in expanded)}" if expanded else "")
+
+
+def randn(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Unit-normal [batch, len, heads, head_dim] values in the given stride class, or in the nearest that can be made.
+
+    The values come from a generator on the CPU: the same on every device.
+    """
+    name, *flags = kind.split("+")
+    expanded = next((flag.removeprefix("expanded:") for flag in flags if flag.startswith("expanded:")), "")
+    order = [axis for axis in AXES if axis not in name] + list(name)
+    sizes = {axis: 1 if axis in expanded else size for axis, size in zip(AXES, shape)}
+    padded = [sizes[axis] for axis in order]
+    if "gaps" in flags:
+        # Rows end in unused entries, to a multiple of 16 bytes or just past one.
+        per_16_bytes = 16 // dtype.itemsize
+        padded[-1] = (padded[-1] // per_16_bytes + 1) * per_16_bytes + ("unaligned" in flags)
+    base = torch.empty(padded, dtype=dtype, device=device)
+    for position, axis in enumerate(order):
+        base = base.narrow(position, 0, sizes[axis])
+    tensor = base.permute([order.index(axis) for axis in AXES])
+    tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32))
+    return tensor.expand(shape)

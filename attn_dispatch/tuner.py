@@ -1,0 +1,295 @@
+"""From a problem to a decision: refusals, memory, the gate, timing in turns. Every failure is data.
+
+The static heuristic's choice is always a candidate and runs first. A candidate that another one beats significantly
+cannot be chosen; among the rest the order of preference decides, so that noise does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import torch
+
+from attn_dispatch import measure, registry
+from attn_dispatch.contract import Backend, gib
+from attn_dispatch.example import Example, example_bytes, make
+from attn_dispatch.machine import provenance, silicon
+from attn_dispatch.memory import available_bytes
+from attn_dispatch.order import NATURAL
+from attn_dispatch.problem import Problem
+from attn_dispatch.store import Decision, Row
+from attn_dispatch.verify import Gate
+
+MEMORY_SHARE = 0.8  #: of what is free; the rest is for what the estimate cannot know
+GENEROUS = 2.0  #: how many times the incumbent's rate a candidate is believed capable of, before it is tried
+
+logger = logging.getLogger("attn_dispatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend in an order, and either the row that rules it out or None."""
+
+    backend: Backend
+    order: str
+    row: Row | None
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+
+def candidates(problem: Problem, *, memory: bool = True) -> list[Candidate]:
+    """Every backend, the preferred first, with its refusals and, if `memory`, its need against what is free."""
+    free = available_bytes(problem.device) if memory else 0
+    return [_candidate(backend, problem, free if memory else None) for backend in registry.backends()]
+
+
+def _candidate(backend: Backend, problem: Problem, free: int | None) -> Candidate:
+    version = registry.version_of(backend)
+
+    def ruled_out(status: str, reason: str) -> Candidate:
+        row = Row(backend=backend.name, order=NATURAL, status=status, reason=reason, version=version)
+        return Candidate(backend, NATURAL, row)
+
+    try:
+        refusals = backend.refusals(problem)
+        needed = 0 if refusals or free is None else backend.workspace_bytes(problem) + problem.io_bytes
+    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+        return ruled_out("failed", f"refusals or workspace_bytes raised {type(error).__name__}: {error}")
+    if refusals:
+        codes = {refusal.code for refusal in refusals}
+        status = next((code for code in ("not_installed", "over_memory") if code in codes), "unsupported")
+        return ruled_out(status, "; ".join(refusal.text for refusal in refusals))
+    if free is not None and needed > MEMORY_SHARE * free:
+        reason = f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
+        return ruled_out("over_memory", reason)
+    return Candidate(backend, NATURAL, None)
+
+
+def heuristic(found: Sequence[Candidate]) -> Candidate | None:
+    """The static choice: the first in the order of preference that can run."""
+    return next((candidate for candidate in found if candidate.row is None), None)
+
+
+def versions() -> dict[str, str | None]:
+    """The version of every backend, None where its package is missing: what a decision was made among."""
+    return {backend.name: registry.version_of(backend) for backend in registry.backends()}
+
+
+def decide(problem: Problem, budget_s: float | None) -> Decision | None:
+    """Measure and choose.
+
+    Args:
+        budget_s: seconds that trials may take; None for no limit.
+
+    Returns:
+        The decision, or None where nothing could be measured: no candidate, or no memory for a trial.
+    """
+    found = candidates(problem)
+    usable = [candidate for candidate in found if candidate.row is None]
+    # The reference works on a few widened rows; the example, its results and one candidate's are all there is besides.
+    free = available_bytes(problem.device)
+    if not usable or example_bytes(problem) + problem.io_bytes > MEMORY_SHARE * free:
+        return None
+    start = time.perf_counter()
+    trial = _Trial(problem, found, budget_s, start)
+    trial.run()
+    chosen = trial.choose()
+    if chosen is None:
+        return None
+    elapsed_ms = (time.perf_counter() - start) * 1e3
+    decision = trial.decision(chosen, elapsed_ms)
+    logger.info("%s: %s in %s order, measured in %.0f ms", problem, chosen, NATURAL, elapsed_ms)
+    return decision
+
+
+@dataclass
+class _Trial:
+    problem: Problem
+    found: list[Candidate]
+    budget_s: float | None
+    start: float
+    rows: dict[str, Row] = field(default_factory=dict)
+    passed: dict[str, Candidate] = field(default_factory=dict)
+    turns: measure.Turns | None = None
+    chosen: str | None = None
+
+    def run(self) -> None:
+        problem = self.problem
+        example = make(problem)
+        gate = Gate.of(example)
+        incumbent: tuple[Candidate, float] | None = None
+        for candidate in self.found:
+            if candidate.row is not None:
+                self.rows[candidate.name] = candidate.row
+                continue
+            reason = None if incumbent is None else self._too_long(candidate, *incumbent)
+            if reason is not None:
+                self.rows[candidate.name] = self._row(candidate, "not_measured", reason)
+                continue
+            first_ms = self._gate(candidate, gate)
+            if first_ms is not None and incumbent is None:
+                incumbent = candidate, first_ms
+        self._race(example, incumbent)
+        del gate, example
+        measure.release(problem.device)
+
+    def _remaining_s(self) -> float | None:
+        return None if self.budget_s is None else self.budget_s - (time.perf_counter() - self.start)
+
+    def _too_long(self, candidate: Candidate, incumbent: Candidate, incumbent_ms: float) -> str | None:
+        """Why a candidate is not tried: its arithmetic alone takes longer than what is left of the budget."""
+        remaining = self._remaining_s()
+        flops = [_flops(each, self.problem) for each in (candidate, incumbent)]
+        if remaining is None or flops[0] is None or flops[1] is None:
+            return None
+        ratio = flops[0] / flops[1]
+        least_s = incumbent_ms / 1e3 * ratio / GENEROUS
+        if least_s <= max(remaining, 0.0):
+            return None
+        return (
+            f"{ratio:.3g} times {incumbent.name}'s arithmetic: at least {least_s:.3g} s at {GENEROUS:g} times its "
+            f"rate, with {max(remaining, 0.0):.3g} s of the budget left"
+        )
+
+    def _gate(self, candidate: Candidate, gate: Gate) -> float | None:
+        """Run once at full size and compare; milliseconds of that first call, or None where it may not win."""
+        device = self.problem.device
+        try:
+            _synchronize(device)
+            start = time.perf_counter()
+            result, peak = measure.peak_bytes(lambda: gate.run(candidate.backend), device)
+            _synchronize(device)
+            first_ms = (time.perf_counter() - start) * 1e3
+            verdict = gate.check(result)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a fact about the kernel
+            self.rows[candidate.name] = self._row(candidate, "failed", _one_line(error))
+            return None
+        finally:
+            measure.release(device)
+        status = "incorrect" if verdict.failures else "not_measured"
+        self.rows[candidate.name] = self._row(
+            candidate,
+            status,
+            "; ".join(verdict.failures),
+            first_ms=first_ms,
+            peak_bytes=peak,
+            error=verdict.error if verdict.error < float("inf") else None,
+        )
+        if verdict.failures:
+            logger.warning("%s gives wrong results for %s: %s", candidate.name, self.problem, verdict.failures)
+            return None
+        self.passed[candidate.name] = candidate
+        return first_ms
+
+    def _race(self, example: Example, incumbent: tuple[Candidate, float] | None) -> None:
+        if incumbent is None:
+            return
+        calls = {name: example.call(candidate.backend) for name, candidate in self.passed.items()}
+        device = self.problem.device
+        self.turns = measure.time_in_turns(
+            calls,
+            budget_s=self._remaining_s(),
+            synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
+            keep=(incumbent[0].name,),
+            first_ms={name: first for name in calls if (first := self.rows[name].first_ms) is not None},
+        )
+        for name in calls:
+            release = getattr(self.passed[name].backend, "release", None)
+            if release is not None:
+                release()
+
+    def choose(self) -> str | None:
+        """The first in the order of preference that no other candidate beats significantly."""
+        if self.turns is None:
+            return None
+        timings = {name: t for name, t in self.turns.timings.items() if name not in self.turns.dropped}
+        ordered = [candidate.name for candidate in self.found if candidate.name in timings]
+        unbeaten = (
+            name
+            for name in ordered
+            if not any(measure.faster(timings[rival], timings[name]) for rival in ordered if rival != name)
+        )
+        # "Significantly faster" need not be transitive: where everyone is beaten by someone, the median decides.
+        fastest = min(ordered, key=lambda name: timings[name].median_ms, default=None)
+        self.chosen = next(unbeaten, fastest)
+        return self.chosen
+
+    def decision(self, chosen: str, elapsed_ms: float) -> Decision:
+        where = silicon(self.problem.device)
+        return Decision(
+            key=self.problem.key(where),
+            silicon=where,
+            title=str(self.problem),
+            problem=self.problem.to_dict(),
+            choice=chosen,
+            order=NATURAL,
+            source="measured",
+            candidates=tuple(self._final_rows()),
+            versions=versions(),
+            provenance=provenance(self.problem.device),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            budget_ms=None if self.budget_s is None else self.budget_s * 1e3,
+            elapsed_ms=round(elapsed_ms, 3),
+        )
+
+    def _final_rows(self) -> Iterator[Row]:
+        assert self.turns is not None and self.chosen is not None
+        best = self.turns.timings[self.chosen]
+        for candidate in self.found:
+            row = self.rows[candidate.name]
+            timing = self.turns.timings.get(candidate.name)
+            if candidate.name in self.turns.failures:
+                yield self._row(candidate, "failed", _one_line(self.turns.failures[candidate.name]))
+            elif timing is None:
+                yield row
+            else:
+                yield self._timed(candidate, row, timing, best)
+
+    def _timed(self, candidate: Candidate, row: Row, timing: measure.Timing, best: measure.Timing) -> Row:
+        assert self.turns is not None
+        slower = candidate.name in self.turns.dropped or measure.faster(best, timing)
+        status = "chosen" if candidate.name == self.chosen else "slower" if slower else "tie"
+        dropped = self.turns.dropped.get(candidate.name)
+        return self._row(
+            candidate,
+            status,
+            "" if dropped is None else f"{dropped:.1f} times the fastest after one round, not tried again",
+            median_ms=timing.median_ms,
+            low_ms=timing.low_ms,
+            high_ms=timing.high_ms,
+            first_ms=row.first_ms,
+            rounds=len(timing.samples_ms),
+            peak_bytes=row.peak_bytes,
+            error=row.error,
+        )
+
+    def _row(self, candidate: Candidate, status: str, reason: str, **measured: float | None) -> Row:
+        version = registry.version_of(candidate.backend)
+        return Row(
+            backend=candidate.name,
+            order=candidate.order,
+            status=status,
+            reason=reason,
+            version=version,
+            **measured,  # type: ignore[arg-type]
+        )
+
+
+def _flops(candidate: Candidate, problem: Problem) -> int | None:
+    count = getattr(candidate.backend, "flops", None)
+    return None if count is None else int(count(problem))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

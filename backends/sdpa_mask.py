@@ -1,0 +1,148 @@
+"""PyTorch's fused attention kernels with a dense mask: the bias log c, built once and kept for the next call."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_dispatch import branches
+from attn_dispatch.contract import Refusal, gib, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
+from attn_dispatch.kernels import CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.pattern import Dense, Dilated
+from attn_dispatch.pieces import Block, Piece, Plan, Rows, kv_heads_of, plan_of, progression
+from attn_dispatch.problem import DTYPES, Problem
+
+name = "sdpa_mask"
+
+MASK_LIMIT = 2**30  #: bytes of masks, held at once; past this the other backends are the better answer
+ROWS = 512  #: query rows whose multiplicity is worked out at once
+CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_masks: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def version() -> str:
+    return str(torch.__version__)
+
+
+def refusals(problem: Problem) -> list[Refusal]:
+    found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu", "cuda"))
+    found += refuse_dtype(problem, DTYPES if problem.device.type == "cpu" else CUDA_DTYPES)
+    needed = mask_bytes(problem)
+    if needed > MASK_LIMIT:
+        text = f"{problem.pattern} needs a dense mask of {gib(needed)}, over {gib(MASK_LIMIT)}"
+        found.append(Refusal("over_memory", text))
+    return found
+
+
+def flops(problem: Problem) -> int:
+    pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
+    return pairs * problem.head_dim * (14 if problem.needs_grad else 4)
+
+
+def mask_bytes(problem: Problem) -> int:
+    """Bytes of the biases, and of one spread over the batch where each batch row has its own keys."""
+    if problem.pattern == Dense():
+        return 0
+    one = problem.q_len * problem.k_len * branches.sum_dtype(problem.dtype).itemsize
+    return one * (len(head_classes(problem)) + problem.batch * problem.masked)
+
+
+def workspace_bytes(problem: Problem) -> int:
+    _, plan = _prepared(problem)
+    counts = 0 if problem.pattern == Dense() else 16 * min(ROWS, problem.q_len) * problem.k_len
+    # The CUDA kernel wants the mask in q's dtype.
+    copies = 2 if problem.device.type == "cuda" else 1
+    return branches.workspace_bytes(problem, plan) + copies * mask_bytes(problem) + counts
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    kernel, plan = _prepared(problem)
+    return branches.run(q, k, v, problem, plan, kernel, biases=_biases(problem), **tensors)
+
+
+def release() -> None:
+    """Drop the masks."""
+    with _lock:
+        _masks.clear()
+
+
+def head_classes(problem: Problem) -> list[range]:
+    """The runs of heads that share one multiplicity."""
+    pattern = problem.pattern
+    if not isinstance(pattern, Dilated):
+        return [range(problem.heads)]
+    found: dict[tuple[int | None, ...], list[int]] = {}
+    for head in range(problem.heads):
+        offsets = tuple(pattern.head_offset(b, head, problem.heads) for b in range(len(pattern.branches)))
+        found.setdefault(offsets, []).append(head)
+    return [progression(heads) for heads in found.values()]
+
+
+@lru_cache(maxsize=4096)
+def _prepared(problem: Problem) -> tuple[Kernel, Plan]:
+    kernel: Kernel = CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
+    if problem.pattern == Dense():
+        plan = plan_of(problem, kernel.grouped)
+        assert plan is not None  # dense always has one
+        return kernel, plan
+    plain = problem.heads == problem.kv_heads
+    q, k = Rows(0, 1, problem.q_len), Rows(0, 1, problem.k_len)
+    pieces = tuple(
+        Piece(
+            q,
+            k,
+            slice(heads.start, heads.stop, heads.step),
+            kv_heads_of(heads, problem, kernel.grouped),
+            is_causal=False,
+            fresh_q=True,
+            fresh_k=plain,
+            bias=i,
+        )
+        for i, heads in enumerate(head_classes(problem))
+    )
+    block = Block(slice(0, problem.q_len), slice(0, problem.k_len), pieces, covers_q=True, covers_k=plain)
+    return kernel, Plan.of((block,), problem.batch)
+
+
+def _biases(problem: Problem) -> tuple[Tensor, ...]:
+    if problem.pattern == Dense():
+        return ()
+    wide = branches.sum_dtype(problem.dtype)
+    key = (problem.pattern, problem.q_len, problem.k_len, problem.heads, wide, problem.device)
+    with _lock:
+        found = _masks.get(key)
+        if found is None:
+            found = tuple(_bias(problem, heads[0], wide) for heads in head_classes(problem))
+            _make_room(sum(map(_size, found)))
+            _masks[key] = found
+        _masks.move_to_end(key)
+    return found
+
+
+def _bias(problem: Problem, head: int, dtype: torch.dtype) -> Tensor:
+    """log c of one head, [q_len, k_len]."""
+    bias = torch.empty(problem.q_len, problem.k_len, dtype=dtype, device=problem.device)
+    for start in range(0, problem.q_len, ROWS):
+        rows = bias[start : start + ROWS]
+        q_pos = torch.arange(start, start + len(rows), device=problem.device)
+        counts = problem.pattern.multiplicity(
+            problem.q_len, problem.k_len, problem.heads, h_pos=(head,), q_pos=q_pos
+        )
+        torch.log(counts[0].to(dtype), out=rows)
+    return bias
+
+
+def _make_room(needed: int) -> None:
+    while _masks and sum(_size(m) for masks in _masks.values() for m in masks) + needed > MASK_LIMIT:
+        _masks.popitem(last=False)
+
+
+def _size(mask: Tensor) -> int:
+    return mask.numel() * mask.itemsize

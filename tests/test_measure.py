@@ -1,0 +1,456 @@
+"""Timing against a simulated clock with planted costs, and peak memory against known allocations."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch import measure
+from attn_dispatch.measure import Interval, Timing, Turns
+
+CPU = torch.device("cpu")
+MIB = 2**20
+DRAWS = 300
+
+
+class Machine:
+    """A clock that only the calls move on, by their planted cost with noise."""
+
+    def __init__(self, noise: float = 0.0, seed: int = 0, slow_from_s: float = math.inf) -> None:
+        self.now_s = 0.0
+        self.log: list[str] = []
+        self._noise = noise
+        self._random = random.Random(seed)
+        self._slow_from_s = slow_from_s
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def call(self, name: str, cost_ms: float, first_ms: float | None = None) -> Callable[[], None]:
+        costs_ms = iter([cost_ms if first_ms is None else first_ms])
+
+        def run() -> None:
+            self.log.append(name)
+            drift = 2.0 if self.now_s >= self._slow_from_s else 1.0
+            self.now_s += next(costs_ms, cost_ms) / 1e3 * drift * max(self._random.gauss(1.0, self._noise), 0.01)
+
+        return run
+
+    def race(self, costs_ms: dict[str, float], budget_s: float | None = None, **options: Any) -> Turns:
+        calls = {name: self.call(name, cost_ms) for name, cost_ms in costs_ms.items()}
+        return measure.time_in_turns(calls, budget_s=budget_s, clock=self.clock, **options)
+
+
+def winner(turns: Turns) -> str:
+    return min(turns.timings, key=lambda name: turns.timings[name].median_ms)
+
+
+def share(outcomes: Iterator[bool]) -> float:
+    return statistics.fmean(outcomes)
+
+
+# Intervals
+
+
+@pytest.mark.parametrize("n", range(6, 26))
+def test_median_interval_covers_the_median(n: int) -> None:
+    source = random.Random(n)
+    intervals = [measure.median_interval([source.expovariate(1.0) for _ in range(n)]) for _ in range(1000)]
+    # The exact coverage is >= 95 %; 1.4 points are two standard errors of 1,000 draws.
+    assert share(iv.low <= math.log(2) <= iv.high for iv in intervals) >= 0.95 - 0.014
+
+
+def exact_coverage(n: int, rank: int) -> float:
+    return 1.0 - 2.0 * sum(math.comb(n, k) for k in range(rank)) / 2.0**n
+
+
+@pytest.mark.parametrize("n", range(6, 60))
+def test_median_interval_is_the_shortest_with_exact_coverage(n: int) -> None:
+    interval = measure.median_interval(range(1, n + 1))
+    rank = int(interval.low)
+    assert interval.high == n + 1 - rank
+    assert exact_coverage(n, rank) >= 0.95 > exact_coverage(n, rank + 1)
+
+
+def test_median_interval_of_few_samples_is_their_range() -> None:
+    assert measure.median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == Interval(1.0, 5.0)
+    assert measure.median_interval([7.0]) == Interval(7.0, 7.0)
+
+
+@pytest.mark.parametrize(("samples", "confidence"), [([], 0.95), ([1.0], 0.0), ([1.0], 1.0)])
+def test_median_interval_refuses(samples: list[float], confidence: float) -> None:
+    with pytest.raises(ValueError, match="median_interval"):
+        measure.median_interval(samples, confidence)
+
+
+def test_timing_summarises_its_samples() -> None:
+    timing = Timing((4.0, 1.0, 3.0, 2.0, 5.0, 6.0), first_ms=9.0)
+    assert (timing.low_ms, timing.median_ms, timing.high_ms) == (1.0, 3.5, 6.0)
+
+
+@pytest.mark.parametrize("samples_ms", [(), (1.0, math.nan)])
+def test_timing_refuses_no_samples_and_nan(samples_ms: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="samples_ms"):
+        Timing(samples_ms, 1.0)
+
+
+def test_ratio_interval_pairs_shared_rounds_only() -> None:
+    baseline = Timing((1.0, 2.0, 4.0, 8.0), 1.0)
+    assert measure.ratio_interval(Timing((0.5, 1.0), 1.0), baseline) == Interval(0.5, 0.5)
+
+
+def test_ratio_interval_survives_a_clock_that_saw_nothing() -> None:
+    assert measure.ratio_interval(Timing((0.0, 1.0), 0.0), Timing((0.0, 0.0), 0.0)) == Interval(1.0, math.inf)
+
+
+# Turns
+
+
+def test_winner_does_not_depend_on_the_given_order() -> None:
+    costs_ms = {"a": 1.3, "b": 1.0, "c": 1.2, "d": 1.1}
+    for seed in range(20):
+        forward = Machine(0.03, seed).race(costs_ms)
+        backward = Machine(0.03, seed).race(dict(reversed(costs_ms.items())))
+        assert winner(forward) == winner(backward) == "b"
+
+
+def test_same_seed_gives_the_same_result_and_another_seed_another_order() -> None:
+    def log(seed: int) -> list[str]:
+        machine = Machine(0.03, 1)
+        machine.race({"a": 1.0, "b": 1.1, "c": 1.2}, seed=seed)
+        return machine.log
+
+    assert Machine(0.03, 1).race({"a": 1.0, "b": 1.1}) == Machine(0.03, 1).race({"a": 1.0, "b": 1.1})
+    assert log(0) == log(0) != log(1)
+
+
+def test_every_round_runs_each_survivor_once() -> None:
+    machine = Machine(0.03)
+    turns = machine.race({"a": 1.0, "b": 1.1, "c": 1.2}, target=0.0, max_rounds=7)
+    rounds = [machine.log[i : i + 3] for i in range(0, len(machine.log), 3)]
+    assert rounds[0] == ["a", "b", "c"]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 1
+    assert turns.rounds == len(rounds) - 1 == 7
+    assert all(len(timing.samples_ms) == 7 for timing in turns.timings.values())
+
+
+def test_first_call_is_kept_apart() -> None:
+    machine = Machine()
+    turns = measure.time_in_turns(
+        {"jit": machine.call("jit", 1.0, first_ms=900.0), "plain": machine.call("plain", 2.0)},
+        budget_s=None,
+        clock=machine.clock,
+    )
+    assert turns.timings["jit"].first_ms == pytest.approx(900.0)
+    assert turns.timings["jit"].median_ms == pytest.approx(1.0)
+    assert not turns.dropped
+
+
+def test_hopeless_is_dropped_with_its_one_sample() -> None:
+    machine = Machine()
+    turns = machine.race({"slow": 50.0, "fast": 10.0})
+    assert turns.dropped == {"slow": pytest.approx(5.0)}
+    assert list(turns.timings["slow"].samples_ms) == [pytest.approx(50.0)]
+    assert machine.log.count("slow") == 2
+    assert turns.rounds == len(turns.timings["fast"].samples_ms) == 5
+    assert not turns.cold
+
+
+def test_keep_and_no_limit_are_never_dropped() -> None:
+    costs_ms = {"slow": 50.0, "fast": 10.0}
+    for turns in (Machine().race(costs_ms, keep=("slow",)), Machine().race(costs_ms, hopeless=None)):
+        assert not turns.dropped
+        assert len(turns.timings["slow"].samples_ms) == turns.rounds == 5
+
+
+def test_hopeless_first_call_stands_once_the_budget_is_gone() -> None:
+    machine = Machine()
+    turns = machine.race({"slow": 500.0, "kept": 300.0, "fast": 10.0}, budget_s=0.1, keep=("kept",))
+    assert turns.dropped == {"slow": pytest.approx(50.0)}
+    assert turns.cold == {"slow"}
+    assert turns.timings["slow"].samples_ms == (turns.timings["slow"].first_ms,)
+    assert machine.log.count("slow") == 1
+    assert (machine.log.count("kept"), machine.log.count("fast"), turns.rounds) == (2, 2, 1)
+
+
+def failing(error: BaseException, after: int = 0) -> Callable[[], None]:
+    left = iter(range(after))
+
+    def run() -> None:
+        if next(left, None) is None:
+            raise error
+
+    return run
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_failure_ends_that_candidate_only(after: int) -> None:
+    machine = Machine()
+    error = RuntimeError("unsupported head_dim")
+    calls = {"a": machine.call("a", 1.0), "bad": failing(error, after), "b": machine.call("b", 2.0)}
+    turns = measure.time_in_turns(calls, budget_s=None, hopeless=None, clock=machine.clock)
+    assert turns.failures == {"bad": error}
+    assert list(turns.timings) == ["a", "b"]
+    assert turns.rounds == 5
+    assert gc.isenabled()
+
+
+def test_failure_of_all_ends_the_race() -> None:
+    turns = measure.time_in_turns({"bad": failing(ValueError("no"))}, budget_s=None)
+    assert (list(turns.failures), turns.timings, turns.rounds) == (["bad"], {}, 0)
+
+
+def test_failure_lets_go_of_what_the_call_held() -> None:
+    class Held:
+        alive = 0
+
+        def __init__(self) -> None:
+            Held.alive += 1
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    def run() -> None:
+        held = Held()
+        raise MemoryError(id(held))
+
+    assert measure.time_in_turns({"bad": run}, budget_s=None).failures
+    assert Held.alive == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
+def test_interrupts_propagate_with_the_collector_back_on(error: BaseException) -> None:
+    assert gc.isenabled()
+    with pytest.raises(type(error)):
+        measure.time_in_turns({"a": lambda: None, "stop": failing(error, after=1)}, budget_s=None)
+    assert gc.isenabled()
+
+
+def test_collector_is_off_while_timed_and_stays_off_for_who_had_it_off() -> None:
+    seen: list[bool] = []
+    measure.time_in_turns({"a": lambda: seen.append(gc.isenabled())}, budget_s=None, clock=Machine().clock)
+    assert seen
+    assert not any(seen)
+    gc.disable()
+    try:
+        measure.time_in_turns({"a": lambda: None}, budget_s=None, clock=Machine().clock)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("budget_s", [0.05, 0.2, 1.0])
+def test_budget_is_respected(budget_s: float) -> None:
+    machine = Machine(0.03)
+    turns = machine.race({"a": 4.0, "b": 5.0, "c": 6.0}, budget_s=budget_s, target=0.0, max_rounds=1000)
+    assert 0.5 * budget_s < turns.elapsed_s <= 1.03 * budget_s
+    assert turns.elapsed_s == pytest.approx(machine.now_s)
+
+
+def test_each_survivor_has_a_round_whatever_the_budget() -> None:
+    turns = Machine().race({"a": 4.0, "b": 5.0}, budget_s=0.0)
+    assert turns.rounds == 1
+    assert [len(timing.samples_ms) for timing in turns.timings.values()] == [1, 1]
+
+
+def test_settled_candidates_end_at_min_rounds_and_noisy_ones_at_max_rounds() -> None:
+    assert Machine(0.001).race({"a": 1.0, "b": 1.1}, min_rounds=8).rounds == 8
+    assert Machine(0.3).race({"a": 1.0, "b": 1.1}, max_rounds=12).rounds == 12
+
+
+def test_fast_calls_are_repeated_within_a_sample() -> None:
+    machine = Machine()
+    turns = machine.race({"fast": 0.002, "slow": 0.3}, hopeless=None, max_rounds=5)
+    assert turns.timings["fast"].median_ms == pytest.approx(0.002)
+    assert machine.log.count("slow") == 6
+    assert machine.log.count("fast") >= 5 * 100
+
+
+def test_calls_too_fast_for_the_clock_end() -> None:
+    machine = Machine()
+    turns = machine.race({"a": 0.0, "b": 0.0}, max_rounds=1)
+    assert turns.timings["a"].median_ms == 0.0
+    assert machine.log.count("a") <= 20_000
+
+
+def test_synchronize_brackets_each_sample() -> None:
+    machine = Machine()
+    log = machine.log
+
+    def clock() -> float:
+        log.append("clock")
+        return machine.clock()
+
+    measure.time_in_turns(
+        {"a": machine.call("a", 1.0)},
+        budget_s=None,
+        max_rounds=3,
+        synchronize=lambda: log.append("sync"),
+        clock=clock,
+    )
+    sample = ["sync", "clock", "a", "sync", "clock"]
+    text = " ".join(log)
+    assert text.count(" ".join(sample)) == log.count("a") == 4
+
+
+@pytest.mark.parametrize("options", [{"max_rounds": 0}, {"hopeless": 0.5}])
+def test_time_in_turns_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        measure.time_in_turns({}, budget_s=None, **options)
+
+
+def test_no_calls_give_empty_turns() -> None:
+    assert measure.time_in_turns({}, budget_s=1.0, clock=Machine().clock) == Turns({}, {}, {}, 0, 0.0)
+
+
+# Comparison
+
+
+def is_faster(costs_ms: dict[str, float], seed: int, margin: float = 0.02, **options: Any) -> bool:
+    turns = Machine(0.03, seed).race(costs_ms, seed=seed, **options)
+    return measure.faster(turns.timings["new"], turns.timings["old"], margin)
+
+
+@pytest.mark.parametrize("options", [{}, {"target": 0.0}, {"max_rounds": 5}, {"max_rounds": 2}, {"max_rounds": 1}])
+def test_equal_candidates_are_not_faster(options: dict[str, Any]) -> None:
+    equal = {"new": 1.0, "old": 1.0}
+    assert share(not is_faster(equal, seed, **options) for seed in range(DRAWS)) >= 0.99
+
+
+@pytest.mark.parametrize(("cost_ms", "margin"), [(0.95, 0.0), (0.93, 0.02)])
+def test_faster_candidate_is_found_in_25_rounds(cost_ms: float, margin: float) -> None:
+    costs_ms = {"new": cost_ms, "old": 1.0}
+    assert share(is_faster(costs_ms, seed, margin, target=0.0) for seed in range(DRAWS)) >= 0.95
+
+
+def test_common_drift_cancels_out() -> None:
+    for seed in range(50):
+        machine = Machine(0.01, seed, slow_from_s=0.026)
+        turns = machine.race({"new": 1.0, "old": 1.0, "better": 0.9}, target=0.0, seed=seed)
+        new, old, better = (turns.timings[name] for name in ("new", "old", "better"))
+        assert old.high_ms > 1.9 * old.low_ms
+        assert not measure.faster(new, old)
+        assert not measure.faster(old, new)
+        assert measure.faster(better, old)
+
+
+@pytest.mark.parametrize(("rounds", "guard"), [(1, 0.64), (2, 0.32), (3, 0.16), (4, 0.08), (5, 0.04), (6, 0.02)])
+def test_faster_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
+    baseline = Timing((1.0,) * rounds, 1.0)
+    assert measure.faster(Timing((0.999 - guard,) * rounds, 1.0), baseline)
+    assert not measure.faster(Timing((1.001 - guard,) * rounds, 1.0), baseline)
+
+
+# Memory
+
+
+def empty(mib: int) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8)
+
+
+def serial() -> None:
+    for _ in range(3):
+        empty(64)
+
+
+def nested() -> None:
+    outer = empty(64)
+    inner = empty(32)
+    del outer, inner
+    empty(80)
+
+
+def forward_backward() -> torch.Tensor:
+    x = torch.ones(MIB, requires_grad=True)
+    (grad,) = torch.autograd.grad(x * x, x, torch.ones(MIB))
+    return grad
+
+
+def flash_attention() -> tuple[torch.Tensor, ...]:
+    q = torch.zeros(1, 2, 256, 32)
+    outputs: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("call", "expected_mib"),
+    [(lambda: None, 0), (lambda: empty(64), 64), (serial, 64), (nested, 96), (lambda: (empty(3), empty(4)), 7)],
+)
+def test_cpu_peak_of_plain_tensors_is_right_to_the_byte(call: Callable[[], object], expected_mib: int) -> None:
+    for _ in range(2):
+        assert measure.peak_bytes(call, CPU)[1] == expected_mib * MIB
+
+
+def test_cpu_peak_of_a_backward_pass() -> None:
+    grad, peak = measure.peak_bytes(forward_backward, CPU)
+    assert grad[0] == 2.0
+    # x, y, the gradient of y, x's two partial gradients: 4 MiB each.
+    assert peak == pytest.approx(5 * 4 * MIB, abs=64)
+
+
+def test_cpu_peak_sees_inside_an_operator() -> None:
+    outputs, peak = measure.peak_bytes(flash_attention, CPU)
+    held = sum(tensor.nbytes for tensor in outputs)
+    # The operator's scratch buffer, one block of scores and one of output per thread, is freed before it returns.
+    assert peak is not None
+    assert held < peak < held + MIB * torch.get_num_threads()
+
+
+def test_cpu_peak_counts_from_what_was_there_before() -> None:
+    before = empty(64)
+    assert measure.peak_bytes(lambda: empty(1), CPU)[1] == MIB
+    assert before.nbytes == 64 * MIB
+
+
+def test_peak_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    measure.peak_bytes(nested, CPU)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_peak_is_none_while_a_profiler_is_active() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
+    (_, inner), outer = measure.peak_bytes(lambda: measure.peak_bytes(lambda: empty(1), CPU), CPU)
+    assert (inner, outer) == (None, MIB)
+
+
+def test_peak_is_none_without_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
+    assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
+
+
+def test_peak_is_none_for_other_devices() -> None:
+    assert measure.peak_bytes(lambda: 7, torch.device("meta")) == (7, None)
+
+
+def test_peak_lets_errors_through_and_stops_recording() -> None:
+    with pytest.raises(ZeroDivisionError):
+        measure.peak_bytes(lambda: 1 / 0, CPU)
+    assert measure.peak_bytes(lambda: empty(1), CPU)[1] == MIB
+
+
+def test_cuda_peak_is_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[torch.device] = []
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 164)
+    assert measure.peak_bytes(lambda: 7, device) == (7, 64)
+    assert reset == [device]
+
+
+@pytest.mark.parametrize(("name", "emptied"), [("cpu", 0), ("cuda", 1)])
+def test_release_empties_the_cuda_cache_only(name: str, emptied: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    measure.release(torch.device(name))
+    assert len(calls) == emptied

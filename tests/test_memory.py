@@ -1,0 +1,173 @@
+"""memory.py against made-up cgroup trees, limits, CUDA devices and NVML answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from attn_dispatch import machine, memory
+from attn_dispatch.errors import InvalidInput
+from tests.fakes import GIB, GTX1080, H100, MIB, SLICE, cuda_memory, fake_cuda, fake_nvml, forget, write
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with 100 GiB free and no address space limit."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100 * GIB, total=128 * GIB))
+    monkeypatch.setattr(memory, "_address_space_left", lambda: None)
+
+
+def v2_level(level: Path, limit: object, used: int = 0, inactive: int = 0) -> None:
+    write(level / "memory.max", limit)
+    write(level / "memory.current", used)
+    write(level / "memory.stat", f"anon 5\ninactive_file {inactive}")
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v2_tightest_level_wins(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/slice/job")
+    v2_level(tmp_path / "slice" / "job", "max", used=9 * GIB)
+    v2_level(tmp_path / "slice", 10 * GIB, used=9 * GIB, inactive=2 * GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 3 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v2_inner_limit_and_memory_high(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/slice/job")
+    v2_level(tmp_path / "slice" / "job", 8 * GIB, used=GIB)
+    v2_level(tmp_path / "slice", 50 * GIB, used=GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 7 * GIB
+    write(tmp_path / "slice" / "job" / "memory.high", 4 * GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 3 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("path", ["/", "/../other"])
+def test_v2_namespace_root(tmp_path: Path, path: str) -> None:
+    write(tmp_path / "root" / "cgroup.controllers", "memory")
+    write(tmp_path / "other" / "memory.max", 1)
+    write(tmp_path / "self" / "cgroup", f"0::{path}")
+    v2_level(tmp_path / "root", 6 * GIB, used=2 * GIB)
+    assert memory._host_available(tmp_path / "root", tmp_path) == 4 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v2_beside_v1(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "4:memory:/\n0::/job")
+    v2_level(tmp_path / "unified" / "job", 5 * GIB, used=GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 4 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_overfull_cgroup_gives_zero(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/")
+    v2_level(tmp_path, GIB, used=2 * GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 0
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v1_with_the_container_mounted_at_the_root(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "4:memory:/docker/0123\n0::/")
+    level = tmp_path / "memory"
+    write(level / "memory.limit_in_bytes", 16 * GIB)
+    write(level / "memory.usage_in_bytes", 12 * GIB)
+    write(level / "memory.stat", f"inactive_file 1\ntotal_inactive_file {3 * GIB}")
+    assert memory._host_available(tmp_path, tmp_path) == 7 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v1_unlimited_and_no_cgroups_at_all(tmp_path: Path) -> None:
+    assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
+    write(tmp_path / "self" / "cgroup", "4:memory:/")
+    write(tmp_path / "memory" / "memory.limit_in_bytes", 9223372036854771712)
+    assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_AS")
+def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    vms = memory.host_psutil().Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (vms + GIB, resource.RLIM_INFINITY))
+    assert 0 < memory._host_available(tmp_path, tmp_path) < GIB + 256 * MIB
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert memory._address_space_left() is None
+
+
+def test_available_bytes_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1, total=2))
+    assert memory.available_bytes("cpu") == 1
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2, total=2))
+    assert memory.available_bytes("cpu") == 2
+
+
+def test_cpu_memory_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was asked"))
+    assert memory.available_bytes("cpu")
+
+
+# --- CUDA memory ------------------------------------------------------------------------------------------------------
+
+
+def test_cuda_available_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, H100)
+    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"free": 1}})
+    cuda_memory(monkeypatch, free=10 * GIB, reserved=5 * GIB, allocated=2 * GIB)
+    assert memory.available_bytes("cuda:0") == 13 * GIB
+    cuda_memory(monkeypatch, free=9 * GIB)
+    assert memory.available_bytes("cuda:0") == 9 * GIB
+    cuda_memory(monkeypatch, free=70 * GIB, reserved=2 * GIB, allocated=2 * GIB, fraction=0.5)
+    assert memory.available_bytes("cuda:0") == 85_045_018_624 // 2 - 2 * GIB
+
+
+def test_nvml_is_asked_about_the_right_one_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, GTX1080, H100)
+    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}})
+    cuda_memory(monkeypatch, free=None)
+    assert (memory.available_bytes("cuda:0"), memory.available_bytes("cuda:1")) == (7, 70)
+    assert memory.available_bytes("cuda") == 70
+
+
+def test_nvml_knows_the_slice_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, SLICE)
+    fake_nvml(monkeypatch, {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}})
+    cuda_memory(monkeypatch, free=None)
+    assert memory.available_bytes("cuda:0") == 4 * GIB
+
+
+def test_parent_board_memory_is_not_taken_for_the_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, SLICE)
+    fake_nvml(monkeypatch, {"GPU-cccc-3": {"mig_mode": 1, "free": 39 * GIB}})
+    cuda_memory(monkeypatch, free=None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.available_bytes("cuda:0")
+
+
+def test_bad_device_lists_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, GTX1080, H100)
+    with pytest.raises(InvalidInput, match=r"one of cpu, cuda:0, cuda:1; got 'cuda:2'"):
+        memory.available_bytes("cuda:2")
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def test_real_machine() -> None:
+    found = machine.hardware()
+    assert 0 < memory.available_bytes("cpu") <= found.cpu.total_bytes
+    for gpu in found.gpus:
+        assert 0 < memory.available_bytes(f"cuda:{gpu.index}") <= gpu.total_bytes
