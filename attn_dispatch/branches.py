@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from attn_dispatch.problem import Problem
 
 THREAD_BYTES = 4 * 2**20  #: the CPU kernel's score tiles, per thread
 
+
 def run(
     q: Tensor,
     k: Tensor,
@@ -25,20 +26,24 @@ def run(
     problem: Problem,
     plan: Plan,
     kernel: Kernel,
-    seq_lens: Tensor | None = None,
-    key_mask: Tensor | None = None,
+    masks: Mapping[str, Tensor],
     biases: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """Run a plan with a dense kernel.
 
     Args:
         q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
+        masks: `seq_lens` and `key_mask`, where the problem has them.
         biases: additive masks [q_len, k_len] that pieces name by index, float32 (float64 for float64 inputs).
 
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
     """
-    hidden = hidden_keys(problem, seq_lens, key_mask, q.device)
+    single = plan.single
+    if single is not None and not problem.needs_grad and not masks:
+        return kernel.forward(q, k, v, single.is_causal, problem.scale, None)
+    seq_lens = masks.get("seq_lens")
+    hidden = hidden_keys(problem, seq_lens, masks.get("key_mask"), q.device)
     call = Call(problem, plan, kernel, hidden, seq_lens, biases)
     if problem.needs_grad:
         out, lse = _Branches.apply(q, k, v, call)  # type: ignore[no-untyped-call]
@@ -46,7 +51,7 @@ def run(
     return _forward(q, k, v, call)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """A plan with what this call brings along. `hidden` [batch, k_len] is -inf at the keys taken away, else 0."""
 
@@ -85,9 +90,10 @@ class _Branches(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
+        grad, grad_lse = grad_outputs
         grad = torch.zeros_like(out) if grad is None else grad
         if grad_lse is None:
             return (*_backward(grad, q, k, v, out, lse, ctx.call), None)
@@ -127,26 +133,24 @@ def _block_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse [batch, len, heads] of one block, in the dtype that sums are kept in."""
     wide = sum_dtype(q.dtype)
-    first = block.pieces[0]
-    out: Tensor | None = None
-    if not (block.covers_q and _fills(first, q)):
+    pieces = iter(block.pieces)
+    if block.covers_q and _fills(block.pieces[0], q):
+        part, lse_part = _piece_forward(q, k, v, hidden, call, next(pieces))
+        out, lse = part.reshape(q.shape).to(wide), lse_part.reshape(q.shape[:-1])
+    else:
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
         if not block.covers_q:
             out.zero_()
             lse.fill_(-math.inf)
-    for piece in block.pieces:
+    for piece in pieces:
         part, lse_part = _piece_forward(q, k, v, hidden, call, piece)
-        if out is None:
-            out, lse = part.reshape(q.shape).to(wide), lse_part.reshape(q.shape[:-1])
-            continue
         rows, lse_rows = piece.q.of(out)[:, :, :, piece.heads], piece.q.of(lse)[:, :, :, piece.heads]
         if piece.fresh_q:
             rows.copy_(part)
             lse_rows.copy_(lse_part)
         else:
             merge_(rows, lse_rows, part.to(wide), lse_part)
-    assert out is not None
     return out, lse
 
 
@@ -228,7 +232,7 @@ def _folds(views: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _unfold(parts: list[Tensor], shape: torch.Size) -> Tensor:
     if len(parts) == 1:
-        return parts[0].unflatten(0, shape[:2])
+        return torch.unflatten(parts[0], 0, shape[:2])
     return torch.stack(parts, dim=0 if shape[0] <= shape[1] else 1)
 
 
@@ -246,31 +250,25 @@ def _backward(
     for rows, block in call.parts():
         hidden = None if call.hidden is None else call.hidden[rows, block.k]
         q_side = [x[rows, block.q] for x in (grad, q, out, lse)]
-        parts = _block_backward(*q_side, k[rows, block.k], v[rows, block.k], hidden, call, block)
+        parts = _block_backward(q_side, k[rows, block.k], v[rows, block.k], hidden, call, block)
         for whole, part, where in zip(grads, parts, (block.q, block.k, block.k)):
             whole[rows, where] = part
     return grads[0], grads[1], grads[2]
 
 
 def _block_backward(
-    grad: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden: Tensor | None,
-    call: Call,
-    block: Block,
+    q_side: list[Tensor], k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of one block, in the dtype that sums are kept in; `q_side` is grad, q, out and lse."""
+    q = q_side[1]
     wide = sum_dtype(q.dtype)
     new_q = torch.empty if block.covers_q else torch.zeros
     new_k = torch.empty if block.covers_k else torch.zeros
     dq = new_q(q.shape, dtype=wide, device=q.device)
     dk, dv = (new_k(k.shape, dtype=wide, device=q.device) for _ in range(2))
     for piece in block.pieces:
-        q_side = [piece.q.of(x)[:, :, :, piece.heads] for x in (grad, q, out, lse)]
-        views = [*q_side, _kv(k, piece), _kv(v, piece)] + ([] if hidden is None else [piece.k.of(hidden)])
+        mine = [piece.q.of(x)[:, :, :, piece.heads] for x in q_side]
+        views = [*mine, _kv(k, piece), _kv(v, piece)] + ([] if hidden is None else [piece.k.of(hidden)])
         found: list[list[Tensor]] = [[], [], []]
         for part in _folds(views):
             mask = _mask(part[6] if hidden is not None else None, call, piece)
@@ -312,7 +310,7 @@ def workspace_bytes(problem: Problem, plan: Plan) -> int:
     k_rows = step * problem.heads * max(b.k.stop - b.k.start for b in plan.blocks)
     d = problem.head_dim
     # Partial out and one piece's out, both also widened; lse, its parts and the share.
-    total = q_rows * (d * (2 * item + 2 * wide) + 6 * wide)
+    total: int = q_rows * (d * (2 * item + 2 * wide) + 6 * wide)
     # Keys and values spread over the query heads or packed by the kernel.
     total += 2 * k_rows * d * item
     if problem.needs_grad:

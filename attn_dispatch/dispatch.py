@@ -47,6 +47,10 @@ class Route:
     cast: torch.dtype | None
 
 
+# One question instead of one for each kind of device, on every call.
+_any_autocast: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+)
 _routes: dict[Any, Route] = {}
 _decided: dict[Problem, Decision] = {}
 _counts: Counter[str] = Counter()
@@ -107,8 +111,9 @@ def attend(
             seq_lens=seq_lens, key_mask=key_mask, dropout_p=dropout_p, scale=scale, layout=layout, backend=backend,
             order=order, mesh=mesh, return_lse=return_lse,
         )  # fmt: skip
+    signature: Any = None
     try:
-        signature: Any = (
+        signature = (
             q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
             v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
@@ -117,7 +122,7 @@ def attend(
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
             torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-            torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+            _any_autocast() and _autocast(),
         )  # fmt: skip
         route: Route | None = _routes[signature]
     except (KeyError, TypeError, AttributeError):
@@ -234,9 +239,7 @@ def _new_route(
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
         transposed = layout == "bhnd"
-        route = Route(
-            chosen.run, problem, chosen.name, not (transposed or cast or problem.masked), transposed, cast
-        )
+        route = Route(chosen.run, problem, chosen.name, not (transposed or cast or problem.masked), transposed, cast)
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
         _routes[signature] = route
@@ -270,7 +273,7 @@ def _run_prepared(
                 result = route.run(q, k, v, route.problem, **masks)
     except Exception as error:
         raise _failed(route, error) from error
-    out, lse = result if type(result) is tuple else (result, None)
+    out, lse = (result, None) if isinstance(result, Tensor) else result
     out = out.transpose(1, 2) if route.transposed else out
     return _with_lse(route, (out, lse)) if return_lse else out
 
@@ -314,7 +317,9 @@ def _make(problem: Problem, setting: str) -> Decision:
         raise NoBackend(_no_backend(problem, fallback.candidates, forced=False))
     if setting == "tune":
         if _capturing(problem.device):
-            logger.warning("not measured inside CUDA-graph capture, %s by the static choice: %s", fallback.choice, problem)
+            logger.warning(
+                "not measured inside CUDA-graph capture, %s by the static choice: %s", fallback.choice, problem
+            )
             note_missed(cache_folder(), problem.to_dict())
         else:
             decision = tuner.decide(problem, budget_ms() / 1e3)
@@ -406,6 +411,10 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _autocast() -> tuple[torch.dtype | None, ...]:
+    return autocast_dtype("cpu"), autocast_dtype("cuda")
+
+
 def _outside_graph(*args: Any, **kwargs: Any) -> Any:
     """A compiled function calls attend between its graphs: routing, files and timing are no part of a graph."""
-    return torch.compiler.disable(attend)(*args, **kwargs)
+    return torch.compiler.disable(attend)(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
 """What can go wrong, as one tree.
 
-    Exception
-      AttnDispatchError
-        InvalidInput        an argument is wrong (also a ValueError)
-        NoBackend           no backend can run this problem; the message holds every reason
-        BackendFailed       the backend that was chosen or forced raised, or broke its contract
-        NotDecided          ATTN_DISPATCH_MODE=locked and this problem has no stored decision
-        GroupMismatch       the ranks of a mesh do not agree on the call
+Exception
+  AttnDispatchError
+    InvalidInput        an argument is wrong (also a ValueError)
+    NoBackend           no backend can run this problem; the message holds every reason
+    BackendFailed       the backend that was chosen or forced raised, or broke its contract
+    NotDecided          ATTN_DISPATCH_MODE=locked and this problem has no stored decision
+    GroupMismatch       the ranks of a mesh do not agree on the call
 """
 
 

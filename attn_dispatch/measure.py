@@ -153,7 +153,8 @@ def time_in_turns(
 ) -> Turns:
     """Time the calls against one another, every survivor once per round in a shuffled order.
 
-    Each call runs once in the given order, unless ``first_ms`` has the milliseconds of its first call already. Round 0 warms up: it finds how many repeats make a
+    Each call runs once in the given order, unless ``first_ms`` has the milliseconds of its first call already.
+    Round 0 warms up: it finds how many repeats make a
     sample last 0.2 ms or more (a sample is their mean), and whoever is then over ``hopeless`` times slower than the
     fastest is dropped, save for the names in ``keep``. Rounds go on until the next would exceed ``budget_s``
     seconds (None: no limit), until ``max_rounds``, or until after ``min_rounds`` the interval of every survivor has

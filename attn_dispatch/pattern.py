@@ -73,12 +73,10 @@ class Pattern(ABC):
         return counts
 
     @abstractmethod
-    def _counts(
-        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
-    ) -> Tensor:
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         """[len(h_pos) or 1, queries, keys], bool or integer."""
 
-    def check(self, q_len: int, k_len: int) -> None:
+    def check(self, q_len: int, k_len: int) -> None:  # noqa: B027 - most patterns fit all lengths
         """Raise InvalidInput where the pattern cannot be used with these lengths."""
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
@@ -95,9 +93,7 @@ class Dense(Pattern):
     def __post_init__(self) -> None:
         _boolean("is_causal", self.is_causal)
 
-    def _counts(
-        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
-    ) -> Tensor:
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         if self.is_causal:
             return (k_pos <= q_pos[:, None] + (k_len - q_len))[None]
         return (k_pos >= 0).expand(1, len(q_pos), len(k_pos))
@@ -121,9 +117,7 @@ class Window(Pattern):
             side = getattr(self, name)
             object.__setattr__(self, name, None if side is None else _integer(name, side, 0, "None or an integer"))
 
-    def _counts(
-        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
-    ) -> Tensor:
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         distance = k_pos - (q_pos[:, None] + (k_len - q_len))
         seen = distance >= -(k_len + q_len if self.left is None else self.left)
         return (seen if self.right is None else seen & (distance <= self.right))[None]
@@ -196,9 +190,7 @@ class Dilated(Pattern):
             return branch % rate if first <= head < first + size + (branch < extra) else None
         return head % rate if self.offsets == "mod" else head // -(-heads // rate)
 
-    def _counts(
-        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
-    ) -> Tensor:
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         import torch
 
         counts = torch.zeros(len(h_pos), len(q_pos), len(k_pos), dtype=torch.int32, device=q_pos.device)
@@ -284,9 +276,7 @@ class Neighborhood(Pattern):
         for name, value in (("grid", grid), ("window", window), ("dilation", dilation), ("is_causal", causal)):
             object.__setattr__(self, name, value)
 
-    def _counts(
-        self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]
-    ) -> Tensor:
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         seen = (k_pos >= 0).expand(len(q_pos), len(k_pos))
         stride = q_len
         for axis, size in enumerate(self.grid):

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from attn_dispatch.pattern import Dense, Dilated
@@ -38,7 +39,7 @@ class Rows:
     def of(self, x: Tensor) -> Tensor:
         """[batch, len, ...] to the view [batch, segments, count, ...]."""
         span = x[:, self.start : self.start + self.segments * self.length]
-        return span.unflatten(1, (self.segments, self.length))[:, :, self.offset :: self.step]
+        return torch.unflatten(span, 1, (self.segments, self.length))[:, :, self.offset :: self.step]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -128,7 +128,7 @@ class Problem:
 
     @property
     def default_scale(self) -> bool:
-        return self.scale == self.head_dim**-0.5
+        return math.isclose(self.scale, self.head_dim**-0.5, rel_tol=0.0)
 
     @property
     def masked(self) -> bool:
@@ -326,9 +326,7 @@ def _check_key_mask(key_mask: object, batch: int, k_len: int, device: torch.devi
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         raise InvalidInput(f"key_mask must be a bool tensor (True = may be seen), got {_kind(key_mask)}")
     if list(key_mask.shape) != [batch, k_len]:
-        raise InvalidInput(
-            f"key_mask must have shape [batch, k_len] = [{batch}, {k_len}], got {list(key_mask.shape)}"
-        )
+        raise InvalidInput(f"key_mask must have shape [batch, k_len] = [{batch}, {k_len}], got {list(key_mask.shape)}")
     if key_mask.device != device:
         raise InvalidInput(f"key_mask must be on q's device {device}, got {key_mask.device}")
 
@@ -357,7 +355,7 @@ def _strides(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, st
 def _ranks(mesh: object) -> int:
     if mesh is None:
         return 1
-    size = getattr(mesh, "size", None)
+    size: Callable[[], Any] | None = getattr(mesh, "size", None)
     if not callable(size):
         raise InvalidInput(f"mesh must be a 1-D DeviceMesh or a process group, got {type(mesh).__name__}")
     if getattr(mesh, "ndim", 1) != 1:

@@ -6,6 +6,7 @@ import importlib
 import logging
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 from attn_dispatch.contract import Backend
 from attn_dispatch.errors import InvalidInput
@@ -76,8 +77,7 @@ def version_of(backend: Backend) -> str | None:
 @cache
 def _load(name: str) -> Backend:
     if name in (*BUILT_IN, LAST_RESORT):
-        module: Backend = importlib.import_module(f"attn_dispatch.backends.{name}")  # type: ignore[assignment]
-        return module
+        return cast(Backend, importlib.import_module(f"attn_dispatch.backends.{name}"))
     point = _entry_points().get(name)
     if point is None:
         raise InvalidInput(f"backend must be one of {', '.join(names())}, got {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -135,9 +136,8 @@ class _Trial:
             first_ms = self._gate(candidate, gate)
             if first_ms is not None and incumbent is None:
                 incumbent = candidate, first_ms
+        del gate
         self._race(example, incumbent)
-        del gate, example
-        measure.release(problem.device)
 
     def _remaining_s(self) -> float | None:
         return None if self.budget_s is None else self.budget_s - (time.perf_counter() - self.start)
@@ -169,9 +169,9 @@ class _Trial:
             verdict = gate.check(result)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a fact about the kernel
             self.rows[candidate.name] = self._row(candidate, "failed", _one_line(error))
-            return None
-        finally:
+            traceback.clear_frames(error.__traceback__)  # they hold what the kernel had allocated
             measure.release(device)
+            return None
         status = "incorrect" if verdict.failures else "not_measured"
         self.rows[candidate.name] = self._row(
             candidate,
@@ -239,7 +239,8 @@ class _Trial:
         )
 
     def _final_rows(self) -> Iterator[Row]:
-        assert self.turns is not None and self.chosen is not None
+        assert self.turns is not None
+        assert self.chosen is not None
         best = self.turns.timings[self.chosen]
         for candidate in self.found:
             row = self.rows[candidate.name]

@@ -83,7 +83,9 @@ class Gate:
         failures = _contract_failures(found, self.example.problem)
         if failures:
             return Verdict(math.inf, tuple(failures))
-        errors = {name: _error(self._drawn(name, found[name]), e.value) for name, e in self.expected.items() if name in found}
+        errors = {
+            name: _error(self._drawn(name, found[name]), e.value) for name, e in self.expected.items() if name in found
+        }
         for name, error in errors.items():
             if not error <= self.expected[name].tolerance:
                 failures.append(f"{name} is off by {error:.2e}, more than {self.expected[name].tolerance:.2e}")
@@ -181,7 +183,7 @@ def _contract_failures(found: dict[str, Tensor], problem: Problem) -> list[str]:
     """Wrong shapes and dtypes, NaN."""
     q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
-    shapes = {"out": q_shape, "dq": q_shape, "dk": kv_shape, "dv": kv_shape}
+    shapes: dict[str, tuple[int, ...]] = {"out": q_shape, "dq": q_shape, "dk": kv_shape, "dv": kv_shape}
     shapes["lse"] = (problem.batch, problem.heads, problem.q_len)
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     failures = []

@@ -135,8 +135,9 @@ class _Manual(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_out, grad_lse = grad_outputs
         q, k, v, out, _, seq_lens, key_mask = ctx.saved_tensors
         call = replace(ctx.call, seq_lens=seq_lens, key_mask=key_mask)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out

@@ -20,7 +20,6 @@ CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLASH_CAPABILITY = (8, 0)
 
 
-
 def version() -> str:
     return str(torch.__version__)
 
@@ -47,7 +46,7 @@ def workspace_bytes(problem: Problem) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     kernel, plan = _prepared(problem)
-    return branches.run(q, k, v, problem, plan, kernel, **tensors)
+    return branches.run(q, k, v, problem, plan, kernel, tensors)
 
 
 @lru_cache(maxsize=4096)

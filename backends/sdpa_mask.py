@@ -64,7 +64,7 @@ def workspace_bytes(problem: Problem) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     kernel, plan = _prepared(problem)
-    return branches.run(q, k, v, problem, plan, kernel, biases=_biases(problem), **tensors)
+    return branches.run(q, k, v, problem, plan, kernel, tensors, _biases(problem))
 
 
 def release() -> None:
@@ -132,9 +132,7 @@ def _bias(problem: Problem, head: int, dtype: torch.dtype) -> Tensor:
     for start in range(0, problem.q_len, ROWS):
         rows = bias[start : start + ROWS]
         q_pos = torch.arange(start, start + len(rows), device=problem.device)
-        counts = problem.pattern.multiplicity(
-            problem.q_len, problem.k_len, problem.heads, h_pos=(head,), q_pos=q_pos
-        )
+        counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, h_pos=(head,), q_pos=q_pos)
         torch.log(counts[0].to(dtype), out=rows)
     return bias
 
