@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from attn_dispatch.kernels import Kernel
 from attn_dispatch.pieces import Block, Piece, Plan
 from attn_dispatch.problem import Problem
 
+SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}  #: less is 0 to a kernel
 THREAD_BYTES = 4 * 2**20  #: the CPU kernel's score tiles, per thread
 
 
@@ -39,6 +40,11 @@ def run(
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
     """
+    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
+    if problem.scale < least:
+        # The kernels hide keys with -inf before they scale: a scale of 0 or less would turn that into NaN or +inf.
+        sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
+        return run(q * sign, k, v, replace(problem, scale=size), plan, kernel, masks, biases)
     single = plan.single
     if single is not None and not problem.needs_grad and not masks:
         return kernel.forward(q, k, v, single.is_causal, problem.scale, None)

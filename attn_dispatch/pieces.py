@@ -79,9 +79,9 @@ class Plan:
 
     @classmethod
     def of(cls, blocks: tuple[Block, ...], batch_step: int) -> Plan:
-        block = blocks[0]
+        block, piece = blocks[0], blocks[0].pieces[0]
         one = len(blocks) == 1 and len(block.pieces) == 1 and block.covers_q and block.covers_k
-        return cls(blocks, batch_step, block.pieces[0] if one and block.pieces[0].bias is None else None)
+        return cls(blocks, batch_step, piece if one and piece.q.segments == 1 and piece.bias is None else None)
 
     @property
     def pairs(self) -> int:

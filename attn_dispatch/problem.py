@@ -8,6 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -17,10 +20,11 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.strides import stride_class
+from attn_dispatch.strides import is_stride_class, stride_class
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("bnhd", "bhnd")
+PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood)}
 
 
@@ -60,6 +64,10 @@ class Problem:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew: the hash of a string is another one in the next process.
+        return Problem, tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     @classmethod
     def of(
@@ -103,7 +111,7 @@ class Problem:
         chosen.check(q_len, k_len)
         _check_seq_lens(seq_lens, batch, q_len, k_len, q.device)
         _check_key_mask(key_mask, batch, k_len, q.device)
-        default_scale = head_dim**-0.5
+        default_scale = math.pow(head_dim, -0.5)
         return cls(
             pattern=chosen.simplify(q_len, k_len, heads),
             batch=batch,
@@ -128,7 +136,7 @@ class Problem:
 
     @property
     def default_scale(self) -> bool:
-        return math.isclose(self.scale, self.head_dim**-0.5, rel_tol=0.0)
+        return self.scale == math.pow(self.head_dim, -0.5)
 
     @property
     def masked(self) -> bool:
@@ -165,12 +173,12 @@ class Problem:
             values["device"] = normal_device(values["device"] if device is None else device)
             values["strides"] = tuple(values["strides"])
             problem = cls(**values)
-            _check_sizes(problem)
+            _check_fields(problem)
             problem.pattern.check(problem.q_len, problem.k_len)
         except InvalidInput:
             raise
         except Exception as error:
-            raise InvalidInput(f"not a problem: {plain!r:.200} ({type(error).__name__}: {error})") from error
+            raise InvalidInput(f"not a problem: {reprlib.repr(plain)} ({type(error).__name__}: {error})") from error
         return problem
 
     def key(self, silicon: str) -> str:
@@ -289,13 +297,23 @@ def _shapes(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int, int, int
     return q[0], q[1], q[2], q[3], k[1], k[2]
 
 
-def _check_sizes(problem: Problem) -> None:
+def _check_fields(problem: Problem) -> None:
+    """What `of` makes sure of, for values that come from a file."""
     for name in ("batch", "q_len", "k_len", "heads", "kv_heads", "head_dim", "ranks"):
         value = getattr(problem, name)
         if type(value) is not int or value < 1:
             raise InvalidInput(f"{name} must be an integer >= 1, got {value!r}")
     if problem.heads % problem.kv_heads:
         raise InvalidInput(f"kv_heads must divide heads, got {problem.kv_heads} and {problem.heads}")
+    for name in ("needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic"):
+        if type(getattr(problem, name)) is not bool:
+            raise InvalidInput(f"{name} must be True or False, got {getattr(problem, name)!r}")
+    if problem.has_seq_lens and problem.q_len != problem.k_len:
+        raise InvalidInput(f"seq_lens needs q_len == k_len, got {problem.q_len} and {problem.k_len}")
+    if len(problem.strides) != 3 or not all(map(is_stride_class, problem.strides)):
+        raise InvalidInput(f"strides must be the stride classes of q, k and v, got {problem.strides!r}")
+    if problem.matmul_precision not in PRECISIONS:
+        raise InvalidInput(f"matmul_precision must be one of {PRECISIONS}, got {problem.matmul_precision!r}")
     _scale(problem.scale)
     _dropout(problem.dropout_p)
 
@@ -336,7 +354,7 @@ def _kind(value: object) -> str:
 
 
 def _scale(scale: object) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= sys.float_info.max:
         raise InvalidInput(f"scale must be a finite number or None, got {scale!r}")
     return float(scale)
 

@@ -58,11 +58,11 @@ class Gate:
         if example.grad is not None:
             grad = torch.zeros_like(example.grad)
             grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
-        exact = _formula(example, rows, heads, torch.float64)
-        rounded = _formula(example, rows, heads, example.problem.dtype)
+        sample = _Sample.of(example, rows, heads)
+        exact, rounded = sample.evaluate(torch.float64), sample.evaluate(example.problem.dtype)
+        slack = sample.slack(exact)
         expected = {
-            name: Expected(value, tolerance(name, value, rounded[name].double(), example.problem))
-            for name, value in exact.items()
+            name: Expected(value, 2 * _error(rounded[name], value) + slack[name]) for name, value in exact.items()
         }
         return cls(example, rows, heads, grad, expected)
 
@@ -116,59 +116,89 @@ def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
     return _sample(problem.q_len, rows, generator), heads
 
 
-def tolerance(name: str, exact: Tensor, rounded: Tensor, problem: Problem) -> float:
-    """How far a right result may be from the exact one.
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The rows and heads of q and of the gradient that were drawn, and the keys that they read."""
 
-    Twice the error of an independent evaluation in the problem's own dtype, plus one rounding of the result, plus
-    what sums of head_dim and k_len terms gather in the precision that kernels accumulate in.
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor | None
+    counts: Tensor | None
+    kv_index: Tensor
 
-    Source: Higham & Mary 2019, a new approach to probabilistic rounding error analysis: errors of a sum grow as the
-    square root of its length.
-    """
-    sums = torch.finfo(torch.float64 if problem.dtype == torch.float64 else torch.float32).eps
-    last = sums if name == "lse" else torch.finfo(problem.dtype).eps
-    finite = exact[exact.isfinite()]
-    size = float(finite.abs().max()) if finite.numel() else 0.0
-    growth = math.sqrt(problem.head_dim + problem.k_len)
-    return 2 * _error(rounded, exact) + (last + sums * growth) * size
-
-
-def _formula(example: Example, rows: Tensor, heads: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """out, lse and, where the example has a gradient, dq, dk, dv, in one dtype."""
-    problem, masks = example.problem, example.masks
-    group = problem.heads // problem.kv_heads
-    kv, index = torch.unique(heads // group, return_inverse=True)
-    with torch.set_grad_enabled(example.grad is not None):
-        q = _leaf(example.q[:, rows[:, None], heads], dtype)
-        k, v = _leaf(example.k[:, :, kv], dtype), _leaf(example.v[:, :, kv], dtype)
+    @classmethod
+    def of(cls, example: Example, rows: Tensor, heads: Tensor) -> _Sample:
+        problem, masks = example.problem, example.masks
+        kv, index = torch.unique(heads // (problem.heads // problem.kv_heads), return_inverse=True)
+        grad = None if example.grad is None else example.grad[:, rows[:, None], heads]
         counts = manual.counts_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
-        exact = dtype == torch.float64 and problem.dtype != torch.float64
-        keys, values = k[:, :, index], v[:, :, index]
-        if not exact:
-            # The other order of summation makes the rounded evaluation independent, in float64 too.
-            keys, values = keys.flip(1), values.flip(1)
-            counts = None if counts is None else counts.flip(-1)
-        out, lse = (manual.formula if exact else _rounded)(q, keys, values, counts, problem.scale)
-        found = {"out": out.detach(), "lse": lse.detach()}
-        if example.grad is not None:
-            grad = example.grad[:, rows[:, None], heads].to(dtype)
-            found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), grad)))
-    return found
+        q = example.q.detach()[:, rows[:, None], heads]
+        return cls(problem, q, example.k.detach()[:, :, kv], example.v.detach()[:, :, kv], grad, counts, index)
+
+    def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """out, lse and, where there is a gradient, dq, dk, dv, worked out in one dtype; float64 for the exact ones."""
+        with torch.set_grad_enabled(self.grad is not None):
+            q, k, v = (x.to(dtype, copy=True).requires_grad_(self.grad is not None) for x in (self.q, self.k, self.v))
+            keys, values = k[:, :, self.kv_index], v[:, :, self.kv_index]
+            exact = dtype == torch.float64
+            out, lse = (manual.formula if exact else _rounded)(q, keys, values, self.counts, self.problem.scale)
+            found = {"out": out.detach(), "lse": lse.detach()}
+            if self.grad is not None:
+                found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), self.grad.to(dtype))))
+        return found
+
+    def slack(self, exact: dict[str, Tensor]) -> dict[str, float]:
+        """What rounding alone may do to each tensor.
+
+        The result is rounded once, and so are the weights before they multiply v. Sums of head_dim and k_len terms,
+        and scores before they are exponentiated, are rounded in the precision that kernels accumulate in. What that
+        does is bounded by the formula with absolute values throughout, since terms may cancel. A backward pass is
+        handed an out that was rounded already.
+
+        Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, chapter 3; Higham & Mary 2019: rounding
+        errors of a sum of n terms grow as the square root of n.
+        """
+        problem = self.problem
+        last = torch.finfo(problem.dtype).eps
+        sums = torch.finfo(torch.float64 if problem.dtype == torch.float64 else torch.float32).eps
+        q, keys, values = (x.double() for x in (self.q, self.k[:, :, self.kv_index], self.v[:, :, self.kv_index]))
+        p, _ = manual.probabilities(q, keys, self.counts, problem.scale)
+        q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
+        score = scale * torch.einsum("bqhd,bkhd->bhqk", q, keys).max()
+        terms = math.sqrt(problem.head_dim + problem.k_len)
+        growth = last / 2 + sums * (terms + float(score))
+        # Results so small that they underflow have an absolute error besides.
+        least = terms * last * torch.finfo(problem.dtype).smallest_normal
+        rounded = {name: least + last * _largest(value) for name, value in exact.items()}
+        rounded["out"] += growth * _largest(torch.einsum("bhqk,bkhd->bqhd", p, values))
+        rounded["lse"] = growth + sums * _largest(exact["lse"])
+        if self.grad is not None:
+            grad = self.grad.double().abs()
+            delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].abs()).unsqueeze(-1)
+            ds = p * (growth * (torch.einsum("bqhd,bkhd->bhqk", grad, values) + delta) + last * delta) * scale
+            rounded["dq"] += _largest(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
+            rounded["dk"] += self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", ds, q))
+            rounded["dv"] += growth * self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", p, grad))
+        return rounded
+
+    def _largest_sum(self, by_head: Tensor) -> float:
+        return _largest(torch.zeros_like(self.k, dtype=torch.float64).index_add_(2, self.kv_index, by_head))
 
 
 def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The formula as it is commonly written: products in the inputs' dtype, the softmax in float32 or wider."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(wide)
-    if counts is not None:
-        scores = scores + counts.to(wide).log()
-    lse = scores.logsumexp(-1)
-    p = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).to(q.dtype)
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
+    p, lse = manual.softmax(scores, counts)
+    return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
 
 
-def _leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.detach().to(dtype).clone().requires_grad_(torch.is_grad_enabled())
+def _largest(x: Tensor) -> float:
+    """The largest absolute value, -inf aside."""
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _sample(size: int, count: int, generator: torch.Generator) -> Tensor:

@@ -79,12 +79,19 @@ def formula(
 
 def probabilities(q: Tensor, k: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """`c * exp(s - lse)` [batch, heads, queries, keys], and lse [batch, heads, queries]."""
-    scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)
-    if counts is not None:
-        scores = scores + counts.to(scores.dtype).log()
-    lse = scores.logsumexp(-1)
-    # A query without keys has lse = -inf; exp(-inf - -inf) would be NaN where the answer is 0.
-    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)), lse
+    return softmax(torch.einsum("bqhd,bkhd->bhqk", q * scale, k), counts)
+
+
+def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`c * exp(s - lse)` and lse. A query without keys gives zeros and -inf, and gradients of zero, never NaN."""
+    if counts is None:
+        lse = scores.logsumexp(-1)
+        return torch.exp(scores - lse.unsqueeze(-1)), lse
+    seen = (counts > 0).any(-1, keepdim=True)
+    # A row of nothing but -inf has no gradient even where it is overwritten later: give it any finite row instead.
+    scores = scores + torch.where(seen, counts.to(scores.dtype).log(), 0.0)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return torch.exp(scores - lse) * seen, lse.masked_fill(~seen, -math.inf).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import branches
-from attn_dispatch.contract import Refusal, gib, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
+from attn_dispatch.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
 from attn_dispatch.kernels import CpuFlash, CudaEfficient, Kernel
 from attn_dispatch.pattern import Dense, Dilated
 from attn_dispatch.pieces import Block, Piece, Plan, Rows, kv_heads_of, plan_of, progression
 from attn_dispatch.problem import DTYPES, Problem
+from attn_dispatch.units import gib
 
 name = "sdpa_mask"
 

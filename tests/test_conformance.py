@@ -1,0 +1,176 @@
+"""Registry x patterns x shapes x dtypes: a backend refuses, and forcing it says why, or it agrees with float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from attn_dispatch import registry
+from attn_dispatch.dispatch import attend
+from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.example import make
+from attn_dispatch.measure import peak_bytes
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.verify import Gate
+from tests.cases import CASES, DTYPES, Case, gate
+
+BACKENDS = registry.names()
+
+
+def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, device: str = "cpu") -> None:
+    problem = case.problem(dtype, needs_grad=needs_grad, device=device)
+    backend = registry.load(backend_name)
+    if backend.refusals(problem):
+        example = make(problem)
+        pattern = problem.pattern
+        with pytest.raises(NoBackend, match=f"{backend_name}: .{{10,}}"):
+            attend(example.q, example.k, example.v, pattern, backend=backend_name, scale=problem.scale, **example.masks)
+        return
+    expected = gate(problem)
+    found, peak = peak_bytes(lambda: expected.run(backend), problem.device)
+    assert expected.check(found).failures == ()
+    assert set(found) == {"out", "lse"} | ({"dq", "dk", "dv"} if needs_grad else set())
+    # What was allocated, results and gate's own gradient included, stays below what the backend announced.
+    announced = backend.workspace_bytes(problem) + problem.io_bytes + found["lse"].numel() * found["lse"].itemsize
+    assert peak is not None
+    assert peak <= announced
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> None:
+    agrees(case, dtype, backend, True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_forward_alone(case: Case, backend: str) -> None:
+    agrees(case, torch.float32, backend, False)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_cuda(dtype: torch.dtype, backend: str) -> None:
+    for case in CASES:
+        agrees(case, dtype, backend, True, "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accepts_something(backend: str) -> None:
+    """One that refuses everything would pass all of the above."""
+    accepted = [c for c in CASES if not registry.load(backend).refusals(c.problem(torch.float32, needs_grad=True))]
+    assert len(accepted) >= len(CASES) // 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_through_lse(backend: str) -> None:
+    """lse is a result like out: a loss that uses it must reach q and k."""
+    case = next(case for case in CASES if case.id == "longnet-ragged-causal")
+    problem = case.problem(torch.float64, needs_grad=True)
+    example = make(problem)
+    weights = torch.randn(problem.batch, problem.heads, problem.q_len, dtype=torch.float64)
+    found = []
+    for name in (backend, "manual"):
+        q, k, v = (x.detach().requires_grad_() for x in (example.q, example.k, example.v))
+        result = registry.load(name).run(q, k, v, problem)
+        assert isinstance(result, tuple)
+        loss = (result[1] * weights).sum() + (result[0] * example.grad).sum()
+        found.append(torch.autograd.grad(loss, (q, k, v)))
+        only_lse = torch.autograd.grad((registry.load(name).run(q, k, v, problem)[1] * weights).sum(), (q, k))
+        found.append((*only_lse, v))
+    for mine, reference in zip(found[0] + found[1], found[2] + found[3]):
+        torch.testing.assert_close(mine, reference, rtol=1e-11, atol=1e-11)
+
+
+def test_gradient_through_lse_of_manual_is_the_numerical_one() -> None:
+    problem = replace(Case("tiny", Dilated((4, 8), (1, 2), True), (1, 9, 2, 3)).problem(torch.float64, needs_grad=True))
+    example = make(problem)
+
+    def both(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = registry.load("manual").run(*qkv, problem)
+        assert isinstance(result, tuple)
+        return result
+
+    assert torch.autograd.gradcheck(both, (example.q, example.k, example.v))
+
+
+def lengths() -> st.SearchStrategy[int]:
+    return st.integers(1, 70)
+
+
+@st.composite
+def patterns(draw: st.DrawFn, q_len: int, k_len: int) -> Pattern:
+    kinds = ["dense", "window"] + ["dilated", "dilated", "grid"] * (q_len == k_len)
+    kind = draw(st.sampled_from(kinds))
+    if kind == "dense":
+        return Dense(draw(st.booleans()))
+    if kind == "window":
+        side = st.none() | st.integers(0, 20)
+        return Window(draw(side), draw(side))
+    if kind == "dilated":
+        branches = draw(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 6)), min_size=1, max_size=4))
+        return Dilated(
+            [w for w, _ in branches],
+            [r for _, r in branches],
+            draw(st.booleans()),
+            draw(st.sampled_from(["mod", "block"])),
+            draw(st.sampled_from(["all", "split"])),
+        )
+    rows = draw(st.sampled_from([n for n in range(1, q_len + 1) if q_len % n == 0]))
+    grid = (rows, q_len // rows)
+    window = tuple(draw(st.sampled_from([1, 3, 5])) for _ in grid)
+    dilation = tuple(draw(st.integers(1, 3)) for _ in grid)
+    causal = tuple(draw(st.booleans()) for _ in grid)
+    try:
+        return Neighborhood(grid, window, dilation, causal, draw(st.sampled_from(["clip", "shift"])))
+    except InvalidInput:
+        assume(False)
+        raise
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
+    q_len = draw(lengths())
+    k_len = draw(st.just(q_len) | lengths())
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    square = q_len == k_len
+    order = st.sampled_from(["bnhd", "bhnd", "nbhd", "bnhd+gaps", "bndh"])
+    case = Case(
+        "random",
+        draw(patterns(q_len, k_len)),
+        (draw(st.integers(1, 3)), q_len, kv_heads * group, draw(st.integers(1, 20))),
+        k_len=k_len,
+        kv_heads=kv_heads,
+        seq_lens=square and draw(st.booleans()),
+        key_mask=draw(st.booleans()),
+        strides=(draw(order), draw(order), draw(order)),
+        scale=draw(st.none() | st.floats(-2, 2)),
+    )
+    return case, draw(st.sampled_from(DTYPES))
+
+
+def test_random_problems(request: pytest.FixtureRequest) -> None:
+    """`--random-problems N` draws N of them."""
+    seen = dict.fromkeys(BACKENDS, 0)
+
+    @settings(max_examples=request.config.getoption("--random-problems"), suppress_health_check=list(HealthCheck))
+    @given(random_cases(), st.booleans())
+    def every_backend_agrees(drawn: tuple[Case, torch.dtype], needs_grad: bool) -> None:
+        case, dtype = drawn
+        problem = case.problem(dtype, needs_grad=needs_grad)
+        expected = Gate.of(make(problem))
+        for name in BACKENDS:
+            backend = registry.load(name)
+            if not backend.refusals(problem):
+                assert expected.check(expected.run(backend)).failures == (), name
+                seen[name] += 1
+
+    every_backend_agrees()
+    assert min(seen.values()) > 0

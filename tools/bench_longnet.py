@@ -1,0 +1,121 @@
+"""LongNet's dilated attention, (2048, 4096, 8192) / (1, 2, 4), 8 heads of 64: against a dense mask, and long.
+
+    python -m tools.bench_longnet          both parts
+    python -m tools.bench_longnet long     the long forward alone, --tokens of them
+
+The mask is built beforehand and not timed. Peak memory is the process's own, from the operating system.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_dispatch import Dense, Dilated, Problem, attend
+from attn_dispatch.backends import sdpa, sdpa_mask
+from attn_dispatch.measure import Turns, time_in_turns
+from attn_dispatch.memory import available_bytes
+from tools.common import parser, ratio, timing, write
+
+PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
+HEADS, HEAD_DIM = 8, 64
+LONG = 425_984
+
+
+def against_mask(tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """sdpa's branches, sdpa_mask, PyTorch's attention handed the whole mask, and dense attention, in turns."""
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
+    problem, dense = Problem.of(q, k, v, PATTERN), Problem.of(q, k, v, Dense())
+    rows = PATTERN.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(0))
+    mask = torch.empty(1, *rows.shape[:1], tokens, tokens, dtype=dtype)
+    for start in range(0, tokens, 256):
+        counts = PATTERN.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(start, min(start + 256, tokens)))
+        mask[0, :, start : start + 256] = counts.float().log()
+    first = (x.transpose(1, 2) for x in (q, k, v))
+    heads_first = tuple(first)
+    calls = {
+        "sdpa": lambda: sdpa.run(q, k, v, problem),
+        "sdpa_mask": lambda: sdpa_mask.run(q, k, v, problem),
+        "torch_with_mask": lambda: scaled_dot_product_attention(*heads_first, attn_mask=mask),
+        "dense": lambda: sdpa.run(q, k, v, dense),
+    }
+    turns: Turns = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None)
+    found = turns.timings
+    rates = {
+        "sdpa_gflops": sdpa.flops(problem) / found["sdpa"].median_ms / 1e6,
+        "dense_gflops": sdpa.flops(dense) / found["dense"].median_ms / 1e6,
+    }
+    return {
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        **{name: timing(one) for name, one in found.items()},
+        "sdpa_mask_over_sdpa": ratio(found["sdpa_mask"], found["sdpa"]),
+        "torch_with_mask_over_sdpa": ratio(found["torch_with_mask"], found["sdpa"]),
+        **rates,
+        "share_of_dense_rate": rates["sdpa_gflops"] / rates["dense_gflops"],
+    }
+
+
+def long_forward(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """One attend() on a fresh process, then another that is timed; bytes from the operating system."""
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
+    free = available_bytes(torch.device("cpu"))
+    before = peak_rss()
+    seconds = []
+    with torch.no_grad():
+        for _ in range(2):
+            start = time.perf_counter()
+            out = attend(q, k, v, PATTERN, backend="sdpa")
+            seconds.append(time.perf_counter() - start)
+            least = 4 * q.numel() * q.itemsize
+            peak = peak_rss()
+            if len(seconds) == 1:
+                del out
+    return {
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seconds": seconds[-1],
+        "first_seconds": seconds[0],
+        "tokens_per_s": tokens / seconds[-1],
+        "qkv_out_bytes": least,
+        "peak_above_qkv_out": (peak - before + 3 * q.numel() * q.itemsize) / least - 1,
+        "peak_rss_bytes": peak,
+        "free_bytes_before": free,
+    }
+
+
+def peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    options = parser(__doc__, "longnet.json")
+    options.add_argument("part", nargs="?", choices=["long"])
+    options.add_argument("--tokens", type=int, default=LONG)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--dtype", default="float32")
+    arguments = options.parse_args()
+    if arguments.part == "long":
+        print(json.dumps(long_forward(arguments.tokens, getattr(torch, arguments.dtype))))
+        return
+    # The long forward comes first and alone: a process's peak never falls again.
+    command = [sys.executable, "-m", "tools.bench_longnet", "long", "--tokens", str(arguments.tokens)]
+    long = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(long)
+    masked = [against_mask(8192, dtype, arguments.rounds) for dtype in (torch.float32, torch.bfloat16)]
+    print(masked)
+    write(
+        arguments.output,
+        {"pattern": str(PATTERN), "heads": HEADS, "head_dim": HEAD_DIM, "long": long, "masked": masked},
+    )
+
+
+if __name__ == "__main__":
+    main()
