@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 from attn_dispatch import order as orders
-from attn_dispatch import registry, tuner
+from attn_dispatch import registry
+from attn_dispatch.candidates import Candidate, candidates, heuristic, versions
 from attn_dispatch.contract import Result
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.explanation import Explanation
@@ -51,6 +53,8 @@ class Route:
 _any_autocast: Callable[[], bool] = getattr(
     torch._C, "_is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 )
+# Not failures of a backend: a wrong argument, and how checkpointing ends a recomputation early.
+_THROUGH = (InvalidInput, getattr(checkpoint, "_StopRecomputationError", InvalidInput))
 _routes: dict[Any, Route] = {}
 _decided: dict[Problem, Decision] = {}
 _counts: Counter[str] = Counter()
@@ -122,10 +126,11 @@ def attend(
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
             torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+            q.dtype is torch.float32 and torch.get_float32_matmul_precision(),
             _any_autocast() and _autocast(),
         )  # fmt: skip
         route: Route | None = _routes[signature]
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, RuntimeError):
         route = None  # found outside the handler, so that its errors stand alone
     if route is None:
         arguments = {
@@ -133,15 +138,17 @@ def attend(
             "is_causal": is_causal, "seq_lens": seq_lens, "key_mask": key_mask, "dropout_p": dropout_p,
             "scale": scale, "layout": layout, "mesh": mesh, "return_lse": return_lse,
         }  # fmt: skip
-        problem = Problem.of(q, k, v, pattern, **arguments)
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
             # Lists have no hash; the same call with tuples has.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
+        problem = Problem.of(q, k, v, pattern, **arguments)
         route = _new_route(signature, q, problem, layout, backend, order)
     if not route.plain:
         return _run_prepared(route, q, k, v, seq_lens, key_mask, return_lse)
     try:
         result = route.run(q, k, v, route.problem)
+    except _THROUGH:
+        raise
     except Exception as error:
         raise _failed(route, error) from error
     if return_lse:
@@ -181,7 +188,7 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
     decision = _decided.get(problem)
     if decision is None and mode() != "off":
         decision = stored(problem)
-    return Explanation.of(decision or _heuristic(problem, tuner.candidates(problem)))
+    return Explanation.of(decision or _heuristic(problem, candidates(problem)))
 
 
 def counters() -> dict[str, int]:
@@ -193,7 +200,7 @@ def stored(problem: Problem) -> Decision | None:
     """The decision on disk, or the shipped one, if it was made among the backends there are now."""
     where = silicon(problem.device)
     key = problem.key(where)
-    now = tuner.versions()
+    now = versions()
     for decision in (Store(cache_folder()).get(where, key), shipped(where).get(key)):
         if decision is not None and decision.versions == now and _can_run(problem, decision.choice):
             return decision
@@ -220,6 +227,25 @@ def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
     finally:
         with _lock:
             _observers.remove(observer)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Keep a trial and its caller apart: autocast, inference mode, saved-tensor hooks (as checkpointing sets them) and
+    the default device do not reach the trial, and the caller's random numbers go on as if there had been none.
+    """
+
+    def as_it_is(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with (
+        torch.autocast(device.type, enabled=False),
+        torch.inference_mode(False),
+        torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
+        torch.device("cpu"),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+    ):
+        yield
 
 
 def _new_route(
@@ -271,6 +297,8 @@ def _run_prepared(
             with torch.autocast(q.device.type, enabled=False):
                 q, k, v = q.to(route.cast), k.to(route.cast), v.to(route.cast)
                 result = route.run(q, k, v, route.problem, **masks)
+    except _THROUGH:
+        raise
     except Exception as error:
         raise _failed(route, error) from error
     out, lse = (result, None) if isinstance(result, Tensor) else result
@@ -284,9 +312,7 @@ def _with_lse(route: Route, result: Any) -> tuple[Tensor, Tensor]:
     raise BackendFailed(f"{route.backend} was asked for lse and did not return it for {route.problem}")
 
 
-def _failed(route: Route, error: Exception) -> Exception:
-    if isinstance(error, InvalidInput):
-        return error
+def _failed(route: Route, error: Exception) -> BackendFailed:
     return BackendFailed(f"{route.backend} failed on {route.problem}: {type(error).__name__}: {error}")
 
 
@@ -311,7 +337,7 @@ def _decide(problem: Problem) -> Decision:
 
 def _make(problem: Problem, setting: str) -> Decision:
     """Measure, where that is allowed, else the static choice."""
-    found = tuner.candidates(problem)
+    found = candidates(problem)
     fallback = _heuristic(problem, found)
     if not fallback.choice:
         raise NoBackend(_no_backend(problem, fallback.candidates, forced=False))
@@ -322,7 +348,10 @@ def _make(problem: Problem, setting: str) -> Decision:
             )
             note_missed(cache_folder(), problem.to_dict())
         else:
-            decision = tuner.decide(problem, budget_ms() / 1e3)
+            from attn_dispatch import tuner  # what measures is loaded when there is something to measure
+
+            with undisturbed(problem.device):
+                decision = tuner.decide(problem, budget_ms() / 1e3)
             if decision is not None:
                 Store(cache_folder()).put(decision)
                 _counts["measured"] += 1
@@ -343,8 +372,8 @@ def _forced(problem: Problem, name: str) -> Decision:
     return _unmeasured(problem, name, "forced", (row,))
 
 
-def _heuristic(problem: Problem, found: list[tuner.Candidate]) -> Decision:
-    chosen = tuner.heuristic(found)
+def _heuristic(problem: Problem, found: list[Candidate]) -> Decision:
+    chosen = heuristic(found)
     rows = tuple(
         c.row or Row(backend=c.name, order=c.order, status="chosen" if c is chosen else "not_measured") for c in found
     )
@@ -362,7 +391,7 @@ def _unmeasured(problem: Problem, choice: str, source: str, rows: tuple[Row, ...
         order=orders.NATURAL if choice else "",
         source=source,
         candidates=rows,
-        versions=tuner.versions(),
+        versions=versions(),
         provenance=provenance(problem.device),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -370,7 +399,7 @@ def _unmeasured(problem: Problem, choice: str, source: str, rows: tuple[Row, ...
 
 def _can_run(problem: Problem, name: str) -> bool:
     """Refusals and free memory are of now, not of when the decision was made."""
-    return any(c.name == name and c.row is None for c in tuner.candidates(problem))
+    return any(c.name == name and c.row is None for c in candidates(problem))
 
 
 def _no_backend(problem: Problem, rows: Iterable[Row], forced: bool) -> str:
@@ -408,7 +437,14 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """Lists, arrays and iterators as tuples, which have a hash and can be read more than once."""
+    if value is None or isinstance(value, tuple | str | int):
+        return value
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    try:
+        return tuple(plain)
+    except TypeError:
+        return plain
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:

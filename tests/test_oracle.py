@@ -32,6 +32,13 @@ SMALL = (
 )
 
 
+def multiplicity(problem: Problem, masks: dict[str, Tensor]) -> Tensor:
+    seq_lens, key_mask = masks.get("seq_lens"), masks.get("key_mask")
+    return problem.pattern.multiplicity(
+        problem.q_len, problem.k_len, problem.heads, seq_lens=seq_lens, key_mask=key_mask
+    )
+
+
 def three_loops(problem: Problem, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The one formula, in numbers: for every head, for every query, for every key."""
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(counts.shape[:-1], -math.inf, dtype=torch.float64)
@@ -61,7 +68,7 @@ def test_manual_is_three_loops(case: Case, chunked: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(manual, "_piece", lambda problem: (4, 1))
     problem = case.problem(torch.float64, needs_grad=False)
     example = gate(problem).example
-    counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **example.masks)
+    counts = multiplicity(problem, example.masks)
     counts = counts.expand(problem.batch, *counts.shape[-3:])
     out, lse = three_loops(problem, example.q, example.k, example.v, counts)
     found = manual.run(example.q, example.k, example.v, problem, **example.masks)
@@ -76,8 +83,8 @@ def test_manual_gradient_is_the_numerical_one(case: Case, monkeypatch: pytest.Mo
     problem = case.problem(torch.float64, needs_grad=True)
     example = gate(problem).example
 
-    def out(*qkv: Tensor) -> Tensor:
-        return manual.run(*qkv, problem, **example.masks)[0]
+    def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return manual.run(q, k, v, problem, **example.masks)[0]
 
     assert torch.autograd.gradcheck(out, (example.q, example.k, example.v))
 
@@ -118,7 +125,7 @@ def through_counts(change: Callable[[Tensor, Problem], Tensor]) -> Callable[...,
     """The formula with another multiplicity."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **masks: Tensor) -> tuple[Tensor, Tensor]:
-        counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **masks)
+        counts = multiplicity(problem, masks)
         out, lse = manual.formula(q, k, v, change(counts, problem), problem.scale)
         return out.to(q.dtype), lse
 

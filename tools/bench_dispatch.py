@@ -68,7 +68,7 @@ def main() -> None:
         "import_after_torch_ms": import_ms("import attn_dispatch")(),
         "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend")(),
     }
-    print({name: value for name, value in figures.items()})
+    print(figures)
     write(arguments.output, figures)
 
 

@@ -38,12 +38,11 @@ def against_mask(tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]
     for start in range(0, tokens, 256):
         counts = PATTERN.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(start, min(start + 256, tokens)))
         mask[0, :, start : start + 256] = counts.float().log()
-    first = (x.transpose(1, 2) for x in (q, k, v))
-    heads_first = tuple(first)
+    q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
     calls = {
         "sdpa": lambda: sdpa.run(q, k, v, problem),
         "sdpa_mask": lambda: sdpa_mask.run(q, k, v, problem),
-        "torch_with_mask": lambda: scaled_dot_product_attention(*heads_first, attn_mask=mask),
+        "torch_with_mask": lambda: scaled_dot_product_attention(q_first, k_first, v_first, attn_mask=mask),
         "dense": lambda: sdpa.run(q, k, v, dense),
     }
     turns: Turns = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None)

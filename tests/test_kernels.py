@@ -1,0 +1,84 @@
+"""The dense kernels' adapters: what they work around on the CPU; on meta tensors, that the CUDA ops take the calls."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attn_dispatch.backends import manual
+from attn_dispatch.kernels import CpuFlash, CudaEfficient, CudaFlash, Kernel
+from attn_dispatch.measure import peak_bytes
+from attn_dispatch.pattern import Dilated
+from tests.cases import Case
+
+SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
+
+
+@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient()], ids=["flash", "efficient"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
+def test_cuda_ops_take_the_calls(kernel: Kernel, shape: tuple[int, ...], is_causal: bool) -> None:
+    """Arguments, padding and shapes only: a meta tensor holds no values."""
+    q, k, v, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    out, lse = kernel.forward(q, k, v, is_causal, 0.5, None)
+    assert tuple(out.shape) == shape
+    assert tuple(lse.shape) == (shape[0], shape[2], shape[1])
+    grads = kernel.backward(grad, q, k, v, out, lse, is_causal, 0.5, None)
+    assert [tuple(x.shape) for x in grads] == [shape] * 3
+
+
+@pytest.mark.parametrize("mask_shape", [(1, 1, 33, 33), (2, 1, 1, 33)], ids=["bias", "keys"])
+def test_cuda_mask_is_spread_and_aligned(mask_shape: tuple[int, ...]) -> None:
+    shape = (2, 33, 3, 16)
+    q, k, v, grad = (torch.empty(shape, dtype=torch.float16, device="meta") for _ in range(4))
+    mask = torch.empty(mask_shape, device="meta")
+    kernel = CudaEfficient()
+    out, lse = kernel.forward(q, k, v, False, 0.5, mask)
+    grads = kernel.backward(grad, q, k, v, out, lse, False, 0.5, mask)
+    assert [tuple(x.shape) for x in grads] == [shape] * 3
+
+
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "grad"])
+def test_cpu_rows_need_not_be_contiguous(tensor: str) -> None:
+    """The op itself reads such rows wrongly and says nothing."""
+    torch.manual_seed(0)
+    given = {name: torch.randn(1, 20, 2, 8) for name in ("q", "k", "v", "grad")}
+    turned = dict(given)
+    turned[tensor] = given[tensor].transpose(1, 3).contiguous().transpose(1, 3)
+    kernel = CpuFlash()
+
+    def results(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        out, lse = kernel.forward(x["q"], x["k"], x["v"], True, 0.3, None)
+        return [out, lse, *kernel.backward(x["grad"], x["q"], x["k"], x["v"], out, lse, True, 0.3, None)]
+
+    for one, other in zip(results(given), results(turned)):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_cpu_rows_without_keys_weigh_nothing() -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 6, 1, 8) for _ in range(4))
+    mask = torch.zeros(1, 1, 6, 6)
+    mask[:, :, 2] = -math.inf
+    kernel = CpuFlash()
+    out, lse = kernel.forward(q, k, v, False, 0.3, mask)
+    assert bool((out[:, 2] == 0).all())
+    lse = lse.clone()
+    lse[:, :, 2] = math.inf
+    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, False, 0.3, mask)
+    assert bool((dq[:, 2] == 0).all())
+    assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("free", [2**22, 2**24], ids=["4MiB", "16MiB"])
+def test_manual_stays_within_what_is_free(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("long", Dilated((256, 1024), (1, 2)), (1, 2048, 4, 8))
+    monkeypatch.setattr(manual, "available_bytes", lambda device: free)
+    problem = case.problem(torch.float32, needs_grad=False)
+    q, k, v = (torch.randn(1, 2048, 4, 8) for _ in range(3))
+    (out, lse), peak = peak_bytes(lambda: manual.run(q, k, v, problem), problem.device)
+    assert peak is not None
+    assert peak - (out.numel() + lse.numel()) * 4 <= free
+    assert peak <= manual.workspace_bytes(problem) + problem.io_bytes

@@ -1,0 +1,93 @@
+"""Fill the README's figures from tools/results/.
+
+python -m tools.readme            write them
+python -m tools.readme --check    fail if they differ
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.common import RESULTS
+
+README = RESULTS.parent.parent / "README.md"
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def machine(found: Any) -> str:
+    cpu = found["hardware"]["cpu"]
+    sets = ", ".join(cpu["instruction_sets"])
+    return f"{found['provenance']['name']}, {cpu['threads']} threads, {sets}; torch {found['provenance']['torch']}"
+
+
+def interval(ratio: Any) -> str:
+    return f"{ratio['median']:.1f} ({ratio['low']:.1f} to {ratio['high']:.1f})"
+
+
+def figures() -> str:
+    longnet, dispatch, routes = load("longnet"), load("dispatch"), load("routes")
+    long = longnet["long"]
+    rows = [("figure", "measured", "command"), ("---", "---", "---")]
+    for one in longnet["masked"]:
+        shape = f"{one['tokens']:,} tokens, {one['dtype']}"
+        again = "`python -m tools.bench_longnet`"
+        rows += [
+            (
+                f"PyTorch's attention with a ready mask / `sdpa`, {shape}",
+                interval(one["torch_with_mask_over_sdpa"]),
+                again,
+            ),
+            (f"`sdpa_mask` / `sdpa`, {shape}", interval(one["sdpa_mask_over_sdpa"]), again),
+            (f"FLOP rate of `sdpa` / that of dense attention, {shape}", f"{one['share_of_dense_rate']:.2f}", again),
+        ]
+    speed = f"{long['tokens_per_s']:,.0f} tokens/s, peak {long['peak_above_qkv_out']:.1%} above q, k, v and out"
+    rows.append((f"forward, {long['tokens']:,} tokens, {long['dtype']}", speed, "`python -m tools.bench_longnet`"))
+    counted = routes["counters"]
+    again = "`python -m tools.bench_routes`"
+    settled = f"{counted['loaded']} of {routes['problems']} routed from disk, {counted['measured']} measured again"
+    rows.append((f"{routes['problems']} problems, 1,024 to 32,768 tokens, in a second process", settled, again))
+    hit, again = dispatch["dense_sdpa"], "`python -m tools.bench_dispatch`"
+    added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
+    rows.append(("what `attend()` adds to the backend's own call, on a hit", added, again))
+    imported = f"{dispatch['import_attend_after_torch_ms']:.0f} ms"
+    rows.append(("`from attn_dispatch import attend`, after torch", imported, again))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    about = (
+        f"{longnet['pattern']}, 8 heads of 64, batch 1, forward, unless it says otherwise; medians of interleaved runs"
+    )
+    return f"{machine(longnet)}. {about}, with 95 % intervals. On CUDA: not measured.\n\n{table}"
+
+
+def explained() -> str:
+    return f"```\n{load('routes')['example']}\n```"
+
+
+def filled(text: str) -> str:
+    for name, content in (("figures", figures()), ("explain", explained())):
+        pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
+        text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
+        if count != 1:
+            sys.exit(f"README.md has {count} places for {name}, not one")
+    return text
+
+
+def main(readme: Path = README) -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--check", action="store_true")
+    text = readme.read_text()
+    new = filled(text)
+    if options.parse_args().check:
+        sys.exit(0 if new == text else "README.md differs from tools/results/: run `python -m tools.readme`")
+    readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
