@@ -99,11 +99,3 @@ def refuse_ranks(problem: Problem) -> list[Refusal]:
     if problem.ranks == 1:
         return []
     return [Refusal("mesh", f"runs on one rank, the sequence is sharded over {problem.ranks}")]
-
-
-def gib(count: int) -> str:
-    """Bytes as a person reads them, in binary units."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

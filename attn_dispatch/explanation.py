@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from attn_dispatch.contract import gib
 from attn_dispatch.store import Decision, Row
+from attn_dispatch.units import align, gib, milliseconds
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 
@@ -55,7 +55,13 @@ class Explanation:
         rows = tuple(CandidateReport.of(row) for row in decision.candidates)
         device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
         return cls(
-            decision.choice, decision.order, source or decision.source, decision.key, rows, decision.title, device
+            choice=decision.choice or None,
+            order=decision.order or None,
+            source=source or decision.source,
+            key=decision.key,
+            candidates=rows,
+            problem=decision.title,
+            device=device,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,10 +70,11 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [_cells(candidate, self._best_ms()) for candidate in self.candidates]
+        choice = f"{self.choice} in {self.order} order" if self.choice else "none can run it"
         lines = [
             f"device    {self.device}",
             f"problem   {self.problem}",
-            f"choice    {self.choice or 'none'} in {self.order or 'no'} order ({self.source}), key {self.key}",
+            f"choice    {choice} ({self.source}), key {self.key}",
             "",
             *align([list(HEAD), *rows], left={0, 1, 7}),
         ]
@@ -76,23 +83,6 @@ class Explanation:
     def _best_ms(self) -> float | None:
         times = [c.median_ms for c in self.candidates if c.median_ms is not None and c.status != "incorrect"]
         return min(times, default=None)
-
-
-def align(rows: list[list[str]], left: set[int]) -> list[str]:
-    """Lines with columns of equal width; the named columns to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
-        lines.append("   ".join(cells).rstrip())
-    return lines
-
-
-def milliseconds(value: float) -> str:
-    """Three figures, in the unit that reads best."""
-    if value >= 1000:
-        return f"{value / 1000:.3g} s" if value < 1e6 else f"{value / 1000:.0f} s"
-    return f"{value:.3g} ms" if value >= 1 else f"{value * 1000:.3g} us"
 
 
 def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:

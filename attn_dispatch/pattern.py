@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeVar, cast
 
@@ -323,14 +324,19 @@ class Neighborhood(Pattern):
 def _integer(name: str, value: object, minimum: int, kind: str = "an integer") -> int:
     # bool is an int to Python, and True as a length is always a mistake.
     if not isinstance(value, bool) and isinstance(value, SupportsIndex):
-        number = operator.index(value)
-        if number >= minimum:
-            return number
+        # Arrays and tensors have the method whether or not they hold one integer.
+        with suppress(TypeError):
+            number = operator.index(value)
+            if number >= minimum:
+                return number
     raise InvalidInput(f"{name} must be {kind} >= {minimum}, got {value!r}")
 
 
 def _integers(name: str, value: object) -> tuple[int, ...]:
-    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
+    items: tuple[object, ...] = (value,)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        with suppress(TypeError):  # of an array without axes
+            items = tuple(value)
     if not items:
         raise InvalidInput(f"{name} must hold at least one integer, got {value!r}")
     return tuple(_integer(name, item, 1, "integers") for item in items)

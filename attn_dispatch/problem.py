@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import reprlib
 import sys
 from collections.abc import Callable, Mapping

@@ -66,15 +66,16 @@ def quick_problems(device: torch.device) -> list[Problem]:
     """A few problems of each kind, of a size that this device does in well under a second each."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    lengths = (2048, 8192, 32768) if gpu else (512, 2048, 4096)
+    lengths = (2048, 8192, 32768) if gpu else (256, 512, 1024)
     patterns: list[Pattern] = [
         Dense(),
         Dense(is_causal=True),
-        Window(left=255, right=0),
+        Window(left=127, right=0),
         Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True),
     ]
     plain = [problem_of((1, n, 8, 64), p, dtype, device) for p in patterns for n in lengths]
-    grid = problem_of((1, 2048, 8, 64), Neighborhood((32, 64), (13, 13)), dtype, device)
+    rows = 64 if gpu else 16
+    grid = problem_of((1, rows * 32, 8, 64), Neighborhood((rows, 32), (13, 13)), dtype, device)
     training = problem_of((1, lengths[1], 8, 64), patterns[3], dtype, device)
     return [*plain, grid, replace(training, needs_grad=True)]
 
@@ -85,24 +86,38 @@ def problem_of(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    kv_heads: int | None = None,
     backward: bool = False,
 ) -> Problem:
     """The problem of contiguous q, k and v of one shape [batch, len, heads, head_dim].
 
+    Args:
+        kv_heads: of k and v; as many as q has by default.
+        backward: whether gradients are needed.
+
     Raises:
-        InvalidInput: the shape is not positive, or the pattern does not fit it.
+        InvalidInput: the shape is not positive or past what a tensor can be, or the pattern does not fit it.
     """
-    if min(shape) < 1:
-        raise InvalidInput(f"shape must hold four integers >= 1, got {shape}")
-    x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=backward)
+    batch, length, heads, head_dim = shape
+    kv_heads = heads if kv_heads is None else kv_heads
+    if min(*shape, kv_heads) < 1:
+        raise InvalidInput(f"shape and kv_heads must be integers >= 1, got {shape} and {kv_heads}")
+    try:
+        q, kv = (
+            torch.empty(batch, length, count, head_dim, dtype=dtype, device="meta", requires_grad=backward)
+            for count in (heads, kv_heads)
+        )
+    except RuntimeError as error:
+        raise InvalidInput(f"shape {shape}: {error}") from error
     with torch.enable_grad():
-        return Problem.of(x, x, x, pattern, device=device)
+        return Problem.of(q, kv, kv, pattern, device=device)
 
 
 def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     decision = None if force else dispatch.stored(problem)
     if decision is None:
-        decision = tuner.decide(problem, share_s)
+        with dispatch.undisturbed(problem.device):
+            decision = tuner.decide(problem, share_s)
         if decision is not None:
             dispatch.adopt(problem, decision)
     return dispatch.explain_problem(problem) if decision is None else Explanation.of(decision)
@@ -119,8 +134,11 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = ("measuring", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    # What a narrow terminal has no room for is the end of the text, not the count and the time.
+    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns = ("measuring", BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), text)
+    with Progress(*columns, console=Console(stderr=True), expand=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)

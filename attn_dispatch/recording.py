@@ -48,6 +48,6 @@ def read_record(path: str | os.PathLike[str], device: torch.device | str | None 
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             found[Problem.from_dict(json.loads(line), device)] = None
-        except (json.JSONDecodeError, InvalidInput) as error:
+        except (json.JSONDecodeError, RecursionError, InvalidInput) as error:
             raise InvalidInput(f"{path}, line {number}: {error}") from error
     return list(found)

@@ -67,10 +67,13 @@ def backends() -> list[Backend]:
 
 
 def version_of(backend: Backend) -> str | None:
-    """The backend's version, or None where its package is missing."""
+    """The backend's version, or None where its package is missing or it cannot say."""
     try:
         return backend.version()
     except ImportError:  # PackageNotFoundError is one too
+        return None
+    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+        _warn_once(f"{backend.name} has no version: {type(error).__name__}: {error}")
         return None
 
 

@@ -27,6 +27,7 @@ SCHEMA = 1
 MISSED = "missed.jsonl"
 KEY = re.compile(r"[0-9a-f]{20}")
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+UNREADABLE = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 logger = logging.getLogger("attn_dispatch")
 
@@ -108,7 +109,7 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, msgspec.json.format(msgspec.json.encode(decision), indent=1))
         except OSError as error:
-            _say_once(f"decisions are not kept: {path.parent} cannot be written ({error})")
+            _say_once(f"decisions are not kept: {path.parent} cannot be written ({error.strerror or error})")
             return None
         return path
 
@@ -133,7 +134,7 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
         with (folder / MISSED).open("ab") as file:
             file.write(msgspec.json.encode(problem) + b"\n")
     except OSError as error:
-        _say_once(f"misses are not noted: {folder} cannot be written ({error})")
+        _say_once(f"misses are not noted: {folder} cannot be written ({error.strerror or error})")
 
 
 @cache
@@ -146,7 +147,7 @@ def shipped(silicon: str) -> dict[str, Decision]:
         bundle = msgspec.json.decode(source.read_bytes(), type=Bundle)
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError) as error:
+    except UNREADABLE as error:
         _say_once(f"ignored the shipped profile {source}: {error}")
         return {}
     usable = bundle.decisions if bundle.schema == SCHEMA else ()
@@ -158,7 +159,7 @@ def _read(path: Path) -> Decision | None:
         found = msgspec.json.decode(path.read_bytes(), type=Decision)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         _say_once(f"ignored {path}: {error}")
         return None
     if found.schema != SCHEMA:

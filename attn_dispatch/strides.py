@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
 AXES = "bnhd"
+NAME = re.compile(r"([bnhd]*)(?:\+gaps)?(?:\+unaligned)?(?:\+expanded:([bnhd]+))?")
 
 
 def stride_class(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> str:
@@ -31,6 +34,15 @@ def stride_class(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
     return name + (f"+expanded:{''.join(AXES[axis] for axis in expanded)}" if expanded else "")
 
 
+def is_stride_class(name: object) -> bool:
+    """Whether `stride_class` can give this name."""
+    found = NAME.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        return False
+    axes = found[1] + (found[2] or "")
+    return len(set(axes)) == len(axes)
+
+
 def randn(
     shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensor:
@@ -43,11 +55,17 @@ def randn(
     order = [axis for axis in AXES if axis not in name] + list(name)
     sizes = {axis: 1 if axis in expanded else size for axis, size in zip(AXES, shape)}
     padded = [sizes[axis] for axis in order]
+    step = 1
     if "gaps" in flags:
-        # Rows end in unused entries, to a multiple of 16 bytes or just past one.
-        per_16_bytes = 16 // dtype.itemsize
-        padded[-1] = (padded[-1] // per_16_bytes + 1) * per_16_bytes + ("unaligned" in flags)
-    base = torch.empty(padded, dtype=dtype, device=device)
+        # To a multiple of 16 bytes or just past one.
+        per_16_bytes, past = 16 // dtype.itemsize, "unaligned" in flags
+        if len(name) == 1 or (name[-1] != "d" and not past):
+            step = (
+                per_16_bytes + past
+            )  # unused entries after every entry: there is no row, or rows could not be aligned
+        else:
+            padded[-1] = (padded[-1] // per_16_bytes + 1) * per_16_bytes + past  # after every row
+    base = torch.empty([*padded, step], dtype=dtype, device=device)[..., 0]
     for position, axis in enumerate(order):
         base = base.narrow(position, 0, sizes[axis])
     tensor = base.permute([order.index(axis) for axis in AXES])

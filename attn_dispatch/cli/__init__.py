@@ -1,2 +1,92 @@
-def main() -> int:
-    return 0
+"""The command `attn-dispatch`. Results go to stdout, progress and messages to stderr.
+
+Exit codes: 0 done, 1 it failed, 2 wrong usage. A command's module is loaded when it is asked for, and torch only where
+a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from attn_dispatch.errors import AttnDispatchError, InvalidInput
+
+COMMANDS = {
+    "profile": "measure problems now and keep the decisions",
+    "inspect": "show the decisions that are kept",
+    "explain": "say which backend would run a problem, and why; runs nothing",
+    "doctor": "say what this machine is and what can be used on it",
+}
+
+FOLLOWS = "exit code: 0 done, 1 it failed, 2 wrong usage. 'attn-dispatch COMMAND --help' shows an example of each."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Wrong usage raises SystemExit(2), as argparse does."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    named = next((word for word in arguments if word in COMMANDS), None)
+    args = _parser(named).parse_args(arguments)
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+    except InvalidInput as error:
+        return _complain(named, str(error), 2)
+    except AttnDispatchError as error:
+        return _complain(named, str(error), 1)
+    except KeyboardInterrupt:
+        return _complain(named, "interrupted", 1)
+    except BrokenPipeError:
+        # The reader has gone (`| head`); the interpreter's own flush at exit must not fail on it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser(named: str | None) -> argparse.ArgumentParser:
+    """The parser, with the options of the named command only: the others need not be loaded."""
+    parser = argparse.ArgumentParser(
+        prog="attn-dispatch",
+        description="Attention by the fastest backend that was measured on this machine.",
+        epilog=FOLLOWS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == named:
+            module = import_module(f"attn_dispatch.cli.{name}")
+            command.description, command.epilog = module.__doc__, module.EXAMPLE
+            command.set_defaults(run=module.run)
+            module.configure(command)
+            command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looked up only when asked for: reading the package's metadata takes longer than all of the parsing."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="print the version and exit")
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        from importlib.metadata import version
+
+        print(version("attn-dispatch"))
+        parser.exit()
+
+
+def _complain(command: str | None, text: str, code: int) -> int:
+    print(f"attn-dispatch {command}: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,159 @@
+"""Say what this machine is, which backends can be used on it and why not the others, and where decisions live."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attn_dispatch.cli.output import print_json
+from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.store import MISSED, Store, cache_folder
+from attn_dispatch.units import align, gib
+
+if TYPE_CHECKING:
+    from attn_dispatch.contract import Backend
+    from attn_dispatch.machine import Hardware
+
+EXAMPLE = """examples:
+  attn-dispatch doctor
+  attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def run(args: argparse.Namespace) -> int:
+    from attn_dispatch.machine import hardware
+
+    found = hardware()
+    report = {
+        "hardware": found.to_dict(),
+        "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
+        "backends": _backends(),
+        **_settings(),
+    }
+    if args.json:
+        print_json(report)
+    else:
+        print("\n".join(_lines(found, report)))
+    return 0
+
+
+def _device(device: str) -> dict[str, Any]:
+    from attn_dispatch.machine import dtype_advice, silicon
+    from attn_dispatch.memory import available_bytes
+
+    try:
+        free = available_bytes(device)
+    except RuntimeError:
+        free = None  # nothing can tell
+    advice = dtype_advice(device)
+    return {
+        "device": device,
+        "silicon": silicon(device),
+        "free_bytes": free,
+        "dtype": advice.dtype,
+        "dtype_reason": advice.reason,
+    }
+
+
+def _backends() -> list[dict[str, Any]]:
+    from attn_dispatch import registry
+
+    found = []
+    for name in registry.names():
+        version, reason = None, ""
+        try:
+            backend = registry.load(name)
+            version = registry.version_of(backend)
+            reason = _unusable(backend)
+        except InvalidInput as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still to be told
+            reason = f"raised {type(error).__name__}: {error}"
+        found.append({"name": name, "version": version, "usable": not reason, "reason": reason})
+    return found
+
+
+def _unusable(backend: Backend) -> str:
+    """Why the plainest problem cannot be run for want of a package or a device, or nothing."""
+    import torch
+
+    from attn_dispatch.pattern import Dense
+    from attn_dispatch.problem import default_device
+    from attn_dispatch.profiling import problem_of
+
+    device = default_device()
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    refusals = backend.refusals(problem_of((1, 128, 8, 64), Dense(), dtype, device))
+    return "; ".join(str(refusal) for refusal in refusals if refusal.code in {"not_installed", "device"})
+
+
+def _settings() -> dict[str, Any]:
+    from attn_dispatch.dispatch import budget_ms, mode
+
+    folder = cache_folder()
+    return {
+        "folder": str(folder),
+        "writable": _writable(folder),
+        "decisions": sum(1 for _ in Store(folder).all()),
+        "mode": mode(),
+        "budget_ms": budget_ms(),
+        "missed": _missed(folder / MISSED),
+    }
+
+
+def _writable(folder: Path) -> bool:
+    """Whether decisions can be written there; the folder itself may still have to be made."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _missed(path: Path) -> dict[str, Any]:
+    """The problems that were met where they could not be measured and are still not decided."""
+    from attn_dispatch.dispatch import stored
+    from attn_dispatch.recording import read_record
+
+    count, reason = 0, ""
+    try:
+        count = sum(stored(problem) is None for problem in read_record(path))
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError, AttnDispatchError) as error:
+        reason = f"cannot be read: {error}"
+    command = f"attn-dispatch profile --from {path}" if count else None
+    return {"count": count, "path": str(path), "command": command, "reason": reason}
+
+
+def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
+    missed = report["missed"]
+    unwritable = "" if report["writable"] else ", which cannot be written"
+    waiting = missed["reason"] or (
+        f"{missed['count']}; settle them with: {missed['command']}" if missed["count"] else "none"
+    )
+    return [
+        str(found),
+        f"torch {found.torch}, CUDA {found.cuda or 'none'}",
+        "",
+        *align([["device", "free", "dtype", "why", "silicon"], *map(_device_cells, report["devices"])], {0, 2, 3, 4}),
+        "",
+        *align([["backend", "version", "usable"], *map(_backend_cells, report["backends"])], {0, 1, 2}),
+        "",
+        f"decisions {report['decisions']} in {report['folder']}{unwritable}",
+        f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
+        f"budget    {report['budget_ms']:g} ms for an unseen problem   ($ATTN_DISPATCH_BUDGET_MS)",
+        f"missed    {waiting}",
+    ]
+
+
+def _device_cells(item: Mapping[str, Any]) -> list[str]:
+    free = "unknown" if item["free_bytes"] is None else gib(item["free_bytes"])
+    return [item["device"], free, item["dtype"], item["dtype_reason"], item["silicon"]]
+
+
+def _backend_cells(item: Mapping[str, Any]) -> list[str]:
+    return [item["name"], item["version"] or "-", "yes" if item["usable"] else f"no: {item['reason']}"]

@@ -1,0 +1,70 @@
+"""What the commands print: JSON, and one table for many decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attn_dispatch.explanation import CandidateReport, Explanation
+from attn_dispatch.units import align, milliseconds
+
+HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
+LEFT = {0, 1, 2, 3, 6, 7}
+KEY_DIGITS = 10  #: shown in tables; `inspect --key` takes any number of them
+OUT_OF_RACE = {"failed", "incorrect", "quarantined"}
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> list[str]:
+    """One line for each decision: what runs it, and by how much that beats the next best that was measured.
+
+    Args:
+        times: when each was measured; a last column, if given.
+    """
+    rows = [list(HEAD), *(_cells(explanation) for explanation in explanations)]
+    if times:
+        rows = [[*row, time] for row, time in zip(rows, ["measured (UTC)", *times])]
+    return align(rows, LEFT)
+
+
+def no_backend(explanation: Explanation) -> list[str]:
+    """Why no backend runs a problem, one line for each backend."""
+    rows = [f"  {c.backend}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
+    return [f"no backend can run {_compact(explanation.problem)}:", *rows]
+
+
+def _cells(explanation: Explanation) -> list[str]:
+    start = [explanation.key[:KEY_DIGITS], _compact(explanation.problem)]
+    if explanation.choice is None:
+        return [*start, "none", "-", "-", "-", "no backend can run it"]
+    name = explanation.choice if explanation.order == "natural" else f"{explanation.choice} {explanation.order}"
+    chosen = next((c for c in explanation.candidates if c.status == "chosen"), None)
+    others = [c for c in explanation.candidates if c is not chosen]
+    if chosen is None or chosen.median_ms is None:
+        return [*start, name, explanation.source, "-", "-", "not measured"]
+    return [*start, name, explanation.source, milliseconds(chosen.median_ms), *_rival(chosen.median_ms, others)]
+
+
+def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, str]:
+    timed = [(c.median_ms, c) for c in others if c.median_ms is not None and c.status not in OUT_OF_RACE]
+    if not timed:
+        return "-", _absences(others)
+    rival_ms, rival = min(timed, key=lambda pair: pair[0])
+    noise = ", within noise" if rival.status == "tie" else ""
+    return f"{rival_ms / median_ms:.2f}x", f"{rival.backend} {milliseconds(rival_ms)}{noise}"
+
+
+def _absences(others: Sequence[CandidateReport]) -> str:
+    """Why there is none to compare with: `sdpa unsupported; sdpa_mask, manual not measured`."""
+    by_status: dict[str, list[str]] = {}
+    for candidate in others:
+        by_status.setdefault(candidate.status.replace("_", " "), []).append(candidate.backend)
+    return "; ".join(f"{', '.join(names)} {status}" for status, names in by_status.items()) or "no other backend"
+
+
+def _compact(problem: str) -> str:
+    return " ".join(problem.split())

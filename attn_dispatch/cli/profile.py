@@ -1,0 +1,153 @@
+"""Measure every backend that can run a problem, choose, and keep the decision, so that no later run has to."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attn_dispatch.cli import shapes
+from attn_dispatch.cli.output import no_backend, print_json, table
+from attn_dispatch.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from attn_dispatch.explanation import Explanation
+    from attn_dispatch.problem import Problem
+
+EXAMPLE = """examples:
+  attn-dispatch profile --quick
+      a few problems of every kind, in under a minute
+  attn-dispatch profile --lengths 1k:32k --causal both --backward
+      causal and not, at 1024, 2048, .. 32768 tokens, as in training
+  attn-dispatch profile --shape 2,16k,16/4,128 --segments 2k,4k,8k --dilations 1,2,4 --causal
+      dilated attention with grouped heads
+  attn-dispatch profile --grid 64,64 --window 7
+      a 7 x 7 neighborhood
+  attn-dispatch profile --from problems.jsonl
+      what attn_dispatch.record("problems.jsonl") noted in a run
+
+Ctrl-C keeps and prints what is measured so far."""
+
+QUICK_S = 40.0  #: for all of the usual problems; loading torch and checking the results comes on top
+QUICK_EACH_S = 2.0
+EACH_S = 10.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    shapes.add_options(parser)
+    effort = parser.add_mutually_exclusive_group()
+    quick = "2 s per problem; without any problem: a few of every kind, in under a minute"
+    effort.add_argument("--quick", action="store_true", help=quick)
+    full = "however long it takes; without any problem: those of --quick"
+    effort.add_argument("--full", action="store_true", help=full)
+    budget = "for all problems together; by default 10 s for each of them"
+    parser.add_argument("--budget", metavar="SECONDS", type=_seconds, help=budget)
+    parser.add_argument("--from", dest="record", metavar="RECORD", help="the problems in a file that record() wrote")
+    parser.add_argument("--force", action="store_true", help="measure again what is decided already")
+
+
+def run(args: argparse.Namespace) -> int:
+    problems = _problems(args)
+    from attn_dispatch.profiling import profile  # only now: wrong usage is told at once
+
+    found: list[Explanation] = []
+    interrupted = False
+    budget_s = _budget(args, len(problems))
+    try:
+        profile(problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: found.append(explanation))
+    except KeyboardInterrupt:
+        interrupted = True
+    if interrupted:
+        done = f"{len(found)} of {len(problems)} problems are decided"
+        print(f"interrupted: {done}; the same command goes on from there", file=sys.stderr)
+    if args.json:
+        _print_json(found, interrupted)
+    else:
+        _print_tables(found, _kept(problems, found))
+    return 1 if interrupted or any(explanation.choice is None for explanation in found) else 0
+
+
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    used = shapes.given(args)
+    if args.record is not None:
+        if used:
+            raise InvalidInput(f"--from takes the problems from a file: leave {', '.join(used)} away")
+        return _recorded(args.record, args.device)
+    if (args.quick or args.full) and not used:
+        from attn_dispatch.profiling import quick_problems
+
+        return quick_problems(shapes.device_of(args))
+    if not shapes.has_length(args):
+        raise InvalidInput(
+            "say what to measure: --shape B,N,H,D, --lengths A:B, --grid H,W or --from RECORD; "
+            "or let --quick alone take a few problems of every kind"
+        )
+    return shapes.problems_of(args)
+
+
+def _recorded(path: str, device: str | None) -> list[Problem]:
+    from attn_dispatch.memory import resolve
+    from attn_dispatch.recording import read_record
+
+    try:
+        problems = read_record(path, None if device is None else resolve(device))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--from {path}: cannot be read ({error})") from error
+    if not problems:
+        raise InvalidInput(f"--from {path}: holds no problem")
+    return problems
+
+
+def _budget(args: argparse.Namespace, count: int) -> float | None:
+    if args.budget is not None:
+        return float(args.budget)
+    if args.full:
+        return None
+    if args.quick and args.record is None and not shapes.given(args):
+        return QUICK_S
+    return count * (QUICK_EACH_S if args.quick else EACH_S)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds > 0, got {text!r}")
+    return value
+
+
+def _print_json(found: Sequence[Explanation], interrupted: bool) -> None:
+    from attn_dispatch.store import cache_folder
+
+    decisions = [explanation.to_dict() for explanation in found]
+    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted})
+
+
+def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
+    if len(found) == 1:
+        print(found[0], end="\n\n")
+    else:
+        for device in dict.fromkeys(explanation.device for explanation in found):
+            print(f"device    {device}", "", *table([e for e in found if e.device == device]), "", sep="\n")
+        for explanation in found:
+            if explanation.choice is None:
+                print(*no_backend(explanation), "", sep="\n")
+    if kept:
+        print(*(f"kept in   {folder}" for folder in kept), sep="\n")
+    elif found:
+        print("kept      nothing: no decision was measured and written")
+
+
+def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
+    """The folders that hold these decisions."""
+    from attn_dispatch.machine import silicon
+    from attn_dispatch.store import Store, cache_folder
+
+    store = Store(cache_folder())
+    paths = (store.path(silicon(problem.device), explanation.key) for problem, explanation in zip(problems, found))
+    return list(dict.fromkeys(path.parent for path in paths if path.is_file()))

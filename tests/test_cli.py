@@ -1,0 +1,432 @@
+"""The command line, mostly from outside: what it prints, where, and the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attn_dispatch
+from attn_dispatch.cli import COMMANDS, shapes
+from attn_dispatch.cli.output import table
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.explanation import CandidateReport, Explanation
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.problem import Problem
+
+COMMAND = [sys.executable, "-m", "attn_dispatch"]
+SMALL = ("--shape", "1,64,2,16", "--device", "cpu")
+TWO = ("--shape", "1,64,2,16", "--causal", "both", "--device", "cpu")
+TOO_LONG = ("--shape", "1,8589934592,8,64", "--device", "cpu")  #: q alone takes 16 TiB
+
+
+def surroundings(folder: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ATTN_DISPATCH_")}
+    return {**kept, "ATTN_DISPATCH_CACHE_DIR": str(folder), **more}
+
+
+def command(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], env=surroundings(folder, **more), capture_output=True, text=True, timeout=120
+    )
+
+
+def plain(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:
+    assert done.returncode == code, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.glob("v1/*/*.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with two decisions, and what profile printed when it made them."""
+    folder = tmp_path_factory.mktemp("measured")
+    return folder, plain(command(folder, "profile", *TWO, "--json"))
+
+
+# --- help and wrong usage ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(name: str, tmp_path: Path) -> None:
+    done = command(tmp_path, name, "--help")
+    assert done.returncode == 0
+    assert f"examples:\n  attn-dispatch {name}" in done.stdout
+    assert "--json" in done.stdout
+
+
+def test_help_names_the_commands(tmp_path: Path) -> None:
+    done = command(tmp_path, "--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+    assert command(tmp_path, "--version").stdout.strip() == attn_dispatch.__version__
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("inspect", "--json"), *((name, "--help") for name in COMMANDS)])
+def test_no_torch(arguments: tuple[str, ...], measured: tuple[Path, dict[str, Any]]) -> None:
+    code = (
+        "import sys\nfrom attn_dispatch.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "print('attn_dispatch.cli' in sys.modules, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    env = surroundings(measured[0])
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout
+    assert done.stderr.split() == ["True", "False"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "COMMAND"),
+        (("profiel",), "invalid choice"),
+        (("profile",), "--quick"),
+        (("profile", "--quick", "--causal"), "--shape"),
+        (("profile", "--quick", "--full"), "not allowed with"),
+        (("profile", *SMALL, "--budget", "0"), "expected a number of seconds > 0, got '0'"),
+        (("profile", *SMALL, "--from", "x"), "leave --shape away"),
+        (("profile", "--from", "no-such-file"), "--from no-such-file: cannot be read"),
+        (("profile", *SMALL, "--tokens", "3"), "unrecognized arguments"),
+        (("explain",), "say how long the sequence is"),
+        (("explain", "--lengths", "4k:2k"), "expected A:B with A <= B, got '4k:2k'"),
+        (("explain", "--lengths", "-4"), "got '-4'"),
+        (("explain", "--lengths", "4x"), "expected an integer >= 1 such as 4096 or 4k, got '4x'"),
+        (("explain", "--shape", "1,64,2"), "expected batch,length,heads,head_dim"),
+        (("explain", *SMALL, "--dtype", "int8"), "expected some of float16, bfloat16, float32, float64"),
+        (("explain", *SMALL, "--segments", "16"), "--segments and --dilations go together"),
+        (("explain", *SMALL, "--segments", "16", "--dilations", "1", "--window", "3"), "give one of them"),
+        (("explain", *SMALL, "--grid", "8,8"), "--grid needs --window"),
+        (("explain", *SMALL, "--window", "1,2,3"), "LEFT,RIGHT, got 3 numbers"),
+        (("explain", *SMALL, "--window", "8", "--causal"), "RIGHT = 0 is causal"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "said"),
+    [
+        (("profile", *SMALL), {"ATTN_DISPATCH_MODE": "fast"}, "$ATTN_DISPATCH_MODE must be one of"),
+        (("doctor",), {"ATTN_DISPATCH_BUDGET_MS": "long"}, "$ATTN_DISPATCH_BUDGET_MS must be a number"),
+        (("explain", *SMALL, "--backend", "fast"), {}, "got 'fast'"),
+        (("explain", "--lengths", "64", "--device", "abacus"), {}, "device must be one of cpu"),
+    ],
+)
+def test_wrong_settings(arguments: tuple[str, ...], more: dict[str, str], said: str, tmp_path: Path) -> None:
+    done = command(tmp_path, *arguments, **more)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- options to problems ----------------------------------------------------------------------------------------------
+
+
+def problems(*arguments: str) -> list[Problem]:
+    parser = argparse.ArgumentParser()
+    shapes.add_options(parser)
+    return shapes.problems_of(parser.parse_args(["--device", "cpu", *arguments]))
+
+
+def facts(found: Sequence[Problem]) -> list[tuple[int, int, int, int, int]]:
+    return [(p.batch, p.q_len, p.heads, p.kv_heads, p.head_dim) for p in found]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--shape", "2,64,4,32", "--shape", "1,1K,8/2,64"), [(2, 64, 4, 4, 32), (1, 1024, 8, 2, 64)]),
+        (("--lengths", "1k:5k"), [(1, n, 8, 8, 64) for n in (1024, 2048, 4096)]),
+        (("--lengths", "100:200"), [(1, n, 8, 8, 64) for n in (100, 200)]),
+        (("--lengths", "1000,3000", "--shape", "1,7,2,8"), [(1, 1000, 2, 2, 8), (1, 3000, 2, 2, 8)]),
+        (("--grid", "4,6,8", "--window", "3"), [(1, 192, 8, 8, 64)]),
+        (("--shape", "1,64,2,8", "--shape", "1,64,2,8"), [(1, 64, 2, 2, 8)]),
+    ],
+)
+def test_shapes(arguments: tuple[str, ...], expected: list[tuple[int, int, int, int, int]]) -> None:
+    assert facts(problems(*arguments)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), [Dense()]),
+        (("--causal",), [Dense(is_causal=True)]),
+        (("--causal", "both"), [Dense(), Dense(is_causal=True)]),
+        (("--window", "9"), [Window(9, 0)]),
+        (("--window", "9,none"), [Window(9, None)]),
+        (("--window=-,5",), [Window(None, 5)]),
+        (("--segments", "16,32", "--dilations", "1,2", "--causal"), [Dilated((16, 32), (1, 2), is_causal=True)]),
+        (("--grid", "8,8", "--window", "3,5"), [Neighborhood((8, 8), (3, 5))]),
+        (("--grid", "8,8", "--window", "3", "--causal"), [Neighborhood((8, 8), (3,), is_causal=(True,))]),
+    ],
+)
+def test_patterns(arguments: tuple[str, ...], expected: list[Pattern]) -> None:
+    assert [problem.pattern for problem in problems("--shape", "1,64,2,8", *arguments)] == expected
+
+
+def test_dtypes_and_passes() -> None:
+    found = problems("--lengths", "64", "--dtype", "bf16,float64", "--backward", "both")
+    seen = {(problem.dtype, problem.needs_grad) for problem in found}
+    assert seen == {(dtype, grad) for dtype in (torch.bfloat16, torch.float64) for grad in (False, True)}
+    assert [problem.dtype for problem in problems("--lengths", "64")] == [torch.float32]
+
+
+def test_what_is_no_problem() -> None:
+    with pytest.raises(InvalidInput, match="must divide"):
+        problems("--shape", "1,64,4/3,16")
+    with pytest.raises(InvalidInput, match="holds 36 tokens, but the sequence has 64"):
+        problems("--shape", "1,64,4,16", "--grid", "6,6", "--window", "3")
+    with pytest.raises(InvalidInput, match="overflow"):
+        problems("--shape", "999999999,99999999999,8,64")
+
+
+# --- profile, inspect, explain ----------------------------------------------------------------------------------------
+
+
+def test_profile_tells_what_it_decided(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    assert printed["folder"] == str(folder)
+    assert printed["interrupted"] is False
+    titles = [decision["problem"] for decision in printed["decisions"]]
+    assert ["Dense()" in titles[0], "Dense(causal)" in titles[1]] == [True, True]
+    for decision in printed["decisions"]:
+        assert decision["source"] == "measured"
+        chosen = [row for row in decision["candidates"] if row["status"] == "chosen"]
+        assert [row["backend"] for row in chosen] == [decision["choice"]]
+        assert chosen[0]["median_ms"] > 0
+
+
+def test_inspect_and_explain_agree_with_profile(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    seen = plain(command(folder, "inspect", "--json"))
+    assert seen["folder"] == str(folder)
+    by_key = {decision["key"]: decision for decision in seen["decisions"]}
+    assert len(by_key) == 2
+    for decision in printed["decisions"]:
+        found = by_key[decision["key"]]
+        assert {name: found[name] for name in decision} == decision
+        assert set(found) - set(decision) == {"silicon", "created", "path"}
+        assert Path(found["path"]).is_file()
+    assert plain(command(folder, "explain", *TWO, "--json")) == {"decisions": printed["decisions"]}
+
+
+def test_profile_measures_once(tmp_path: Path) -> None:
+    first = command(tmp_path, "profile", *SMALL)
+    assert first.returncode == 0
+    assert "measured" in first.stdout
+    assert f"kept in   {only_file(tmp_path).parent}" in first.stdout
+    assert "measuring" in first.stderr
+    before = only_file(tmp_path).stat()
+    again = command(tmp_path, "profile", *SMALL)
+    assert again.stdout == first.stdout
+    assert only_file(tmp_path).stat().st_mtime_ns == before.st_mtime_ns
+    forced = command(tmp_path, "profile", *SMALL, "--force", "--budget", "1")
+    assert forced.returncode == 0
+    assert only_file(tmp_path).stat().st_mtime_ns > before.st_mtime_ns
+
+
+def test_profile_from_a_record(tmp_path: Path) -> None:
+    record = tmp_path / "problems.jsonl"
+    found = problems("--shape", "1,32,2,8", "--window", "4")
+    record.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in found))
+    done = plain(command(tmp_path, "profile", "--from", str(record), "--quick", "--json"))
+    assert [decision["problem"] for decision in done["decisions"]] == [str(problem) for problem in found]
+    record.write_text("{}\n")
+    broken = command(tmp_path, "profile", "--from", str(record))
+    assert (broken.returncode, f"{record}, line 1" in broken.stderr) == (2, True)
+
+
+def test_what_nothing_can_run(tmp_path: Path) -> None:
+    done = command(tmp_path, "profile", *TOO_LONG, "--causal", "both")
+    assert done.returncode == 1
+    assert "no backend can run it" in done.stdout
+    assert done.stdout.count("no backend can run [1, 8589934592, 8, 64]") == 2
+    assert "sdpa: needs" in done.stdout
+    assert "kept      nothing" in done.stdout
+    assert not list(tmp_path.iterdir())
+    (decision,) = plain(command(tmp_path, "explain", *TOO_LONG, "--json"), code=1)["decisions"]
+    assert (decision["choice"], decision["order"]) == (None, None)
+    assert {row["status"] for row in decision["candidates"]} == {"over_memory"}
+
+
+def test_explain_runs_nothing(tmp_path: Path) -> None:
+    done = command(tmp_path, "explain", *SMALL)
+    assert done.returncode == 0
+    assert "(heuristic)" in done.stdout
+    forced = command(tmp_path, "explain", *SMALL, "--backend", "manual")
+    assert "manual in natural order (forced)" in forced.stdout
+    refused = command(tmp_path, "explain", *SMALL, "--window", "3", "--backend", "sdpa")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "no backend can run Window(left=3, right=0)" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
+    lengths = ",".join(["64", *map(str, range(1500, 1510))])
+    arguments = ("profile", "--shape", "1,1,8,64", "--lengths", lengths, "--device", "cpu", "--full", "--json")
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], env=surroundings(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("v1/*/*.json")) and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.3)  # the file is there a moment before it is reported; the next problem takes seconds
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in stderr
+    assert "interrupted: 1 of 11" in stderr
+    printed = json.loads(stdout)
+    assert printed["interrupted"] is True
+    assert [decision["key"] for decision in printed["decisions"]] == [only_file(tmp_path).stem]
+
+
+def test_inspect_for_a_person(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    done = command(folder, "inspect")
+    assert done.returncode == 0
+    rows = done.stdout.splitlines()
+    for decision in printed["decisions"]:
+        (row,) = [row for row in rows if row.startswith(decision["key"][:10])]
+        assert f"   {decision['choice']}" in row
+    (device,) = [row for row in rows if row.startswith("device")]
+    assert device.removeprefix("device").strip() == printed["decisions"][0]["device"]
+    assert any(row.startswith(f"kept in   {folder}/v1/") for row in rows)
+
+
+def test_inspect_one(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    decision = printed["decisions"][0]
+    done = command(folder, "inspect", "--key", decision["key"][:12].upper())
+    assert done.returncode == 0
+    assert f"problem   {decision['problem']}" in done.stdout
+    assert all(row["backend"] in done.stdout for row in decision["candidates"])
+    assert f"{decision['key']}.json" in done.stdout
+    unknown = command(folder, "inspect", "--key", "xyz")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "no key in" in unknown.stderr
+    assert plain(command(folder, "inspect", "--key", "xyz", "--json"), code=1)["decisions"] == []
+
+
+def test_inspect_nothing_and_rubbish(tmp_path: Path) -> None:
+    empty = command(tmp_path, "inspect")
+    assert empty.returncode == 0
+    assert "attn-dispatch profile --quick" in empty.stdout
+    damaged = tmp_path / "v1" / "cpu-x" / f"{'0' * 20}.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text('{"schema": 1, ')
+    done = command(tmp_path, "inspect", "--json")
+    assert plain(done) == {"folder": str(tmp_path), "decisions": []}
+    assert f"ignored {damaged}" in done.stderr
+
+
+def test_a_reader_that_leaves(measured: tuple[Path, dict[str, Any]]) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "inspect"], env=surroundings(measured[0]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def row(backend: str, status: str, median_ms: float | None = None, reason: str = "") -> CandidateReport:
+    return CandidateReport(backend, "natural", status, reason, median_ms, median_ms, median_ms)
+
+
+def line(*rows: CandidateReport, choice: str | None = "a", source: str = "measured") -> str:
+    key, order = "0123456789abcdef0123", None if choice is None else "natural"
+    return table([Explanation(choice, order, source, key, rows, "[1]   float32", "cpu")])[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (line(row("a", "chosen", 2.0), row("b", "slower", 5.0), row("c", "slower", 3.0)), "2 ms     1.50x   c 3 ms"),
+        (line(row("a", "chosen", 2.0), row("b", "tie", 1.9)), "2 ms     0.95x   b 1.9 ms, within noise"),
+        (line(row("a", "chosen", 2.0), row("b", "incorrect", 1.0)), "2 ms         -   b incorrect"),
+        (
+            line(row("a", "chosen", 2.0), row("b", "not_measured"), row("c", "not_measured"), row("d", "failed")),
+            "2 ms         -   b, c not measured; d failed",
+        ),
+        (line(row("a", "chosen", 2.0)), "2 ms         -   no other backend"),
+        (line(row("a", "chosen"), source="heuristic"), "a         heuristic        -         -   not measured"),
+        (line(row("a", "over_memory"), choice=None), "none      -             -         -   no backend can run it"),
+    ],
+)
+def test_table(text: str, expected: str) -> None:
+    assert text.startswith("0123456789   [1] float32   ")
+    assert text.endswith(expected)
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = measured
+    report = plain(command(folder, "doctor", "--json", ATTN_DISPATCH_MODE="predict", ATTN_DISPATCH_BUDGET_MS="500"))
+    assert report["hardware"]["cpu"]["cores"] >= 1
+    assert report["devices"][0]["device"] == "cpu"
+    assert report["devices"][0]["silicon"].startswith("cpu-")
+    assert report["devices"][0]["free_bytes"] > 0
+    assert report["devices"][0]["dtype_reason"]
+    backends = {backend["name"]: backend for backend in report["backends"]}
+    assert list(backends)[:2] == ["sdpa", "sdpa_mask"]
+    assert backends["sdpa"] == {"name": "sdpa", "version": str(torch.__version__), "usable": True, "reason": ""}
+    assert (report["folder"], report["writable"], report["decisions"]) == (str(folder), True, 2)
+    assert (report["mode"], report["budget_ms"]) == ("predict", 500.0)
+    assert report["missed"] == {"count": 0, "path": str(folder / "missed.jsonl"), "command": None, "reason": ""}
+
+
+def test_doctor_counts_what_is_still_missed(measured: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, _ = measured
+    (decided,) = problems(*SMALL)
+    (undecided,) = problems("--shape", "1,96,2,16")
+    missed = folder / "missed.jsonl"
+    missed.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in (decided, undecided, undecided)))
+    try:
+        done = command(folder, "doctor")
+    finally:
+        missed.unlink()
+    assert done.returncode == 0
+    assert f"missed    1; settle them with: attn-dispatch profile --from {missed}" in done.stdout
+    assert "\nmode      tune " in done.stdout
+
+
+def test_doctor_says_what_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    package = tmp_path / "site" / "made_up-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[attn_dispatch.backends]\nmade_up = made_up\n")
+    done = command(tmp_path / "file" / "cache", "doctor", PYTHONPATH=str(tmp_path / "site"))
+    assert done.returncode == 0
+    assert "which cannot be written" in done.stdout
+    (broken,) = [text for text in done.stdout.splitlines() if text.startswith("made_up ")]
+    assert "no: backend 'made_up' from made_up cannot be loaded" in broken
