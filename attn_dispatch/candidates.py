@@ -44,13 +44,13 @@ def _candidate(backend: Backend, problem: Problem, free: int | None) -> Candidat
 
     try:
         refusals = backend.refusals(problem)
+        codes, reason = {refusal.code for refusal in refusals}, "; ".join(refusal.text for refusal in refusals)
         needed = 0 if refusals or free is None else backend.workspace_bytes(problem) + problem.io_bytes
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
         return ruled_out("failed", f"refusals or workspace_bytes raised {type(error).__name__}: {error}")
     if refusals:
-        codes = {refusal.code for refusal in refusals}
         status = next((code for code in ("not_installed", "over_memory") if code in codes), "unsupported")
-        return ruled_out(status, "; ".join(refusal.text for refusal in refusals))
+        return ruled_out(status, reason)
     if free is not None and needed > MEMORY_SHARE * free:
         reason = f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
         return ruled_out("over_memory", reason)

@@ -153,7 +153,7 @@ def attend(
         raise _failed(route, error) from error
     if return_lse:
         return _with_lse(route, result)
-    return result[0] if type(result) is tuple else result
+    return result[0] if type(result) is tuple else _parts(route, result)[0]
 
 
 def explain(
@@ -301,14 +301,25 @@ def _run_prepared(
         raise
     except Exception as error:
         raise _failed(route, error) from error
-    out, lse = (result, None) if isinstance(result, Tensor) else result
+    out, lse = _parts(route, result)
     out = out.transpose(1, 2) if route.transposed else out
     return _with_lse(route, (out, lse)) if return_lse else out
+
+
+def _parts(route: Route, result: Any) -> tuple[Tensor, Tensor | None]:
+    """out and lse of what a backend returned."""
+    if isinstance(result, Tensor):
+        return result, None
+    if type(result) is tuple and len(result) == 2 and isinstance(result[0], Tensor):
+        return result
+    kind = type(result).__name__
+    raise BackendFailed(f"{route.backend} returned a {kind}, neither out nor (out, lse), for {route.problem}")
 
 
 def _with_lse(route: Route, result: Any) -> tuple[Tensor, Tensor]:
     if type(result) is tuple and len(result) == 2 and isinstance(result[1], Tensor):
         return result
+    _parts(route, result)
     raise BackendFailed(f"{route.backend} was asked for lse and did not return it for {route.problem}")
 
 
@@ -364,7 +375,10 @@ def _forced(problem: Problem, name: str) -> Decision:
     if name not in registry.names():
         raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {name!r}")
     backend = registry.load(name)
-    refusals = backend.refusals(problem)
+    try:
+        refusals = backend.refusals(problem)
+    except Exception as error:
+        raise BackendFailed(f"{name} cannot tell whether it can run {problem}: {error!r}") from error
     if refusals:
         row = Row(backend=name, order=orders.NATURAL, status="unsupported", reason="; ".join(map(str, refusals)))
         raise NoBackend(_no_backend(problem, (row,), forced=True))

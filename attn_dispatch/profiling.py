@@ -66,15 +66,15 @@ def quick_problems(device: torch.device) -> list[Problem]:
     """A few problems of each kind, of a size that this device does in well under a second each."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    lengths = (2048, 8192, 32768) if gpu else (256, 512, 1024)
+    lengths = (2048, 8192, 32768) if gpu else (512, 2048, 4096)
     patterns: list[Pattern] = [
         Dense(),
         Dense(is_causal=True),
-        Window(left=127, right=0),
+        Window(left=255, right=0),
         Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True),
     ]
     plain = [problem_of((1, n, 8, 64), p, dtype, device) for p in patterns for n in lengths]
-    rows = 64 if gpu else 16
+    rows = 64 if gpu else 32
     grid = problem_of((1, rows * 32, 8, 64), Neighborhood((rows, 32), (13, 13)), dtype, device)
     training = problem_of((1, lengths[1], 8, 64), patterns[3], dtype, device)
     return [*plain, grid, replace(training, needs_grad=True)]

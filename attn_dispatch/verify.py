@@ -18,7 +18,7 @@ from attn_dispatch.contract import Backend
 from attn_dispatch.example import Example
 from attn_dispatch.problem import Problem
 
-PAIRS = 2**23  #: query-key pairs that are worked out in float64
+PAIRS = 2**21  #: query-key pairs that are worked out in float64
 KEY_BYTES = 2**27  #: of widened keys, and again of values
 FEWEST_ROWS = 4
 

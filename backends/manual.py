@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_dispatch.contract import Refusal, refuse_ranks
 from attn_dispatch.memory import available_bytes
-from attn_dispatch.pattern import Dense
+from attn_dispatch.pattern import Dense, Dilated
 from attn_dispatch.problem import Problem
 
 name = "manual"
@@ -91,7 +91,8 @@ def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     # A row of nothing but -inf has no gradient even where it is overwritten later: give it any finite row instead.
     scores = scores + torch.where(seen, counts.to(scores.dtype).log(), 0.0)
     lse = scores.logsumexp(-1, keepdim=True)
-    return torch.exp(scores - lse) * seen, lse.masked_fill(~seen, -math.inf).squeeze(-1)
+    p = torch.exp(scores - lse.masked_fill(~seen, math.inf))
+    return p, lse.masked_fill(~seen, -math.inf).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +195,18 @@ def _backward(
 def counts_of(
     problem: Problem, heads: Sequence[int], q_pos: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None
 ) -> Tensor | None:
-    """The multiplicity of some heads and query positions, or None where it is 1 throughout."""
+    """The multiplicity [(batch,) heads or 1, queries, keys] of some heads and queries, or None where it is all 1."""
     if problem.pattern == Dense() and seq_lens is None and key_mask is None:
         return None
+    # Most patterns are the same for every head, and their logarithm is then taken once.
+    alike = not isinstance(problem.pattern, Dilated)
     return problem.pattern.multiplicity(
         problem.q_len,
         problem.k_len,
         problem.heads,
         seq_lens=seq_lens,
         key_mask=key_mask,
-        h_pos=heads,
+        h_pos=heads[:1] if alike else heads,
         q_pos=q_pos,
     )
 

@@ -1,0 +1,31 @@
+"""No test reads or leaves a decision outside its own folder, and property tests repeat exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from attn_dispatch import dispatch, registry, store
+
+settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-problems", type=int, default=200, help="how many random problems every backend is held to"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that is not there yet, the default settings, and empty tables."""
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "decisions"))
+    for name in ("ATTN_DISPATCH_MODE", "ATTN_DISPATCH_BUDGET_MS"):
+        monkeypatch.delenv(name, raising=False)
+    for table in (dispatch._routes, dispatch._decided, dispatch._counts, registry._added):
+        table.clear()
+    for cached in (store._say_once, store.shipped, registry._warn_once):
+        cached.cache_clear()

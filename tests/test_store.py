@@ -1,0 +1,464 @@
+"""Decisions on disk: what is written is read, all of it or nothing, and nothing on disk can stop a call."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from attn_dispatch import candidates, dispatch, store
+from attn_dispatch.machine import silicon
+from attn_dispatch.problem import Problem
+from attn_dispatch.store import Bundle, Decision, Row, Store
+
+SILICON = "cpu-made-up-8c-8t"
+KEY = "0123456789abcdef0123"
+OTHER = "f" * 20
+
+
+def decision(**changes: Any) -> Decision:
+    row = Row(backend="sdpa", order="natural", status="chosen", version="1.2", median_ms=0.1 + 0.2, rounds=7)
+    values: dict[str, Any] = {
+        "key": KEY,
+        "silicon": SILICON,
+        "title": "dense Ω",
+        "problem": {"batch": 1, "strides": ["bnhd"]},
+        "choice": "sdpa",
+        "order": "natural",
+        "source": "measured",
+        "candidates": (row, Row(backend="other", order="natural", status="not_installed", reason='no "other"')),
+        "versions": {"sdpa": "1.2", "other": None},
+        "provenance": {"torch": "2"},
+        "created": "2025-01-01T00:00:00+00:00",
+    }
+    return Decision(**(values | changes))
+
+
+def written(**changes: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(decision())
+    return plain | changes
+
+
+def encoded(**changes: Any) -> bytes:
+    return msgspec.json.encode(written(**changes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "decisions"
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, "attn_dispatch")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def plant(folder: Path, content: bytes) -> Path:
+    path = Store(folder).path(SILICON, KEY)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    return path
+
+
+# --- reading and writing ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_put_is_got(folder: Path) -> None:
+    given = decision(budget_ms=2000.0, elapsed_ms=12.5)
+    assert Store(folder).put(given) == folder / "v1" / SILICON / f"{KEY}.json"
+    assert Store(folder).get(SILICON, KEY) == given
+
+
+def test_the_later_one_holds(folder: Path) -> None:
+    for choice in ("sdpa", "other"):
+        Store(folder).put(decision(choice=choice))
+    found = Store(folder).get(SILICON, KEY)
+    assert found is not None
+    assert found.choice == "other"
+
+
+def test_nothing_is_there_at_first(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    assert Store(folder).get(SILICON, KEY) is None
+    assert list(Store(folder).all()) == []
+    assert not folder.exists()
+    assert warnings() == []
+
+
+def test_all_in_the_order_of_their_addresses(folder: Path) -> None:
+    given = [decision(silicon=s, key=k) for s in ("cpu-b", "cpu-a") for k in (OTHER, KEY)]
+    for each in given:
+        Store(folder).put(each)
+    found = [(each.silicon, each.key) for _, each in Store(folder).all()]
+    assert found == [("cpu-a", KEY), ("cpu-a", OTHER), ("cpu-b", KEY), ("cpu-b", OTHER)]
+
+
+def test_all_passes_over_damaged_files(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    plant(folder, b"{")
+    Store(folder).put(decision(key=OTHER))
+    assert [each.key for _, each in Store(folder).all()] == [OTHER]
+    assert len(warnings()) == 1
+
+
+def test_fields_of_a_later_version_are_passed_over(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    plant(folder, encoded(colour="red", candidates=[written()["candidates"][0] | {"colour": "red"}]))
+    found = Store(folder).get(SILICON, KEY)
+    assert found == decision(candidates=decision().candidates[:1])
+    assert warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("silicon", "key"),
+    [
+        ("..", KEY),
+        ("../" + SILICON, KEY),
+        ("/etc", KEY),
+        ("a/b", KEY),
+        ("", KEY),
+        ("Cpu", KEY),
+        ("a" * 129, KEY),
+        (SILICON + "\n", KEY),
+        (SILICON, ""),
+        (SILICON, "../../../../etc/pass"),
+        (SILICON, KEY[:19]),
+        (SILICON, KEY + "0"),
+        (SILICON, KEY + "\n"),
+        (SILICON, KEY[:19] + "G"),
+        (SILICON, KEY.upper()),
+    ],
+    ids=repr,
+)
+def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: Store(folder).path(silicon, key),
+        lambda: Store(folder).get(silicon, key),
+        lambda: Store(folder).put(decision(silicon=silicon, key=key)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="not a store address"):
+            call()
+    assert not folder.exists()
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+WHOLE = encoded()
+DAMAGED: dict[str, bytes] = {
+    "empty": b"",
+    "not-json": b"decision",
+    "cut-in-half": WHOLE[: len(WHOLE) // 2],
+    "cut-at-the-end": WHOLE[:-1],
+    "two": WHOLE + WHOLE,
+    "zeros": b"\0" * 4096,
+    "not-utf-8": WHOLE.replace("Ω".encode(), b"\xff"),
+    "list": b"[]",
+    "null": b"null",
+    "no-fields": b"{}",
+    "missing-field": msgspec.json.encode({k: v for k, v in written().items() if k != "choice"}),
+    "wrong-type": encoded(choice=3),
+    "wrong-row": encoded(candidates=[{"backend": "sdpa"}]),
+    "nan": WHOLE.replace(b'"elapsed_ms":0.0', b'"elapsed_ms":NaN'),
+    "older-schema": encoded(schema=0),
+    "later-schema": encoded(schema=2),
+    "other-key": encoded(key=OTHER),
+    "other-silicon": encoded(silicon="cpu-other"),
+    "nested": WHOLE.replace(b'"batch":1', b'"batch":' + b"[" * 1_000_000),
+}
+
+
+def test_the_damage_is_damage() -> None:
+    assert all(content != WHOLE for content in DAMAGED.values())
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_damage_is_a_miss_and_said_once(folder: Path, content: bytes, warnings: Callable[[], list[str]]) -> None:
+    path = plant(folder, content)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, KEY) is None
+    (text,) = warnings()
+    assert f"ignored {path}: " in text
+    Store(folder).put(decision())
+    assert Store(folder).get(SILICON, KEY) == decision()
+
+
+def test_a_folder_in_place_of_a_file(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    Store(folder).path(SILICON, KEY).mkdir(parents=True)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, KEY) is None
+    assert len(warnings()) == 1
+    for _ in range(2):
+        assert Store(folder).put(decision()) is None
+    assert len(warnings()) == 2
+
+
+def test_a_file_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.write_text("not a folder")
+    for _ in range(2):
+        assert Store(folder).get(SILICON, KEY) is None
+        assert Store(folder).put(decision()) is None
+    assert list(Store(folder).all()) == []
+    read, write = warnings()
+    assert "ignored" in read
+    assert "decisions are not kept" in write
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_file_that_cannot_be_read(
+    folder: Path, code: int, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    path = plant(folder, WHOLE)
+
+    def refuse(self: Path) -> bytes:
+        raise OSError(code, os.strerror(code), str(self))
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, KEY) is None
+        assert list(Store(folder).all()) == []
+    (text,) = warnings()
+    assert f"ignored {path}: " in text
+
+
+# --- writing that fails -----------------------------------------------------------------------------------------------
+
+FAILURES: dict[str, str] = {"folder": "pathlib.Path.mkdir", "file": "tempfile.mkstemp", "rename": "os.replace"}
+
+
+@pytest.mark.parametrize("target", FAILURES.values(), ids=FAILURES)
+def test_a_folder_that_cannot_be_written(
+    folder: Path, target: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """The names of temporary files differ from one attempt to the next, what is said must not."""
+    attempts = count()
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", f"/somewhere/file-{next(attempts)}.tmp")
+
+    monkeypatch.setattr(target, refuse)
+    for key in (KEY, OTHER, KEY):
+        assert Store(folder).put(decision(key=key)) is None
+    assert next(attempts) == 3
+    (text,) = warnings()
+    assert text.startswith("decisions are not kept: ")
+    assert "Permission denied" in text
+    monkeypatch.undo()
+    assert files_in(folder) == []
+
+
+@pytest.mark.parametrize("target", ["os.replace", "os.fsync"])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, MemoryError], ids=lambda kind: kind.__name__)
+def test_a_writer_that_is_stopped_leaves_the_old_file(
+    folder: Path, target: str, stop: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(folder).put(decision())
+
+    def interrupt(*args: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(target, interrupt)
+    with pytest.raises(stop):
+        Store(folder).put(decision(choice="other"))
+    assert files_in(folder) == [Store(folder).path(SILICON, KEY)]
+    assert Store(folder).get(SILICON, KEY) == decision()
+
+
+def test_a_full_disk_leaves_the_old_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(folder).put(decision())
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert Store(folder).put(decision(choice="other")) is None
+    assert files_in(folder) == [Store(folder).path(SILICON, KEY)]
+    assert Store(folder).get(SILICON, KEY) == decision()
+
+
+def test_what_a_killed_writer_left_is_not_seen(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    """Killed between writing and renaming: nothing cleans up."""
+    killed = "import os\nos.replace = lambda *paths: os._exit(9)\n" + WRITER
+    command = [sys.executable, "-c", killed, str(folder), "one", "1"]
+    assert subprocess.run(command, input=WHOLE, check=False, timeout=60).returncode == 9
+    assert len(files_in(folder)) == 1
+    assert Store(folder).get(SILICON, KEY) is None
+    assert list(Store(folder).all()) == []
+    assert warnings() == []
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_problems_that_were_missed_are_noted(folder: Path) -> None:
+    for batch in (1, 2):
+        store.note_missed(folder, {"batch": batch})
+    assert (folder / store.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
+
+
+def test_problems_that_cannot_be_noted(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.write_text("not a folder")
+    for _ in range(2):
+        store.note_missed(folder, {"batch": 1})
+    (text,) = warnings()
+    assert text.startswith("misses are not noted: ")
+
+
+# --- many processes ---------------------------------------------------------------------------------------------------
+
+WRITES = 200
+WRITER = """
+import sys
+from pathlib import Path
+import msgspec
+from attn_dispatch.store import Decision, Store
+
+store, name = Store(Path(sys.argv[1])), sys.argv[2]
+given = msgspec.json.decode(sys.stdin.buffer.read(), type=Decision)
+for i in range(int(sys.argv[3])):
+    title = f"{name} {i} " + "x" * (i * 97 % 5000)
+    assert store.put(msgspec.structs.replace(given, title=title)) is not None
+"""
+
+
+def start_writer(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), name, str(WRITES)], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(WHOLE)
+    process.stdin.close()
+    return process
+
+
+def titles_seen(folder: Path, writers: list[subprocess.Popen[bytes]]) -> Iterator[str]:
+    there = False
+    while any(writer.poll() is None for writer in writers):
+        found = Store(folder).get(SILICON, KEY)
+        assert found is not None or not there, "a decision that was there is gone"
+        if found is not None:
+            there = True
+            yield found.title
+
+
+def test_readers_see_whole_files_while_others_write(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    writers = [start_writer(folder, name) for name in ("one", "two")]
+    seen = set(titles_seen(folder, writers))
+    for writer in writers:
+        with writer:
+            assert writer.stderr is not None
+            assert writer.stderr.read() == b""
+        assert writer.returncode == 0
+    assert warnings() == []
+    assert len(seen) > 1
+    assert files_in(folder) == [Store(folder).path(SILICON, KEY)]
+    found = Store(folder).get(SILICON, KEY)
+    assert found is not None
+    assert found.title.split()[1] == str(WRITES - 1)
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "here"))
+    assert store.cache_folder() == tmp_path / "here"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "~/there")
+    assert store.cache_folder() == tmp_path / "there"
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_the_folder_by_default(value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if value is None:
+        monkeypatch.delenv("ATTN_DISPATCH_CACHE_DIR")
+    else:
+        monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.cache_folder() == tmp_path / "attn-dispatch"
+
+
+def test_no_torch() -> None:
+    code = "import sys, attn_dispatch.store; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- shipped ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which shipped profiles are looked for."""
+    package = tmp_path / "profiles"
+    package.mkdir()
+    monkeypatch.setattr(store, "files", lambda name: package)
+    return package
+
+
+def ship(package: Path, *decisions: Decision, schema: int = store.SCHEMA, silicon: str = SILICON) -> None:
+    bundle = Bundle(schema=schema, decisions=decisions)
+    (package / f"{silicon}.json").write_bytes(msgspec.json.encode(bundle))
+
+
+def test_shipped_decisions(package: Path) -> None:
+    given = decision(source="shipped")
+    ship(package, given, decision(key=OTHER), decision(silicon="cpu-other"))
+    assert store.shipped(SILICON) == {KEY: given, OTHER: decision(key=OTHER)}
+
+
+def test_nothing_is_shipped_for_most(package: Path, warnings: Callable[[], list[str]]) -> None:
+    assert store.shipped(SILICON) == {}
+    assert warnings() == []
+
+
+def test_a_shipped_profile_of_another_schema(package: Path) -> None:
+    ship(package, decision(), schema=2)
+    assert store.shipped(SILICON) == {}
+
+
+def test_a_shipped_profile_that_is_damaged(package: Path, warnings: Callable[[], list[str]]) -> None:
+    (package / f"{SILICON}.json").write_bytes(WHOLE[:50])
+    for _ in range(2):
+        assert store.shipped(SILICON) == {}
+        store.shipped.cache_clear()
+    (text,) = warnings()
+    assert "ignored the shipped profile" in text
+
+
+def test_only_profiles_are_shipped(package: Path) -> None:
+    (package.parent / "secret.json").write_bytes(msgspec.json.encode(Bundle(schema=1, decisions=(decision(),))))
+    assert store.shipped("../secret") == {}
+
+
+def test_the_real_package_is_looked_into() -> None:
+    assert store.shipped(SILICON) == {}
+
+
+def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
+    x = torch.zeros(1, 8, 1, 4)
+    problem = Problem.of(x, x, x)
+    where = silicon(problem.device)
+    common = {
+        "key": problem.key(where),
+        "silicon": where,
+        "versions": candidates.versions(),
+        "problem": problem.to_dict(),
+    }
+    ship(package, decision(choice="manual", source="shipped", **common), silicon=where)
+    found = dispatch.stored(problem)
+    assert found is not None
+    assert (found.choice, found.source) == ("manual", "shipped")
+    Store(store.cache_folder()).put(decision(choice="sdpa_mask", **common))
+    found = dispatch.stored(problem)
+    assert found is not None
+    assert (found.choice, found.source) == ("sdpa_mask", "measured")
