@@ -67,15 +67,24 @@ class Gate:
         return cls(example, rows, heads, grad, expected)
 
     def run(self, backend: Backend) -> dict[str, Tensor]:
-        """The candidate's tensors, at full size."""
+        """The candidate's tensors, at full size.
+
+        Raises:
+            TypeError: it returned something else than out or (out, lse).
+            RuntimeError: it wrote into its inputs.
+        """
         example = self.example
+        inputs = (example.q, example.k, example.v, *example.masks.values())
+        versions = [x._version for x in inputs]
         with torch.set_grad_enabled(example.problem.needs_grad):
             result = backend.run(example.q, example.k, example.v, example.problem, **example.masks)
-        out, lse = (result, None) if isinstance(result, Tensor) else result
+        out, lse = _parts(result)
         found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
         if self.grad is not None:
             grads = torch.autograd.grad(out, (example.q, example.k, example.v), self.grad)
             found.update(zip(("dq", "dk", "dv"), grads))
+        if versions != [x._version for x in inputs]:
+            raise RuntimeError("wrote into its inputs")
         return found
 
     def check(self, found: dict[str, Tensor]) -> Verdict:
@@ -105,6 +114,14 @@ class Gate:
         seen = torch.zeros(dq.shape[1:3], dtype=torch.bool, device=dq.device)
         seen[self.rows[:, None], self.heads] = True
         return not bool(dq[:, ~seen].any())
+
+
+def _parts(result: object) -> tuple[Tensor, Tensor | None]:
+    if isinstance(result, Tensor):
+        return result, None
+    if type(result) is tuple and len(result) == 2 and all(isinstance(part, Tensor) for part in result):
+        return result
+    raise TypeError(f"returned {type(result).__name__}, not out or (out, lse)")
 
 
 def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:

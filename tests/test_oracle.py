@@ -221,6 +221,22 @@ def test_gate_catches_wrong_shapes_and_dtypes() -> None:
     assert "lse has shape [1, 48, 4], not [1, 4, 48]" in found
 
 
+def test_gate_refuses_one_that_writes_into_its_inputs() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **masks: Tensor) -> tuple[Tensor, Tensor]:
+        out = sdpa.run(q, k, v, problem, **masks)
+        k.detach().mul_(1.0)
+        return out
+
+    with pytest.raises(RuntimeError, match="wrote into its inputs"):
+        failures(DILATED, run)
+
+
+@pytest.mark.parametrize("result", [None, [1, 2], (None, None)], ids=str)
+def test_gate_refuses_other_results(result: object) -> None:
+    with pytest.raises(TypeError, match=r"not out or \(out, lse\)"):
+        failures(DILATED, lambda *arguments, **masks: result)
+
+
 def test_detached_merge_weights_give_another_gradient() -> None:
     """Each branch's backward with its own out and lse, weighed by constants, as torchscale does."""
 
