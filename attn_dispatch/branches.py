@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, to
 THREAD_BYTES = 4 * 2**20  #: the CPU kernel's score tiles, per thread
 
 
+class Bias(NamedTuple):
+    """What to add to the scores, [1, 1, q_len, k_len], float32 (float64 for float64 inputs), and which queries see
+    any key, bool [1, 1, q_len].
+    """
+
+    values: Tensor
+    seen: Tensor
+
+
 def run(
     q: Tensor,
     k: Tensor,
@@ -28,14 +37,14 @@ def run(
     plan: Plan,
     kernel: Kernel,
     masks: Mapping[str, Tensor],
-    biases: tuple[Tensor, ...] = (),
+    biases: tuple[Bias, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """Run a plan with a dense kernel.
 
     Args:
         q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
         masks: `seq_lens` and `key_mask`, where the problem has them.
-        biases: additive masks [q_len, k_len] that pieces name by index, float32 (float64 for float64 inputs).
+        biases: what pieces name by index.
 
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
@@ -66,7 +75,7 @@ class Call:
     kernel: Kernel
     hidden: Tensor | None
     seq_lens: Tensor | None
-    biases: tuple[Tensor, ...]
+    biases: tuple[Bias, ...]
 
     def parts(self) -> Iterator[tuple[slice, Block]]:
         for start in range(0, self.problem.batch, self.plan.batch_step):
@@ -192,7 +201,7 @@ def _piece_forward(
         mask = _mask(part[3] if hidden is not None else None, call, piece)
         out, lse = call.kernel.forward(part[0], part[1], part[2], piece.is_causal, call.problem.scale, mask)
         if mask is not None:
-            lse = lse.masked_fill(~_seen(mask, piece.is_causal), -math.inf)
+            lse = lse.masked_fill(~_seen(mask, call, piece), -math.inf)
         outs.append(out)
         lses.append(lse.transpose(1, 2))
     shape = views[0].shape
@@ -211,14 +220,16 @@ def _mask(hidden: Tensor | None, call: Call, piece: Piece) -> Tensor | None:
     mask = None if hidden is None else hidden[:, None, None, :]
     if piece.bias is None:
         return mask
-    bias = call.biases[piece.bias][None, None]
+    bias = call.biases[piece.bias].values
     return bias if mask is None else bias + mask
 
 
-def _seen(mask: Tensor, is_causal: bool) -> Tensor:
-    """[batch, 1, queries or 1]: whether a query sees any key."""
+def _seen(mask: Tensor, call: Call, piece: Piece) -> Tensor:
+    """[batch or 1, 1, queries or 1]: whether a query sees any key."""
+    if piece.bias is not None and call.hidden is None:
+        return call.biases[piece.bias].seen
     seen = mask != -math.inf
-    return seen[:, :, 0].cumsum(-1) > 0 if is_causal else seen.any(-1)
+    return seen[:, :, 0].cumsum(-1) > 0 if piece.is_causal else seen.any(-1)
 
 
 def _folds(views: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -9,6 +9,7 @@ from attn_dispatch.store import Decision, Row
 from attn_dispatch.units import align, gib, milliseconds
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
+LEFT = {0, 1, 7}  #: columns of words
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +70,19 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [_cells(candidate, self._best_ms()) for candidate in self.candidates]
         choice = f"{self.choice} in {self.order} order" if self.choice else "none can run it"
         lines = [
             f"device    {self.device}",
             f"problem   {self.problem}",
             f"choice    {choice} ({self.source}), key {self.key}",
             "",
-            *align([list(HEAD), *rows], left={0, 1, 7}),
+            *align([list(HEAD), *self.rows()], LEFT),
         ]
         return "\n".join(lines)
+
+    def rows(self) -> list[list[str]]:
+        """The candidates as cells under `HEAD`."""
+        return [_cells(candidate, self._best_ms()) for candidate in self.candidates]
 
     def _best_ms(self) -> float | None:
         times = [c.median_ms for c in self.candidates if c.median_ms is not None and c.status != "incorrect"]

@@ -5,6 +5,7 @@ Nothing here knows of attention. Every interval is distribution-free: it assumes
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import math
@@ -13,9 +14,10 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ T = TypeVar("T")
 _SHORTEST_SAMPLE_MS = 0.2
 _MOST_REPEATS = 10_000
 _FEWEST_FOR_95 = 6
+CLEAR_REFS = Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -300,23 +304,18 @@ class _Race:
 
 
 def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """Run ``call`` once; its result, and the peak of torch's allocations above what was allocated before, in bytes.
+    """Run ``call`` once; its result, and the peak of memory above what was held before, in bytes.
 
-    CUDA: the caching allocator's own count, whose peak statistics of the device are reset. CPU: the record of
-    torch's profiler, which sees torch's allocator on the calling thread. It misses what libraries and other threads
-    allocate for themselves, and the freeing of tensors older than the call, of which torch may log a warning.
-    None for other devices, or where a profiler is active or its interface missing. Errors of ``call`` propagate.
+    CUDA: the caching allocator's own count, whose peak statistics of the device are reset. CPU: how far the process's
+    resident memory rose, from Linux's high-water mark, which is reset: scratch memory of libraries and what other
+    threads take meanwhile count too, pages that were never touched do not, and below a few hundred KiB it is noise.
+    None for other devices, or where the mark cannot be reset. Errors of ``call`` propagate.
     """
     if device.type == "cuda":
         return _cuda_peak(call, device)
-    stop_record = _start_memory_record() if device.type == "cpu" else None
-    if stop_record is None:
-        return call(), None
-    try:
-        result = call()
-    finally:
-        records = stop_record()
-    return result, _highest_sum(list(chain.from_iterable(records)))
+    before = _reset_resident_peak() if device.type == "cpu" else None
+    result = call()
+    return result, None if before is None else max(0, _status_bytes("VmHWM") - before)
 
 
 def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
@@ -328,29 +327,24 @@ def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
     return result, cuda.max_memory_allocated(device) - before
 
 
-def _start_memory_record() -> Callable[[], list[list[Any]]] | None:
-    """Start torch's legacy profiler; what stops it and gives its records per thread, or None where it cannot start.
-
-    The legacy one, since Kineto takes longer to start and prints to stderr as it does (seen with torch 2.13).
-    """
+def _reset_resident_peak() -> int | None:
+    """Resident bytes from which the peak counts anew, or None where that is not to be had."""
+    with suppress(AttributeError):  # only glibc has it
+        # Free memory that the C library keeps is resident: a call that used it again would seem to take nothing.
+        ctypes.CDLL(None).malloc_trim(0)
     try:
-        autograd: Any = importlib.import_module("torch.autograd")
-        legacy: Any = importlib.import_module("torch.autograd.profiler_legacy")
-        if autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False):
-            return None
-        stop: Callable[[], list[list[Any]]] = autograd._disable_profiler_legacy
-        autograd._enable_profiler_legacy(legacy.profile(profile_memory=True).config())
-    except (ImportError, AttributeError, RuntimeError, TypeError):
+        CLEAR_REFS.write_text("5")
+        return _status_bytes("VmRSS")
+    except (OSError, ValueError):
         return None
-    return stop
 
 
-def _highest_sum(records: list[Any]) -> int:
-    """Peak of the running sum of the allocations (positive) and frees (negative) in order of time."""
-    start = next(record for record in records if record.name() == "__start_profile")
-    changes = sorted((record for record in records if record.kind() == "memory_alloc"), key=start.cpu_elapsed_us)
-    sizes: list[int] = [change.cpu_memory_usage() for change in changes]
-    return max(accumulate(sizes, initial=0))
+def _status_bytes(name: str) -> int:
+    lines = STATUS.read_text().splitlines()
+    line = next((line for line in lines if line.startswith(f"{name}:")), "")
+    if not line.endswith(" kB"):
+        raise ValueError(f"{STATUS} has no {name}")
+    return int(line.split()[1]) * 1024
 
 
 def release(device: torch.device) -> None:

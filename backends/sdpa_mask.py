@@ -24,7 +24,7 @@ MASK_LIMIT = 2**30  #: bytes of masks, held at once; past this the other backend
 ROWS = 512  #: query rows whose multiplicity is worked out at once
 CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_masks: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
+_masks: OrderedDict[Hashable, tuple[branches.Bias, ...]] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -112,7 +112,7 @@ def _prepared(problem: Problem) -> tuple[Kernel, Plan]:
     return kernel, Plan.of((block,), problem.batch)
 
 
-def _biases(problem: Problem) -> tuple[Tensor, ...]:
+def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
     if problem.pattern == Dense():
         return ()
     wide = branches.sum_dtype(problem.dtype)
@@ -127,21 +127,23 @@ def _biases(problem: Problem) -> tuple[Tensor, ...]:
     return found
 
 
-def _bias(problem: Problem, head: int, dtype: torch.dtype) -> Tensor:
-    """log c of one head, [q_len, k_len]."""
-    bias = torch.empty(problem.q_len, problem.k_len, dtype=dtype, device=problem.device)
+def _bias(problem: Problem, head: int, dtype: torch.dtype) -> branches.Bias:
+    """log c of one head."""
+    values = torch.empty(1, 1, problem.q_len, problem.k_len, dtype=dtype, device=problem.device)
+    seen = torch.empty(1, 1, problem.q_len, dtype=torch.bool, device=problem.device)
     for start in range(0, problem.q_len, ROWS):
-        rows = bias[start : start + ROWS]
-        q_pos = torch.arange(start, start + len(rows), device=problem.device)
+        rows = slice(start, min(start + ROWS, problem.q_len))
+        q_pos = torch.arange(rows.start, rows.stop, device=problem.device)
         counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, h_pos=(head,), q_pos=q_pos)
-        torch.log(counts[0].to(dtype), out=rows)
-    return bias
+        torch.log(counts[0].to(dtype), out=values[0, 0, rows])
+        torch.any(counts[0], dim=-1, out=seen[0, 0, rows])
+    return branches.Bias(values, seen)
 
 
 def _make_room(needed: int) -> None:
-    while _masks and sum(_size(m) for masks in _masks.values() for m in masks) + needed > MASK_LIMIT:
+    while _masks and sum(_size(bias) for biases in _masks.values() for bias in biases) + needed > MASK_LIMIT:
         _masks.popitem(last=False)
 
 
-def _size(mask: Tensor) -> int:
-    return mask.numel() * mask.itemsize
+def _size(bias: branches.Bias) -> int:
+    return bias.values.numel() * bias.values.itemsize

@@ -14,9 +14,9 @@ from attn_dispatch import registry
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.example import make
-from attn_dispatch.measure import peak_bytes
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.verify import Gate
+from tests.allocations import allocated_peak
 from tests.cases import CASES, DTYPES, Case, gate
 
 BACKENDS = registry.names()
@@ -32,12 +32,11 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
             attend(example.q, example.k, example.v, problem.pattern, backend=backend_name, scale=problem.scale, **masks)
         return
     expected = gate(problem)
-    found, peak = peak_bytes(lambda: expected.run(backend), problem.device)
+    found, peak = allocated_peak(lambda: expected.run(backend))
     assert expected.check(found).failures == ()
     assert set(found) == {"out", "lse"} | ({"dq", "dk", "dv"} if needs_grad else set())
     # What was allocated, results and gate's own gradient included, stays below what the backend announced.
     announced = backend.workspace_bytes(problem) + problem.io_bytes + found["lse"].numel() * found["lse"].itemsize
-    assert peak is not None
     assert peak <= announced
 
 

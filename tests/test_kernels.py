@@ -9,8 +9,8 @@ import torch
 
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import CpuFlash, CudaEfficient, CudaFlash, Kernel
-from attn_dispatch.measure import peak_bytes
 from attn_dispatch.pattern import Dilated
+from tests.allocations import allocated_peak
 from tests.cases import Case
 
 SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
@@ -78,7 +78,6 @@ def test_manual_stays_within_what_is_free(free: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(manual, "available_bytes", lambda device: free)
     problem = case.problem(torch.float32, needs_grad=False)
     q, k, v = (torch.randn(1, 2048, 4, 8) for _ in range(3))
-    (out, lse), peak = peak_bytes(lambda: manual.run(q, k, v, problem), problem.device)
-    assert peak is not None
+    (out, lse), peak = allocated_peak(lambda: manual.run(q, k, v, problem))
     assert peak - (out.numel() + lse.numel()) * 4 <= free
     assert peak <= manual.workspace_bytes(problem) + problem.io_bytes

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from attn_dispatch import measure
 from attn_dispatch.measure import Interval, Timing, Turns
+from tests.allocations import allocated_peak
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -384,29 +387,52 @@ def flash_attention() -> tuple[torch.Tensor, ...]:
     ("call", "expected_mib"),
     [(lambda: None, 0), (lambda: empty(64), 64), (serial, 64), (nested, 96), (lambda: (empty(3), empty(4)), 7)],
 )
-def test_cpu_peak_of_plain_tensors_is_right_to_the_byte(call: Callable[[], object], expected_mib: int) -> None:
+def test_allocated_peak_of_plain_tensors_is_right_to_the_byte(call: Callable[[], object], expected_mib: int) -> None:
     for _ in range(2):
-        assert measure.peak_bytes(call, CPU)[1] == expected_mib * MIB
+        assert allocated_peak(call)[1] == expected_mib * MIB
 
 
-def test_cpu_peak_of_a_backward_pass() -> None:
-    grad, peak = measure.peak_bytes(forward_backward, CPU)
+def test_allocated_peak_of_a_backward_pass() -> None:
+    grad, peak = allocated_peak(forward_backward)
     assert grad[0] == 2.0
     # x, y, the gradient of y, x's two partial gradients: 4 MiB each.
     assert peak == pytest.approx(5 * 4 * MIB, abs=64)
 
 
-def test_cpu_peak_sees_inside_an_operator() -> None:
-    outputs, peak = measure.peak_bytes(flash_attention, CPU)
+def test_allocated_peak_sees_inside_an_operator() -> None:
+    outputs, peak = allocated_peak(flash_attention)
     held = sum(tensor.nbytes for tensor in outputs)
     # The operator's scratch buffer, one block of scores and one of output per thread, is freed before it returns.
-    assert peak is not None
     assert held < peak < held + MIB * torch.get_num_threads()
 
 
+def touched(mib: int) -> torch.Tensor:
+    return torch.ones(mib * MIB, dtype=torch.uint8)
+
+
+def touched_nested() -> None:
+    outer = touched(128)
+    inner = touched(64)
+    del outer, inner
+    touched(160)
+
+
+needs_mark = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
+
+
+@needs_mark
+@pytest.mark.parametrize(("call", "expected_mib"), [(lambda: touched(96), 96), (touched_nested, 192)])
+def test_cpu_peak_is_what_becomes_resident(call: Callable[[], object], expected_mib: int) -> None:
+    for _ in range(2):
+        peak = measure.peak_bytes(call, CPU)[1]
+        assert peak == pytest.approx(expected_mib * MIB, abs=4 * MIB)
+
+
+@needs_mark
 def test_cpu_peak_counts_from_what_was_there_before() -> None:
-    before = empty(64)
-    assert measure.peak_bytes(lambda: empty(1), CPU)[1] == MIB
+    touched(512)
+    before = touched(64)
+    assert measure.peak_bytes(lambda: touched(32), CPU)[1] == pytest.approx(32 * MIB, abs=4 * MIB)
     assert before.nbytes == 64 * MIB
 
 
@@ -415,15 +441,12 @@ def test_peak_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_peak_is_none_while_a_profiler_is_active() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
-    (_, inner), outer = measure.peak_bytes(lambda: measure.peak_bytes(lambda: empty(1), CPU), CPU)
-    assert (inner, outer) == (None, MIB)
-
-
-def test_peak_is_none_without_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
+def test_peak_is_none_without_a_mark_to_reset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measure, "CLEAR_REFS", tmp_path / "not" / "there")
+    assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
+    monkeypatch.undo()
+    (tmp_path / "status").write_text("Name: python\n")
+    monkeypatch.setattr(measure, "STATUS", tmp_path / "status")
     assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
 
 
@@ -431,10 +454,9 @@ def test_peak_is_none_for_other_devices() -> None:
     assert measure.peak_bytes(lambda: 7, torch.device("meta")) == (7, None)
 
 
-def test_peak_lets_errors_through_and_stops_recording() -> None:
+def test_peak_lets_errors_through() -> None:
     with pytest.raises(ZeroDivisionError):
         measure.peak_bytes(lambda: 1 / 0, CPU)
-    assert measure.peak_bytes(lambda: empty(1), CPU)[1] == MIB
 
 
 def test_cuda_peak_is_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

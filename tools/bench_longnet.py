@@ -25,18 +25,18 @@ from attn_dispatch.memory import available_bytes
 from tools.common import parser, ratio, timing, write
 
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
+CAUSAL = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
 HEADS, HEAD_DIM = 8, 64
 LONG = 425_984
 
 
-def against_mask(tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+def against_mask(pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """sdpa's branches, sdpa_mask, PyTorch's attention handed the whole mask, and dense attention, in turns."""
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
-    problem, dense = Problem.of(q, k, v, PATTERN), Problem.of(q, k, v, Dense())
-    rows = PATTERN.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(0))
-    mask = torch.empty(1, *rows.shape[:1], tokens, tokens, dtype=dtype)
+    problem, dense = Problem.of(q, k, v, pattern), Problem.of(q, k, v, Dense(pattern.is_causal))
+    mask = torch.empty(1, HEADS, tokens, tokens, dtype=dtype)
     for start in range(0, tokens, 256):
-        counts = PATTERN.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(start, min(start + 256, tokens)))
+        counts = pattern.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(start, min(start + 256, tokens)))
         mask[0, :, start : start + 256] = counts.float().log()
     q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
     calls = {
@@ -51,13 +51,16 @@ def against_mask(tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]
         "sdpa_gflops": sdpa.flops(problem) / found["sdpa"].median_ms / 1e6,
         "dense_gflops": sdpa.flops(dense) / found["dense"].median_ms / 1e6,
     }
+    sdpa_mask.release()
     return {
+        "pattern": str(pattern),
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
         **{name: timing(one) for name, one in found.items()},
         "sdpa_mask_over_sdpa": ratio(found["sdpa_mask"], found["sdpa"]),
         "torch_with_mask_over_sdpa": ratio(found["torch_with_mask"], found["sdpa"]),
         **rates,
+        "dense_over_sdpa_flops": sdpa.flops(dense) / sdpa.flops(problem),
         "share_of_dense_rate": rates["sdpa_gflops"] / rates["dense_gflops"],
     }
 
@@ -108,7 +111,11 @@ def main() -> None:
     command = [sys.executable, "-m", "tools.bench_longnet", "long", "--tokens", str(arguments.tokens)]
     long = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(long)
-    masked = [against_mask(8192, dtype, arguments.rounds) for dtype in (torch.float32, torch.bfloat16)]
+    masked = [
+        against_mask(pattern, 8192, dtype, arguments.rounds)
+        for pattern in (PATTERN, CAUSAL)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     print(masked)
     write(
         arguments.output,

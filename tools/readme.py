@@ -37,7 +37,8 @@ def figures() -> str:
     long = longnet["long"]
     rows = [("figure", "measured", "command"), ("---", "---", "---")]
     for one in longnet["masked"]:
-        shape = f"{one['tokens']:,} tokens, {one['dtype']}"
+        causal = ", causal" if "causal" in one["pattern"] else ""
+        shape = f"{one['tokens']:,} tokens, {one['dtype']}{causal}"
         again = "`python -m tools.bench_longnet`"
         rows += [
             (

@@ -1,4 +1,4 @@
-"""What the commands print: JSON, and one table for many decisions."""
+"""What the commands print: JSON, and tables for many decisions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attn_dispatch.explanation import HEAD as FULL_HEAD
+from attn_dispatch.explanation import LEFT as FULL_LEFT
 from attn_dispatch.explanation import CandidateReport, Explanation
 from attn_dispatch.units import align, milliseconds
 
@@ -29,6 +31,17 @@ def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> lis
     if times:
         rows = [[*row, time] for row, time in zip(rows, ["measured (UTC)", *times])]
     return align(rows, LEFT)
+
+
+def full_table(explanations: Sequence[Explanation]) -> list[str]:
+    """Every candidate of every problem, under one head."""
+    groups = [explanation.rows() for explanation in explanations]
+    lines = iter(align([list(FULL_HEAD), *(row for group in groups for row in group)], FULL_LEFT))
+    found = [next(lines)]
+    for explanation, group in zip(explanations, groups):
+        found += ["", f"{_compact(explanation.problem)}   ({explanation.source}, key {explanation.key[:KEY_DIGITS]})"]
+        found += [next(lines) for _ in group]
+    return found
 
 
 def no_backend(explanation: Explanation) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attn_dispatch.cli import shapes
-from attn_dispatch.cli.output import no_backend, print_json, table
+from attn_dispatch.cli.output import full_table, no_backend, print_json
 from attn_dispatch.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
         print(found[0], end="\n\n")
     else:
         for device in dict.fromkeys(explanation.device for explanation in found):
-            print(f"device    {device}", "", *table([e for e in found if e.device == device]), "", sep="\n")
+            print(f"device    {device}", "", *full_table([e for e in found if e.device == device]), "", sep="\n")
         for explanation in found:
             if explanation.choice is None:
                 print(*no_backend(explanation), "", sep="\n")
