@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_dispatch.dispatch import attend, counters, explain
+    from attn_dispatch.decisions import counters
+    from attn_dispatch.dispatch import attend, explain
     from attn_dispatch.errors import (
         AttnDispatchError,
         BackendFailed,
@@ -46,7 +47,7 @@ __all__ = [
 # Names are loaded when first used, so that the commands that need no torch start without it.
 _HOME = {
     "attend": "dispatch",
-    "counters": "dispatch",
+    "counters": "decisions",
     "explain": "dispatch",
     "AttnDispatchError": "errors",
     "BackendFailed": "errors",

@@ -113,10 +113,12 @@ class _Branches(torch.autograd.Function):
         if grad_lse is None:
             return (*_backward(grad, q, k, v, out, lse, ctx.call), None)
         # The kernels form rowsum(grad * out) themselves. One more column, zero in q, k and v, adds -grad_lse to it:
-        # dS = P * (dP - rowsum(grad * out) + grad_lse).
+        # dS = P * (dP - rowsum(grad * out) + grad_lse). Two roots reach farther in float16 than the whole would.
         d, wider = q.shape[-1], (0, 1)
-        minus = -grad_lse.transpose(1, 2).unsqueeze(-1).to(out.dtype)
-        grad, out = pad(grad, wider, value=1.0), torch.cat([out, minus], dim=-1)
+        grad_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
+        root = grad_lse.abs().sqrt()
+        grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
+        out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
         grads = _backward(grad, pad(q, wider), pad(k, wider), pad(v, wider), out, lse, ctx.call)
         return (*(x[..., :d] for x in grads), None)
 
@@ -335,7 +337,8 @@ def workspace_bytes(problem: Problem, plan: Plan) -> int:
         total += (q_rows + 2 * k_rows) * d * (2 * wide + 2 * item)
         total += problem.batch * (3 * problem.q_len + 2 * problem.k_len) * problem.heads * (d + 1) * item
     if any("d" not in kind.split("+")[0][-1:] for kind in problem.strides):
-        total += problem.io_bytes  # rows that are not contiguous are copied
+        rows = 2 * (problem.q_len * problem.heads + problem.k_len * problem.kv_heads)
+        total += problem.batch * rows * d * item  # rows that are not contiguous are copied
     lse = 4 * problem.batch * problem.q_len * problem.heads * wide
     threads = torch.get_num_threads() if problem.device.type == "cpu" else 1
     return total + lse + threads * THREAD_BYTES

@@ -29,13 +29,17 @@ class Candidate:
         return self.backend.name
 
 
-def candidates(problem: Problem, *, memory: bool = True) -> list[Candidate]:
-    """Every backend, the preferred first, with its refusals and, if `memory`, its need against what is free."""
-    free = available_bytes(problem.device) if memory else 0
-    return [_candidate(backend, problem, free if memory else None) for backend in registry.backends()]
+def candidates(problem: Problem, beside: int = 0) -> list[Candidate]:
+    """Every backend, the preferred first, with its refusals and its need against the memory that is free.
+
+    Args:
+        beside: bytes that will be taken besides a backend's workspace and results; q, k and v of a call are there.
+    """
+    free = available_bytes(problem.device)
+    return [_candidate(backend, problem, free, beside) for backend in registry.backends()]
 
 
-def _candidate(backend: Backend, problem: Problem, free: int | None) -> Candidate:
+def _candidate(backend: Backend, problem: Problem, free: int, beside: int) -> Candidate:
     version = registry.version_of(backend)
 
     def ruled_out(status: str, reason: str) -> Candidate:
@@ -45,13 +49,13 @@ def _candidate(backend: Backend, problem: Problem, free: int | None) -> Candidat
     try:
         refusals = backend.refusals(problem)
         codes, reason = {refusal.code for refusal in refusals}, "; ".join(refusal.text for refusal in refusals)
-        needed = 0 if refusals or free is None else backend.workspace_bytes(problem) + problem.io_bytes
+        needed = 0 if refusals else backend.workspace_bytes(problem) + problem.result_bytes + beside
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
         return ruled_out("failed", f"refusals or workspace_bytes raised {type(error).__name__}: {error}")
     if refusals:
         status = next((code for code in ("not_installed", "over_memory") if code in codes), "unsupported")
         return ruled_out(status, reason)
-    if free is not None and needed > MEMORY_SHARE * free:
+    if needed > MEMORY_SHARE * free:
         reason = f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
         return ruled_out("over_memory", reason)
     return Candidate(backend, NATURAL, None)

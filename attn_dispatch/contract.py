@@ -35,8 +35,8 @@ class Refusal:
 class Backend(Protocol):
     """One way to compute attention. A module with these names will do.
 
-    Two more are looked for and may be missing: `flops(problem) -> int`, the arithmetic it will do, so that a trial
-    that cannot win within the budget is not started; and `release()`, which drops what a trial left behind.
+    Two more are looked for and may be missing: `flops(problem) -> int`, the work it will do, in operations, so that
+    a trial that cannot end within the budget is not started; and `release()`, which drops what a trial left behind.
     """
 
     @property

@@ -5,36 +5,26 @@ On a hit the way is one look-up: the signature of a call that was seen before le
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from attn_dispatch import decisions, registry
 from attn_dispatch import order as orders
-from attn_dispatch import registry
-from attn_dispatch.candidates import Candidate, candidates, heuristic, versions
 from attn_dispatch.contract import Result
-from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
+from attn_dispatch.decisions import lock
+from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.explanation import Explanation
-from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.pattern import Pattern
-from attn_dispatch.problem import Problem, autocast_dtype, check_seq_lens_values
-from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed, shipped
+from attn_dispatch.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
+from attn_dispatch.store import Decision
 
-MODES = ("tune", "predict", "locked", "off")
-DEFAULT_BUDGET_MS = 2000.0
 MOST_ROUTES = 65536  #: signatures remembered; past this the table starts anew, decisions stay
-
-logger = logging.getLogger("attn_dispatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +46,6 @@ _any_autocast: Callable[[], bool] = getattr(
 # Not failures of a backend: a wrong argument, and how checkpointing ends a recomputation early.
 _THROUGH = (InvalidInput, getattr(checkpoint, "_StopRecomputationError", InvalidInput))
 _routes: dict[Any, Route] = {}
-_decided: dict[Problem, Decision] = {}
-_counts: Counter[str] = Counter()
-_lock = threading.RLock()
 _observers: list[Callable[[Problem], None]] = []
 
 
@@ -126,7 +113,8 @@ def attend(
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
             torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-            q.dtype is torch.float32 and torch.get_float32_matmul_precision(),
+            q.dtype is torch.float32 and matmul_precision(),
+            torch.get_num_threads(),
             _any_autocast() and _autocast(),
         )  # fmt: skip
         route: Route | None = _routes[signature]
@@ -176,76 +164,27 @@ def explain(
     """
     if "device" in arguments:
         raise InvalidInput("explain takes attend's arguments, which have no device")
-    return explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
-
-
-def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
-    """`explain` for a problem."""
-    if order is not None:
-        orders.check(order)
-    if backend is not None:
-        return Explanation.of(_forced(problem, backend))
-    decision = _decided.get(problem)
-    if decision is None and mode() != "off":
-        decision = stored(problem)
-    return Explanation.of(decision or _heuristic(problem, candidates(problem)))
-
-
-def counters() -> dict[str, int]:
-    """How this process came by its decisions: `measured`, `loaded` from disk, `shipped`, `heuristic`, `forced`."""
-    return {name: _counts[name] for name in ("measured", "loaded", "shipped", "heuristic", "forced")}
-
-
-def stored(problem: Problem) -> Decision | None:
-    """The decision on disk, or the shipped one, if it was made among the backends there are now."""
-    where = silicon(problem.device)
-    key = problem.key(where)
-    now = versions()
-    for decision in (Store(cache_folder()).get(where, key), shipped(where).get(key)):
-        if decision is not None and decision.versions == now and _can_run(problem, decision.choice):
-            return decision
-    return None
+    return decisions.explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
 
 
 def adopt(problem: Problem, decision: Decision) -> None:
-    """Route the problem by this decision from now on, and keep it."""
-    with _lock:
-        Store(cache_folder()).put(decision)
-        _decided[problem] = decision
-        _counts["measured"] += 1
+    """Keep a decision, and route the problem by it from now on."""
+    with lock:
+        decisions.keep(problem, decision)
         _routes.clear()
 
 
 @contextmanager
 def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
     """Tell `observer` each problem that is met meanwhile, at least once."""
-    with _lock:
+    with lock:
         _observers.append(observer)
         _routes.clear()  # what was met before must be seen again
     try:
         yield
     finally:
-        with _lock:
+        with lock:
             _observers.remove(observer)
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Keep a trial and its caller apart: autocast, inference mode, saved-tensor hooks (as checkpointing sets them) and
-    the default device do not reach the trial, and the caller's random numbers go on as if there had been none.
-    """
-
-    def as_it_is(tensor: Tensor) -> Tensor:
-        return tensor
-
-    with (
-        torch.autocast(device.type, enabled=False),
-        torch.inference_mode(False),
-        torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
-        torch.device("cpu"),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-    ):
-        yield
 
 
 def _new_route(
@@ -255,12 +194,10 @@ def _new_route(
         raise InvalidInput("q, k and v are on the meta device and hold no data; explain() takes them")
     if order is not None:
         orders.check(order)
-    with _lock:
+    with lock:
         for observer in _observers:
             observer(problem)
-        decision = _forced(problem, backend) if backend is not None else _decide(problem)
-        if backend is not None:
-            _counts["forced"] += 1
+        decision = decisions.decide(problem) if backend is None else decisions.force(problem, backend)
         chosen = registry.load(decision.choice)
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
@@ -268,7 +205,8 @@ def _new_route(
         route = Route(chosen.run, problem, chosen.name, not (transposed or cast or problem.masked), transposed, cast)
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        _routes[signature] = route
+        if not decisions.capturing(problem.device):
+            _routes[signature] = route
     return route
 
 
@@ -325,129 +263,6 @@ def _with_lse(route: Route, result: Any) -> tuple[Tensor, Tensor]:
 
 def _failed(route: Route, error: Exception) -> BackendFailed:
     return BackendFailed(f"{route.backend} failed on {route.problem}: {type(error).__name__}: {error}")
-
-
-def _decide(problem: Problem) -> Decision:
-    decision = _decided.get(problem)
-    if decision is not None:
-        return decision
-    setting = mode()
-    decision = None if setting == "off" else stored(problem)
-    if decision is not None:
-        _counts["loaded" if decision.source == "measured" else "shipped"] += 1
-    elif setting == "locked":
-        raise NotDecided(
-            f"ATTN_DISPATCH_MODE=locked and nothing is decided for {problem}; run 'attn-dispatch profile' "
-            f"on it first, or another mode"
-        )
-    else:
-        decision = _make(problem, setting)
-    _decided[problem] = decision
-    return decision
-
-
-def _make(problem: Problem, setting: str) -> Decision:
-    """Measure, where that is allowed, else the static choice."""
-    found = candidates(problem)
-    fallback = _heuristic(problem, found)
-    if not fallback.choice:
-        raise NoBackend(_no_backend(problem, fallback.candidates, forced=False))
-    if setting == "tune":
-        if _capturing(problem.device):
-            logger.warning(
-                "not measured inside CUDA-graph capture, %s by the static choice: %s", fallback.choice, problem
-            )
-            note_missed(cache_folder(), problem.to_dict())
-        else:
-            from attn_dispatch import tuner  # what measures is loaded when there is something to measure
-
-            with undisturbed(problem.device):
-                decision = tuner.decide(problem, budget_ms() / 1e3)
-            if decision is not None:
-                Store(cache_folder()).put(decision)
-                _counts["measured"] += 1
-                return decision
-    _counts["heuristic"] += 1
-    return fallback
-
-
-def _forced(problem: Problem, name: str) -> Decision:
-    if name not in registry.names():
-        raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {name!r}")
-    backend = registry.load(name)
-    try:
-        refusals = backend.refusals(problem)
-    except Exception as error:
-        raise BackendFailed(f"{name} cannot tell whether it can run {problem}: {error!r}") from error
-    if refusals:
-        row = Row(backend=name, order=orders.NATURAL, status="unsupported", reason="; ".join(map(str, refusals)))
-        raise NoBackend(_no_backend(problem, (row,), forced=True))
-    row = Row(backend=name, order=orders.NATURAL, status="chosen", version=registry.version_of(backend))
-    return _unmeasured(problem, name, "forced", (row,))
-
-
-def _heuristic(problem: Problem, found: list[Candidate]) -> Decision:
-    chosen = heuristic(found)
-    rows = tuple(
-        c.row or Row(backend=c.name, order=c.order, status="chosen" if c is chosen else "not_measured") for c in found
-    )
-    return _unmeasured(problem, "" if chosen is None else chosen.name, "heuristic", rows)
-
-
-def _unmeasured(problem: Problem, choice: str, source: str, rows: tuple[Row, ...]) -> Decision:
-    where = silicon(problem.device)
-    return Decision(
-        key=problem.key(where),
-        silicon=where,
-        title=str(problem),
-        problem=problem.to_dict(),
-        choice=choice,
-        order=orders.NATURAL if choice else "",
-        source=source,
-        candidates=rows,
-        versions=versions(),
-        provenance=provenance(problem.device),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-
-
-def _can_run(problem: Problem, name: str) -> bool:
-    """Refusals and free memory are of now, not of when the decision was made."""
-    return any(c.name == name and c.row is None for c in candidates(problem))
-
-
-def _no_backend(problem: Problem, rows: Iterable[Row], forced: bool) -> str:
-    kv = f"[{problem.batch}, {problem.k_len}, {problem.kv_heads}, {problem.head_dim}]"
-    lines = [
-        f"no backend can run {problem.pattern} on {problem.device} in {str(problem.dtype).removeprefix('torch.')}:",
-        f"  q [{problem.batch}, {problem.q_len}, {problem.heads}, {problem.head_dim}]  k, v {kv}",
-        *(f"  {row.backend}: {row.reason}" for row in rows),
-    ]
-    return "\n".join(lines + ["Pass backend=None to let every backend be tried."] * forced)
-
-
-def mode() -> str:
-    """$ATTN_DISPATCH_MODE, checked."""
-    mode = os.environ.get("ATTN_DISPATCH_MODE", "") or "tune"
-    if mode not in MODES:
-        raise InvalidInput(f"$ATTN_DISPATCH_MODE must be one of {', '.join(MODES)}, got {mode!r}")
-    return mode
-
-
-def budget_ms() -> float:
-    """$ATTN_DISPATCH_BUDGET_MS: milliseconds that measuring one unseen problem may take."""
-    text = os.environ.get("ATTN_DISPATCH_BUDGET_MS", "")
-    try:
-        value = float(text) if text else DEFAULT_BUDGET_MS
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        raise InvalidInput(f"$ATTN_DISPATCH_BUDGET_MS must be a number >= 0, got {text!r}")
-    return value
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _frozen(value: Any) -> Any:

@@ -21,6 +21,7 @@ _cpu_flash: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 CUDA_HEAD_DIM = 256  #: the flash kernel's largest
 CUDA_HEAD_ALIGN = 8  #: elements; the CUDA kernels read rows in whole vectors
+VECTOR_BYTES = 16  #: what a CUDA kernel loads at once
 EFFICIENT_LSE_ALIGN = 32  #: rows; the memory-efficient backward reads lse in whole tiles
 
 
@@ -152,8 +153,9 @@ class CudaEfficient:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, bias = q.shape[-1], _bias(mask, q, k)
-        lse = pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_ALIGN), value=torch.inf)
-        grad, q, k, v, out = (_heads_first(_aligned(x)) for x in (grad, q, k, v, out))
+        # The kernel takes rows of lse and of out as neighbours, whatever their strides say.
+        lse = pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_ALIGN), value=torch.inf).contiguous()
+        grad, q, k, v, out = (_heads_first(_aligned(x)) for x in (grad, q, k, v, out.contiguous()))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -168,8 +170,19 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
+    """x with rows that are whole vectors and start on one: a misaligned read ends the CUDA context, not the call."""
     missing = -x.shape[-1] % CUDA_HEAD_ALIGN
-    return pad(x, (0, missing)) if missing else x
+    if missing:
+        return pad(x, (0, missing))
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
+    whole = all(stride and stride * x.itemsize % VECTOR_BYTES == 0 for stride in strides)
+    # A meta tensor has no address; its offset stands in for it.
+    start = x.storage_offset() * x.itemsize if x.device.type == "meta" else x.data_ptr()
+    return (
+        x
+        if whole and x.stride(-1) == 1 and start % VECTOR_BYTES == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

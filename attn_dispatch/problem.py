@@ -129,7 +129,7 @@ class Problem:
             has_key_mask=key_mask is not None,
             strides=_strides(tensors, dtype),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            matmul_precision=torch.get_float32_matmul_precision() if dtype == torch.float32 else "highest",
+            matmul_precision=matmul_precision() if dtype == torch.float32 else "highest",
             ranks=_ranks(mesh),
         )
 
@@ -143,10 +143,11 @@ class Problem:
         return self.has_seq_lens or self.has_key_mask
 
     @property
-    def io_bytes(self) -> int:
-        """Bytes of q, k, v and out, and of their gradients where they are needed."""
+    def result_bytes(self) -> int:
+        """Bytes of out, and of dq, dk, dv where they are needed."""
         q, kv = self.q_len * self.heads, self.k_len * self.kv_heads
-        return self.batch * (2 * q + 2 * kv) * self.head_dim * self.dtype.itemsize * (2 if self.needs_grad else 1)
+        rows = (2 * q + 2 * kv) if self.needs_grad else q
+        return self.batch * rows * self.head_dim * self.dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """The problem in plain JSON values; `from_dict` reads it back."""
@@ -231,6 +232,17 @@ def normal_device(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def matmul_precision() -> str:
+    """How float32 products may be rounded: what torch says, by whichever of its two interfaces it was set."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # Set by the newer one, after which the older one refuses to answer.
+        places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+        kinds = {getattr(place, "fp32_precision", "ieee") for place in places}
+        return "high" if kinds & {"tf32", "bf16"} else "highest"
 
 
 def default_device() -> torch.device:

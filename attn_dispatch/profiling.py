@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from attn_dispatch import dispatch, tuner
+from attn_dispatch import decisions, dispatch, tuner
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -45,7 +45,7 @@ def profile(
     Raises:
         InvalidInput: the mode is `off`, which touches no disk; or the budget is not a positive number.
     """
-    if dispatch.mode() == "off":
+    if decisions.mode() == "off":
         raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which touches no disk: profile has nowhere to keep decisions")
     if budget_s is not None and not budget_s > 0:
         raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
@@ -114,13 +114,13 @@ def problem_of(
 
 
 def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    decision = None if force else dispatch.stored(problem)
+    decision = None if force else decisions.stored(problem)
     if decision is None:
-        with dispatch.undisturbed(problem.device):
+        with decisions.undisturbed(problem.device):
             decision = tuner.decide(problem, share_s)
         if decision is not None:
             dispatch.adopt(problem, decision)
-    return dispatch.explain_problem(problem) if decision is None else Explanation.of(decision)
+    return decisions.explain_problem(problem) if decision is None else Explanation.of(decision)
 
 
 def _share(end: float | None, left: int) -> float | None:

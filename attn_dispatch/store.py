@@ -151,7 +151,8 @@ def shipped(silicon: str) -> dict[str, Decision]:
         _say_once(f"ignored the shipped profile {source}: {error}")
         return {}
     usable = bundle.decisions if bundle.schema == SCHEMA else ()
-    return {decision.key: decision for decision in usable if decision.silicon == silicon}
+    mine = (decision for decision in usable if decision.silicon == silicon)
+    return {decision.key: msgspec.structs.replace(decision, source="shipped") for decision in mine}
 
 
 def _read(path: Path) -> Decision | None:
@@ -176,11 +177,20 @@ def _write(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are its owner's alone; a cache may be shared
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+@cache
+def _umask() -> int:
+    """The process's mask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 @cache

@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 import torch
 
 from attn_dispatch import measure, registry
-from attn_dispatch.candidates import MEMORY_SHARE, Candidate, candidates, versions
+from attn_dispatch.candidates import Candidate, candidates, versions
 from attn_dispatch.example import Example, example_bytes, make
 from attn_dispatch.machine import provenance, silicon
-from attn_dispatch.memory import available_bytes
 from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row
@@ -39,11 +38,9 @@ def decide(problem: Problem, budget_s: float | None) -> Decision | None:
     Returns:
         The decision, or None where nothing could be measured: no candidate, or no memory for a trial.
     """
-    found = candidates(problem)
-    usable = [candidate for candidate in found if candidate.row is None]
-    # The reference works on a few widened rows; the example, its results and one candidate's are all there is besides.
-    free = available_bytes(problem.device)
-    if not usable or example_bytes(problem) + problem.io_bytes > MEMORY_SHARE * free:
+    # The reference works on a few widened rows: the example is all that is held beside one candidate's call.
+    found = candidates(problem, beside=example_bytes(problem))
+    if all(candidate.row is not None for candidate in found):
         return None
     start = time.perf_counter()
     trial = _Trial(problem, found, budget_s, start)
@@ -86,6 +83,10 @@ class _Trial:
                 incumbent = candidate, first_ms
         del gate
         self._race(example, incumbent)
+        for candidate in self.found:
+            release = getattr(candidate.backend, "release", None)
+            if candidate.row is None and release is not None:
+                release()
 
     def _remaining_s(self) -> float | None:
         return None if self.budget_s is None else self.budget_s - (time.perf_counter() - self.start)
@@ -101,7 +102,7 @@ class _Trial:
         if least_s <= max(remaining, 0.0):
             return None
         return (
-            f"{ratio:.3g} times {incumbent.name}'s arithmetic: at least {least_s:.3g} s at {GENEROUS:g} times its "
+            f"{ratio:.3g} times {incumbent.name}'s work: at least {least_s:.3g} s at {GENEROUS:g} times its "
             f"rate, with {max(remaining, 0.0):.3g} s of the budget left"
         )
 
@@ -152,10 +153,6 @@ class _Trial:
             keep=(incumbent[0].name,),
             first_ms={name: first for name in calls if (first := self.rows[name].first_ms) is not None},
         )
-        for name in calls:
-            release = getattr(self.passed[name].backend, "release", None)
-            if release is not None:
-                release()
 
     def choose(self) -> str | None:
         """The first in the order of preference that no other candidate beats significantly."""
@@ -209,11 +206,10 @@ class _Trial:
         assert self.turns is not None
         slower = candidate.name in self.turns.dropped or measure.faster(best, timing)
         status = "chosen" if candidate.name == self.chosen else "slower" if slower else "tie"
-        dropped = self.turns.dropped.get(candidate.name)
         return self._row(
             candidate,
             status,
-            "" if dropped is None else f"{dropped:.1f} times the fastest after one round, not tried again",
+            self._remark(candidate.name, status, timing.median_ms / best.median_ms),
             median_ms=timing.median_ms,
             low_ms=timing.low_ms,
             high_ms=timing.high_ms,
@@ -222,6 +218,16 @@ class _Trial:
             peak_bytes=row.peak_bytes,
             error=row.error,
         )
+
+    def _remark(self, name: str, status: str, ratio: float) -> str:
+        assert self.turns is not None
+        if name in self.turns.cold:
+            return f"{self.turns.dropped[name]:.1f} times the fastest by its first call, the budget was gone"
+        if name in self.turns.dropped:
+            return f"{self.turns.dropped[name]:.1f} times the fastest after one round, not tried again"
+        if status == "tie" and not 0.9 < ratio < 1.1:
+            return f"{len(self.turns.timings[name].samples_ms)} rounds are too few to tell"
+        return ""
 
     def _row(self, candidate: Candidate, status: str, reason: str, **measured: float | None) -> Row:
         version = registry.version_of(candidate.backend)

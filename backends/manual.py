@@ -21,9 +21,13 @@ from attn_dispatch.problem import Problem
 
 name = "manual"
 
+REUSE = 2  #: pieces vary in size, and the C library does not use every freed block again
 CHUNK_BYTES = 64 * 2**20  #: of scores per piece on a CPU; larger pieces leave the caches
 CUDA_CHUNK_BYTES = 2**30
 COPIES = 6  #: score-sized temporaries alive at once: counts, comparison, scores, exp, and two gradients
+PASSES = 8  #: over the scores: scale, bias, maximum, exp, sum, log, exp, product
+COUNT_PASSES = 6  #: for each branch's multiplicity
+PASS_FLOPS = 60  #: what a processor works out while it reads and writes one float32: 8 bytes at 7 to 8 FLOP per byte
 FREE_SHARE = 4  #: at most 1 / FREE_SHARE of the memory that is free
 
 
@@ -36,14 +40,16 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def flops(problem: Problem) -> int:
+    """Its arithmetic, and its passes over the scores counted as what could be worked out meanwhile."""
     pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
-    return 4 * pairs * problem.head_dim * (7 if problem.needs_grad else 2) // 2
+    passes = PASSES + (COUNT_PASSES * len(problem.pattern.branches) if isinstance(problem.pattern, Dilated) else 0)
+    return pairs * (4 * problem.head_dim + passes * PASS_FLOPS) * (7 if problem.needs_grad else 2) // 2
 
 
 def workspace_bytes(problem: Problem) -> int:
     rows, heads = _piece(problem)
     wide = _compute_dtype(problem.dtype).itemsize
-    scores = COPIES * problem.batch * rows * heads * problem.k_len * max(wide, 4)
+    scores = REUSE * COPIES * problem.batch * rows * heads * problem.k_len * max(wide, 4)
     # k and v are widened and spread over a piece's heads; their gradients are summed in the wider dtype.
     kv = 2 * problem.batch * problem.k_len * heads * problem.head_dim * wide * (2 if problem.needs_grad else 1)
     sums = 3 * problem.batch * problem.k_len * problem.heads * problem.head_dim * wide if problem.needs_grad else 0

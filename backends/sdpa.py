@@ -60,7 +60,9 @@ def _prepared(problem: Problem) -> tuple[Kernel, Plan]:
 def _kernel(problem: Problem) -> Kernel:
     if problem.device.type == "cpu":
         return CpuFlash()
-    half = problem.dtype != torch.float32 and problem.head_dim <= CUDA_HEAD_DIM
+    # A gradient through lse takes one column more (see branches).
+    columns = problem.head_dim + (problem.needs_grad and problem.return_lse)
+    half = problem.dtype != torch.float32 and columns <= CUDA_HEAD_DIM
     if half and torch.cuda.get_device_capability(problem.device) >= FLASH_CAPABILITY:
         return CudaFlash()
     return CudaEfficient()

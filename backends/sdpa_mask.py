@@ -121,6 +121,10 @@ def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
         found = _masks.get(key)
         if found is None:
             found = tuple(_bias(problem, heads[0], wide) for heads in head_classes(problem))
+            if problem.device.type == "cuda":
+                if torch.cuda.is_current_stream_capturing():
+                    return found  # filled when the graph is replayed, in memory of its own
+                torch.cuda.current_stream(problem.device).synchronize()  # another stream may use it next
             _make_room(sum(map(_size, found)))
             _masks[key] = found
         _masks.move_to_end(key)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from attn_dispatch import dispatch, registry, store
+from attn_dispatch import decisions, dispatch, registry, store
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
 settings.load_profile("ci")
@@ -25,7 +25,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "decisions"))
     for name in ("ATTN_DISPATCH_MODE", "ATTN_DISPATCH_BUDGET_MS"):
         monkeypatch.delenv(name, raising=False)
-    for table in (dispatch._routes, dispatch._decided, dispatch._counts, registry._added):
+    for table in (dispatch._routes, decisions._decided, decisions._counts, registry._added):
         table.clear()
     for cached in (store._say_once, store.shipped, registry._warn_once):
         cached.cache_clear()

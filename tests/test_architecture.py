@@ -28,6 +28,7 @@ LAYERS = (
     ("store",),
     ("explanation", "candidates"),
     ("tuner",),
+    ("decisions",),
     ("dispatch",),
     ("recording",),
     ("profiling",),

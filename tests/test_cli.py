@@ -291,15 +291,18 @@ def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
     end = time.monotonic() + 60
     while not list(tmp_path.glob("v1/*/*.json")) and time.monotonic() < end:
         time.sleep(0.01)
-    time.sleep(0.3)  # the file is there a moment before it is reported; the next problem takes seconds
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "Traceback" not in stderr
-    assert "interrupted: 1 of 11" in stderr
+    assert "of 11 problems are decided" in stderr
     printed = json.loads(stdout)
     assert printed["interrupted"] is True
-    assert [decision["key"] for decision in printed["decisions"]] == [only_file(tmp_path).stem]
+    kept = {path.stem for path in tmp_path.glob("v1/*/*.json")}
+    told = {decision["key"] for decision in printed["decisions"]}
+    # A decision is kept a moment before it is told of.
+    assert told <= kept
+    assert 1 <= len(kept) < 11
 
 
 def test_inspect_for_a_person(measured: tuple[Path, dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attn_dispatch
-from attn_dispatch import attend, counters, dispatch, explain, profile, record, register, registry
+from attn_dispatch import attend, counters, decisions, dispatch, explain, profile, record, register, registry
 from attn_dispatch.backends import manual
 from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend, NotDecided
@@ -71,7 +71,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 def forget() -> None:
     """As a new process would start."""
-    for table in (dispatch._routes, dispatch._decided, dispatch._counts):
+    for table in (dispatch._routes, decisions._decided, decisions._counts):
         table.clear()
 
 

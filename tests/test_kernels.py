@@ -80,4 +80,4 @@ def test_manual_stays_within_what_is_free(free: int, monkeypatch: pytest.MonkeyP
     q, k, v = (torch.randn(1, 2048, 4, 8) for _ in range(3))
     (out, lse), peak = allocated_peak(lambda: manual.run(q, k, v, problem))
     assert peak - (out.numel() + lse.numel()) * 4 <= free
-    assert peak <= manual.workspace_bytes(problem) + problem.io_bytes
+    assert peak <= manual.workspace_bytes(problem) + problem.result_bytes

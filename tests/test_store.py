@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from attn_dispatch import candidates, dispatch, store
+from attn_dispatch import candidates, decisions, store
 from attn_dispatch.machine import silicon
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Bundle, Decision, Row, Store
@@ -413,7 +413,7 @@ def ship(package: Path, *decisions: Decision, schema: int = store.SCHEMA, silico
 def test_shipped_decisions(package: Path) -> None:
     given = decision(source="shipped")
     ship(package, given, decision(key=OTHER), decision(silicon="cpu-other"))
-    assert store.shipped(SILICON) == {KEY: given, OTHER: decision(key=OTHER)}
+    assert store.shipped(SILICON) == {KEY: given, OTHER: decision(key=OTHER, source="shipped")}
 
 
 def test_nothing_is_shipped_for_most(package: Path, warnings: Callable[[], list[str]]) -> None:
@@ -454,11 +454,11 @@ def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
         "versions": candidates.versions(),
         "problem": problem.to_dict(),
     }
-    ship(package, decision(choice="manual", source="shipped", **common), silicon=where)
-    found = dispatch.stored(problem)
+    ship(package, decision(choice="manual", **common), silicon=where)
+    found = decisions.stored(problem)
     assert found is not None
     assert (found.choice, found.source) == ("manual", "shipped")
     Store(store.cache_folder()).put(decision(choice="sdpa_mask", **common))
-    found = dispatch.stored(problem)
+    found = decisions.stored(problem)
     assert found is not None
     assert (found.choice, found.source) == ("sdpa_mask", "measured")

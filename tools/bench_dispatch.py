@@ -15,13 +15,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from attn_dispatch import Dense, Dilated, Problem, attend, registry
+from attn_dispatch import Dense, Problem, attend, register, registry
+from attn_dispatch.contract import Refusal
 from attn_dispatch.measure import median_interval
 from tools.common import parser, write
 
 CALLS, ROUNDS = 2000, 31
 SHAPE = (1, 16, 2, 16)
+
+
+class Nothing:
+    """A backend that does nothing, so that nothing but attend() is timed."""
+
+    name = "nothing"
+
+    def version(self) -> str:
+        return "1"
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return []
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        return 0
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Tensor:
+        return q
 
 
 def overhead(name: str, **arguments: Any) -> dict[str, float]:
@@ -61,10 +81,12 @@ def import_ms(statement: str, rounds: int = 15) -> Callable[[], float]:
 def main() -> None:
     arguments = parser(__doc__, "dispatch.json").parse_args()
     os.environ["ATTN_DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()
+    register(Nothing())
     figures = {
         "shape": SHAPE,
         "dense_sdpa": overhead("sdpa", pattern=Dense()),
-        "dilated_sdpa": overhead("sdpa", pattern=Dilated((8, 16), (1, 2))),
+        "dense_nothing": overhead("nothing", pattern=Dense()),
+        "dilated_nothing": overhead("nothing", segment_lengths=(8, 16), dilation_rates=(1, 2), is_causal=True),
         "import_after_torch_ms": import_ms("import attn_dispatch")(),
         "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend")(),
     }

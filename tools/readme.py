@@ -47,6 +47,7 @@ def figures() -> str:
                 again,
             ),
             (f"`sdpa_mask` / `sdpa`, {shape}", interval(one["sdpa_mask_over_sdpa"]), again),
+            (f"arithmetic of dense attention / that of `sdpa`, {shape}", f"{one['dense_over_sdpa_flops']:.1f}", again),
             (f"FLOP rate of `sdpa` / that of dense attention, {shape}", f"{one['share_of_dense_rate']:.2f}", again),
         ]
     speed = f"{long['tokens_per_s']:,.0f} tokens/s, peak {long['peak_above_qkv_out']:.1%} above q, k, v and out"
@@ -55,9 +56,15 @@ def figures() -> str:
     again = "`python -m tools.bench_routes`"
     settled = f"{counted['loaded']} of {routes['problems']} routed from disk, {counted['measured']} measured again"
     rows.append((f"{routes['problems']} problems, 1,024 to 32,768 tokens, in a second process", settled, again))
-    hit, again = dispatch["dense_sdpa"], "`python -m tools.bench_dispatch`"
-    added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
-    rows.append(("what `attend()` adds to the backend's own call, on a hit", added, again))
+    again = "`python -m tools.bench_dispatch`"
+    for name, about in (
+        ("dense_sdpa", "of `sdpa`, dense"),
+        ("dense_nothing", "of a backend that does nothing, dense"),
+        ("dilated_nothing", "of a backend that does nothing, dilated by the shorthands"),
+    ):
+        hit = dispatch[name]
+        added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
+        rows.append((f"what `attend()` adds on a hit to the call {about}", added, again))
     imported = f"{dispatch['import_attend_after_torch_ms']:.0f} ms"
     rows.append(("`from attn_dispatch import attend`, after torch", imported, again))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -94,7 +94,7 @@ def _unusable(backend: Backend) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    from attn_dispatch.dispatch import budget_ms, mode
+    from attn_dispatch.decisions import budget_ms, mode
 
     folder = cache_folder()
     return {
@@ -115,7 +115,7 @@ def _writable(folder: Path) -> bool:
 
 def _missed(path: Path) -> dict[str, Any]:
     """The problems that were met where they could not be measured and are still not decided."""
-    from attn_dispatch.dispatch import stored
+    from attn_dispatch.decisions import stored
     from attn_dispatch.recording import read_record
 
     count, reason = 0, ""

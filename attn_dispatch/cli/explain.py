@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     problems = shapes.problems_of(args)
-    from attn_dispatch.dispatch import explain_problem  # only now: wrong usage is told at once
+    from attn_dispatch.decisions import explain_problem  # only now: wrong usage is told at once
 
     found = [explain_problem(problem, args.backend, args.order) for problem in problems]
     if args.json:

@@ -39,7 +39,8 @@ def full_table(explanations: Sequence[Explanation]) -> list[str]:
     lines = iter(align([list(FULL_HEAD), *(row for group in groups for row in group)], FULL_LEFT))
     found = [next(lines)]
     for explanation, group in zip(explanations, groups):
-        found += ["", f"{_compact(explanation.problem)}   ({explanation.source}, key {explanation.key[:KEY_DIGITS]})"]
+        how = explanation.source if explanation.choice else "no backend can run it"
+        found += ["", f"{_compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})"]
         found += [next(lines) for _ in group]
     return found
 
