@@ -235,6 +235,47 @@ def test_a_choice_that_refuses_by_now_is_not_taken(set_mode: Callable[[str], Non
     assert (found.source, found.choice, status(found, "planted")) == ("heuristic", "sdpa", "unsupported")
 
 
+def test_a_decision_that_cannot_run_now_is_kept(set_mode: Callable[[str], None], tmp_path: Path) -> None:
+    plugin = Plugin()
+    register(plugin)
+    q, k, v = qkv()
+    attend(q, k, v)
+    forget()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    assert len(before) == 1
+    plugin.reasons = [Refusal("over_memory", "too much for now")]
+    for setting in ("locked", "tune"):
+        set_mode(setting)
+        forget()
+        assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+        assert counted(heuristic=1)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+
+
+def test_another_number_of_threads_is_another_machine() -> None:
+    q, k, v = qkv()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        attend(q, k, v)
+        torch.set_num_threads(2)
+        assert explain(q, k, v).source == "heuristic"
+        attend(q, k, v)
+        assert counted(measured=2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_settings_of_the_newer_matmul_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it was used, torch refuses to answer by the older one."""
+    code = (
+        "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; from attn_dispatch import attend, explain;"
+        "x = torch.randn(1, 8, 2, 4); attend(x, x, x); attend(x, x, x); print(explain(x, x, x).problem)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "matmul high" in done.stdout
+
+
 @pytest.mark.parametrize("code", ["not_installed", "over_memory", "moon"])
 def test_a_refusal_is_a_status_and_a_reason(code: str) -> None:
     register(Plugin(reasons=[Refusal(code, "is not here"), Refusal("other", "nor there")]))

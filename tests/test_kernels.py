@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import types
 
 import pytest
 import torch
 
+from attn_dispatch import kernels, registry
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import CpuFlash, CudaEfficient, CudaFlash, Kernel
 from attn_dispatch.pattern import Dilated
@@ -38,6 +40,59 @@ def test_cuda_mask_is_spread_and_aligned(mask_shape: tuple[int, ...]) -> None:
     out, lse = kernel.forward(q, k, v, False, 0.5, mask)
     grads = kernel.backward(grad, q, k, v, out, lse, False, 0.5, mask)
     assert [tuple(x.shape) for x in grads] == [shape] * 3
+
+
+def test_efficient_backward_is_handed_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op takes the rows of lse and out as neighbours: a branch's views of the whole are not."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def op(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, out: torch.Tensor,
+           lse: torch.Tensor, *rest: object, **named: object) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        seen.update(q=q, k=k, v=v, grad=grad, out=out, lse=lse)
+        return q, k, v, q
+
+    monkeypatch.setattr(kernels, "aten", types.SimpleNamespace(_scaled_dot_product_efficient_attention_backward=op))
+    whole = torch.randn(1, 128, 8, 16)
+    part = whole[:, 1::2, 1::2]
+    lse = torch.randn(1, 128, 8)[:, 1::2, 1::2].transpose(1, 2)
+    CudaEfficient().backward(part, part, part, part, part, lse, False, 0.5, None)
+    assert seen["lse"].is_contiguous()
+    assert seen["out"].transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(seen["out"].transpose(1, 2), part, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.randn(1, 40, 2, 65)[..., :64],
+        torch.randn(1, 40, 2, 64)[:, :, :1].expand(1, 40, 2, 64),
+        torch.randn(40 * 2 * 64 + 1)[1:].view(1, 40, 2, 64),
+        torch.randn(1, 40, 64, 2).transpose(2, 3),
+    ],
+    ids=["odd rows", "expanded", "odd start", "turned"],
+)
+def test_cuda_rows_start_on_whole_vectors(view: torch.Tensor) -> None:
+    aligned = kernels._aligned(view)
+    assert aligned.data_ptr() % 16 == 0
+    assert all(stride * 4 % 16 == 0 and stride > 0 for stride in aligned.stride()[:-1])
+    torch.testing.assert_close(aligned, view, rtol=0, atol=0)
+    assert kernels._aligned(aligned) is aligned
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_mask", "manual"])
+def test_large_gradients_through_lse_in_float16(name: str) -> None:
+    """As a gradient scaler makes them: what float32 can hold must not overflow on the way."""
+    problem = Case("half", Dilated((8, 16), (1, 2), True), (1, 24, 2, 8)).problem(torch.float16, needs_grad=True)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 24, 2, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    result = registry.load(name).run(q, k, v, problem)
+    assert isinstance(result, tuple)
+    (dq,) = torch.autograd.grad((result[1] * 1e5).sum(), q, retain_graph=True)
+    (small,) = torch.autograd.grad(result[1].sum(), q)
+    assert bool(dq.isfinite().any())
+    finite = dq.isfinite()
+    size = float(dq[finite].abs().max())
+    assert float((dq - small.float() * 1e5)[finite].abs().max()) < 8 * torch.finfo(torch.float16).eps * size
 
 
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "grad"])

@@ -440,6 +440,14 @@ def test_only_profiles_are_shipped(package: Path) -> None:
     assert store.shipped("../secret") == {}
 
 
+def test_files_are_as_open_as_the_users_others(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    path = Store(tmp_path).put(decision())
+    assert path is not None
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
 def test_the_real_package_is_looked_into() -> None:
     assert store.shipped(SILICON) == {}
 
