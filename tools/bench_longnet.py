@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,21 +31,25 @@ HEADS, HEAD_DIM = 8, 64
 LONG = 425_984
 
 
-def against_mask(pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+def against_mask(
+    pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int, backward: bool = False
+) -> dict[str, Any]:
     """sdpa's branches, sdpa_mask, PyTorch's attention handed the whole mask, and dense attention, in turns."""
-    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype).requires_grad_(backward) for _ in range(3))
     problem, dense = Problem.of(q, k, v, pattern), Problem.of(q, k, v, Dense(pattern.is_causal))
     mask = torch.empty(1, HEADS, tokens, tokens, dtype=dtype)
     for start in range(0, tokens, 256):
         counts = pattern.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(start, min(start + 256, tokens)))
         mask[0, :, start : start + 256] = counts.float().log()
     q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "sdpa": lambda: sdpa.run(q, k, v, problem),
         "sdpa_mask": lambda: sdpa_mask.run(q, k, v, problem),
         "torch_with_mask": lambda: scaled_dot_product_attention(q_first, k_first, v_first, attn_mask=mask),
         "dense": lambda: sdpa.run(q, k, v, dense),
     }
+    if backward:
+        calls = {name: trained(call, (q, k, v)) for name, call in calls.items()}
     turns: Turns = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None)
     found = turns.timings
     rates = {
@@ -56,6 +61,7 @@ def against_mask(pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int)
         "pattern": str(pattern),
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
+        "backward": backward,
         **{name: timing(one) for name, one in found.items()},
         "sdpa_mask_over_sdpa": ratio(found["sdpa_mask"], found["sdpa"]),
         "torch_with_mask_over_sdpa": ratio(found["torch_with_mask"], found["sdpa"]),
@@ -63,6 +69,17 @@ def against_mask(pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int)
         "dense_over_sdpa_flops": sdpa.flops(dense) / sdpa.flops(problem),
         "share_of_dense_rate": rates["sdpa_gflops"] / rates["dense_gflops"],
     }
+
+
+def trained(call: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    """The call and its backward pass."""
+
+    def run() -> Any:
+        result = call()
+        out = result if isinstance(result, torch.Tensor) else result[0]
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    return run
 
 
 def long_forward(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -115,6 +132,10 @@ def main() -> None:
         against_mask(pattern, 8192, dtype, arguments.rounds)
         for pattern in (PATTERN, CAUSAL)
         for dtype in (torch.float32, torch.bfloat16)
+    ]
+    masked += [
+        against_mask(pattern, 8192, torch.float32, min(3, arguments.rounds), backward=True)
+        for pattern in (PATTERN, CAUSAL)
     ]
     print(masked)
     write(

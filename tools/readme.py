@@ -38,7 +38,8 @@ def figures() -> str:
     rows = [("figure", "measured", "command"), ("---", "---", "---")]
     for one in longnet["masked"]:
         causal = ", causal" if "causal" in one["pattern"] else ""
-        shape = f"{one['tokens']:,} tokens, {one['dtype']}{causal}"
+        backward = ", forward + backward" if one["backward"] else ""
+        shape = f"{one['tokens']:,} tokens, {one['dtype']}{causal}{backward}"
         again = "`python -m tools.bench_longnet`"
         rows += [
             (
