@@ -199,6 +199,9 @@ class _Trial:
                 yield self._row(candidate, "failed", _one_line(self.turns.failures[candidate.name]))
             elif timing is None:
                 yield row
+            elif candidate.name in self.turns.cold:
+                # One cold call, with all that is built once, is no measure of the calls to come.
+                yield self._cold(candidate, row)
             else:
                 yield self._timed(candidate, row, timing, best)
 
@@ -219,10 +222,20 @@ class _Trial:
             error=row.error,
         )
 
+    def _cold(self, candidate: Candidate, row: Row) -> Row:
+        assert self.turns is not None
+        ratio = self.turns.dropped[candidate.name]
+        return self._row(
+            candidate,
+            "not_measured",
+            f"its first call took {ratio:.1f} times as long as the fastest's, and the budget was gone",
+            first_ms=row.first_ms,
+            peak_bytes=row.peak_bytes,
+            error=row.error,
+        )
+
     def _remark(self, name: str, status: str, ratio: float) -> str:
         assert self.turns is not None
-        if name in self.turns.cold:
-            return f"{self.turns.dropped[name]:.1f} times the fastest by its first call, the budget was gone"
         if name in self.turns.dropped:
             return f"{self.turns.dropped[name]:.1f} times the fastest after one round, not tried again"
         if status == "tie" and not 0.9 < ratio < 1.1:

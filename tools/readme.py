@@ -76,7 +76,7 @@ def figures() -> str:
 
 
 def explained() -> str:
-    return f"```\n{load('routes')['example']}\n```"
+    return f"```\n{load('explain')['text']}\n```"
 
 
 def filled(text: str) -> str:
