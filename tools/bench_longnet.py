@@ -87,13 +87,13 @@ def long_forward(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
     free = available_bytes(torch.device("cpu"))
     before = peak_rss()
-    seconds = []
+    least, peak = 4 * q.numel() * q.itemsize, 0
+    seconds: list[float] = []
     with torch.no_grad():
         for _ in range(2):
             start = time.perf_counter()
             out = attend(q, k, v, PATTERN, backend="sdpa")
             seconds.append(time.perf_counter() - start)
-            least = 4 * q.numel() * q.itemsize
             peak = peak_rss()
             if len(seconds) == 1:
                 del out

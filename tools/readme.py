@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +33,30 @@ def interval(ratio: Any) -> str:
     return f"{ratio['median']:.1f} ({ratio['low']:.1f} to {ratio['high']:.1f})"
 
 
-def figures() -> str:
-    longnet, dispatch, routes = load("longnet"), load("dispatch"), load("routes")
-    long = longnet["long"]
-    rows = [("figure", "measured", "command"), ("---", "---", "---")]
+def masked(longnet: Any) -> str:
+    head = (
+        "problem, 8,192 tokens",
+        "PyTorch with a ready mask / `sdpa`",
+        "`sdpa_mask` / `sdpa`",
+        "FLOP rate / dense's",
+    )
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for one in longnet["masked"]:
         causal = ", causal" if "causal" in one["pattern"] else ""
-        backward = ", forward + backward" if one["backward"] else ""
-        shape = f"{one['tokens']:,} tokens, {one['dtype']}{causal}{backward}"
-        again = "`python -m tools.bench_longnet`"
-        rows += [
-            (
-                f"PyTorch's attention with a ready mask / `sdpa`, {shape}",
-                interval(one["torch_with_mask_over_sdpa"]),
-                again,
-            ),
-            (f"`sdpa_mask` / `sdpa`, {shape}", interval(one["sdpa_mask_over_sdpa"]), again),
-            (f"arithmetic of dense attention / that of `sdpa`, {shape}", f"{one['dense_over_sdpa_flops']:.1f}", again),
-            (f"FLOP rate of `sdpa` / that of dense attention, {shape}", f"{one['share_of_dense_rate']:.2f}", again),
-        ]
+        kind = "forward + backward" if one["backward"] else "forward"
+        times = interval(one["torch_with_mask_over_sdpa"]), interval(one["sdpa_mask_over_sdpa"])
+        rows.append((f"{one['dtype']}{causal}, {kind}", *times, f"{one['share_of_dense_rate']:.2f}"))
+    return table(rows)
+
+
+def others(longnet: Any, dispatch: Any, routes: Any) -> str:
+    long, counted = longnet["long"], routes["counters"]
+    rows = [("figure", "measured", "command"), ("---", "---", "---")]
     speed = f"{long['tokens_per_s']:,.0f} tokens/s, peak {long['peak_above_qkv_out']:.1%} above q, k, v and out"
     rows.append((f"forward, {long['tokens']:,} tokens, {long['dtype']}", speed, "`python -m tools.bench_longnet`"))
-    counted = routes["counters"]
-    again = "`python -m tools.bench_routes`"
     settled = f"{counted['loaded']} of {routes['problems']} routed from disk, {counted['measured']} measured again"
-    rows.append((f"{routes['problems']} problems, 1,024 to 32,768 tokens, in a second process", settled, again))
+    about = f"{routes['problems']} problems, 1,024 to 32,768 tokens, in a second process"
+    rows.append((about, settled, "`python -m tools.bench_routes`"))
     again = "`python -m tools.bench_dispatch`"
     for name, about in (
         ("dense_sdpa", "of `sdpa`, dense"),
@@ -68,11 +68,24 @@ def figures() -> str:
         rows.append((f"what `attend()` adds on a hit to the call {about}", added, again))
     imported = f"{dispatch['import_attend_after_torch_ms']:.0f} ms"
     rows.append(("`from attn_dispatch import attend`, after torch", imported, again))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows)
+
+
+def figures() -> str:
+    longnet = load("longnet")
+    first = longnet["masked"][0]
+    ratio, cost = first["dense_over_sdpa_flops"], first["torch_with_mask"]["median_ms"] / first["dense"]["median_ms"]
     about = (
-        f"{longnet['pattern']}, 8 heads of 64, batch 1, forward, unless it says otherwise; medians of interleaved runs"
+        f"{machine(longnet)}. On CUDA: not measured.\n\n{longnet['pattern']}, batch 1, 8 heads of 64, by "
+        f"`python -m tools.bench_longnet`: medians of interleaved runs with 95 % intervals. Dense attention does "
+        f"{ratio:.1f} times the arithmetic (a mask saves none of it: {2 * ratio:.1f} times against causal), and with "
+        f"the mask it takes {cost:.2f} times as long as without: that bounds the ratios here."
     )
-    return f"{machine(longnet)}. {about}, with 95 % intervals. On CUDA: not measured.\n\n{table}"
+    return f"{about}\n\n{masked(longnet)}\n\n{others(longnet, load('dispatch'), load('routes'))}"
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def explained() -> str:
