@@ -308,7 +308,8 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
 
     CUDA: the caching allocator's own count, whose peak statistics of the device are reset. CPU: how far the process's
     resident memory rose, from Linux's high-water mark, which is reset: scratch memory of libraries and what other
-    threads take meanwhile count too, pages that were never touched do not, and below a few hundred KiB it is noise.
+    threads take meanwhile count too, and freed blocks that the C library keeps; pages that were never touched do
+    not, and below a few hundred KiB it is noise.
     None for other devices, or where the mark cannot be reset. Errors of ``call`` propagate.
     """
     if device.type == "cuda":

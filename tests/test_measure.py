@@ -7,6 +7,8 @@ import math
 import os
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -406,34 +408,31 @@ def test_allocated_peak_sees_inside_an_operator() -> None:
     assert held < peak < held + MIB * torch.get_num_threads()
 
 
-def touched(mib: int) -> torch.Tensor:
-    return torch.ones(mib * MIB, dtype=torch.uint8)
+# In a process of its own: what an older heap keeps of freed blocks is resident too.
+RESIDENT = """
+import torch
+from attn_dispatch import measure
 
+def touched(mib):
+    return torch.ones(mib << 20, dtype=torch.uint8)
 
-def touched_nested() -> None:
+def nested():
     outer = touched(128)
     inner = touched(64)
     del outer, inner
     touched(160)
 
-
-needs_mark = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
-
-
-@needs_mark
-@pytest.mark.parametrize(("call", "expected_mib"), [(lambda: touched(96), 96), (touched_nested, 192)])
-def test_cpu_peak_is_what_becomes_resident(call: Callable[[], object], expected_mib: int) -> None:
-    for _ in range(2):
-        peak = measure.peak_bytes(call, CPU)[1]
-        assert peak == pytest.approx(expected_mib * MIB, abs=4 * MIB)
+touched(512)
+before = touched(64)
+for call in (lambda: None, lambda: touched(96), nested, lambda: touched(32)):
+    print(measure.peak_bytes(call, torch.device("cpu"))[1] / 2**20)
+"""
 
 
-@needs_mark
-def test_cpu_peak_counts_from_what_was_there_before() -> None:
-    touched(512)
-    before = touched(64)
-    assert measure.peak_bytes(lambda: touched(32), CPU)[1] == pytest.approx(32 * MIB, abs=4 * MIB)
-    assert before.nbytes == 64 * MIB
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
+def test_cpu_peak_is_what_becomes_resident() -> None:
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
+    assert [float(line) for line in done.stdout.split()] == pytest.approx([0, 96, 192, 32], abs=4)
 
 
 def test_peak_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
