@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from attn_dispatch import decisions, dispatch, registry, store
@@ -29,3 +31,18 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         table.clear()
     for cached in (store._say_once, store.shipped, registry._warn_once):
         cached.cache_clear()
+
+
+@pytest.fixture
+def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread: several wait for one another where other processes have the cores, which no median evens out."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "300")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def set_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda mode: monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)

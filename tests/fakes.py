@@ -1,4 +1,4 @@
-"""Made-up machines for test_machine.py and test_memory.py: files, torch device properties and NVML."""
+"""Made-up machines: their name, files, torch device properties, NVML and meshes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from attn_dispatch import machine, memory
 
 MIB, GIB = 1 << 20, 1 << 30
+SILICON = "cpu-made-up-8c-8t"
 
 
 def forget() -> None:
@@ -40,6 +41,10 @@ H100 = props(
 )
 GTX1080 = props("NVIDIA GeForce GTX 1080", (6, 1), 20, 2 * MIB, 8_510_701_568, uuid="bbbb-2", pci_bus_id=0x2B)
 SLICE = props("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 14, 5 * MIB, 5_100_273_664, uuid="cccc-3")
+
+
+def mesh(ranks: int) -> SimpleNamespace:
+    return SimpleNamespace(size=lambda: ranks)
 
 
 class FakeNvmlError(Exception):

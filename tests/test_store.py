@@ -21,8 +21,8 @@ from attn_dispatch import candidates, decisions, store
 from attn_dispatch.machine import silicon
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Bundle, Decision, Row, Store
+from tests.fakes import SILICON
 
-SILICON = "cpu-made-up-8c-8t"
 KEY = "0123456789abcdef0123"
 OTHER = "f" * 20
 

@@ -1,0 +1,41 @@
+"""The names that the package gives out."""
+
+from __future__ import annotations
+
+import pytest
+
+import attn_dispatch
+
+PUBLIC = [
+    "AttnDispatchError",
+    "BackendFailed",
+    "Dense",
+    "Dilated",
+    "Explanation",
+    "GroupMismatch",
+    "InvalidInput",
+    "Neighborhood",
+    "NoBackend",
+    "NotDecided",
+    "Problem",
+    "Window",
+    "attend",
+    "counters",
+    "explain",
+    "hardware",
+    "profile",
+    "record",
+    "register",
+]
+
+
+def test_public_names() -> None:
+    assert attn_dispatch.__all__ == PUBLIC
+    assert all(getattr(attn_dispatch, name).__name__ == name for name in PUBLIC)
+    assert set(PUBLIC) <= set(dir(attn_dispatch))
+
+
+def test_other_names() -> None:
+    assert attn_dispatch.__version__.count(".") >= 1
+    with pytest.raises(AttributeError, match="has no attribute 'atend'"):
+        attn_dispatch.atend  # noqa: B018
