@@ -21,7 +21,7 @@ LAYERS = (
     ("machine",),
     ("problem", "order"),
     ("contract",),
-    ("pieces", "kernels", "example"),
+    ("pieces", "kernels", "native", "example"),
     ("branches",),
     ("backends",),
     ("registry", "verify"),

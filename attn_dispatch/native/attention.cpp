@@ -1,0 +1,622 @@
+// Attention on a CPU in one pass over the keys. A tile of queries is packed once, with queries along the vector lanes,
+// and keys and values are read where they lie. Lanes never exchange data: neither K nor V is transposed, the softmax is a
+// maximum and a sum over registers, and all the dilated branches of a tile share it.
+//
+// Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, for the backward pass.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using i64 = std::int64_t;
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+
+// W float lanes make a vector. A register tile is MR x NV vectors of sums, NV vectors of one operand and a scalar of the
+// other: as many independent sums as the registers hold, and few loads for each.
+#if defined(__AVX512F__)
+constexpr int W = 16, NV = 4, MR = 6;
+#elif defined(__AVX2__)
+constexpr int W = 8, NV = 2, MR = 6;
+#else
+constexpr int W = 4, NV = 4, MR = 4;
+#endif
+constexpr int T = 64;    // queries of a tile: enough work for each key that reading keys costs little
+constexpr int KEYS = 192; // keys between two rescalings: few, and their scores stay in the second cache; even
+constexpr int CACHE_LINE = 64;
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+constexpr float NEVER = std::numeric_limits<float>::infinity();
+constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
+static_assert(T % (NV * W) == 0, "a tile is whole register tiles");
+
+typedef float vec __attribute__((vector_size(W * 4)));
+typedef int ivec __attribute__((vector_size(W * 4)));
+
+template <class V = vec> inline V load(const void* p) { V x; std::memcpy(&x, p, sizeof x); return x; }
+template <class V> inline void store(void* p, V x) { std::memcpy(p, &x, sizeof x); }
+inline vec splat(float x) { return x - vec{}; }
+
+inline vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// 2^x for x <= 0, 0 for -inf. The polynomial, fitted on [-1/2, 1/2], is off by 2e-8 of the result.
+inline vec exp2_(vec x) {
+    x = larger(x, splat(-160.0f));
+#if defined(__AVX512F__)
+    vec whole = (vec)_mm512_roundscale_ps((__m512)x, 8);
+#else
+    const vec shift = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
+    vec whole = (x + shift) - shift;
+#endif
+    vec f = x - whole, p = splat(1.534581242594868e-4f);
+    for (float c : {1.3399930903688073e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f, 2.4022646248340607e-1f,
+                    6.931471824645996e-1f, 1.0f})
+        p = p * f + splat(c);
+#if defined(__AVX512F__)
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    vec scaled = (vec)((ivec)p + (__builtin_convertvector(whole, ivec) << 23));
+    return whole < splat(-125.0f) ? vec{} : scaled;
+#endif
+}
+
+// Element types, and how a block of rows is widened to float.
+
+struct Bf16 { u16 bits; };
+struct Half { u16 bits; };
+
+inline float widen(float x) { return x; }
+inline float widen(Bf16 x) { u32 bits = (u32)x.bits << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+inline float widen(Half x) { _Float16 y; std::memcpy(&y, &x, 2); return (float)y; }
+
+template <class E> inline E narrow(float x);
+template <> inline float narrow<float>(float x) { return x; }
+template <> inline Bf16 narrow<Bf16>(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return {(u16)(bits >> 16 | 64)};
+    return {(u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)}; // to the nearest, ties to even
+}
+template <> inline Half narrow<Half>(float x) { _Float16 y = (_Float16)x; Half z; std::memcpy(&z, &y, 2); return z; }
+
+template <class E> inline void widen_row(const E* from, float* to, int n) {
+    for (int i = 0; i < n; i++) to[i] = widen(from[i]);
+}
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
+template <> inline void widen_row<Half>(const Half* from, float* to, int n) {
+    int i = 0;
+#if defined(__AVX512F__)
+    for (; i + W <= n; i += W) store(to + i, (vec)_mm512_cvtph_ps(load<__m256i>(from + i)));
+#else
+    for (; i + W <= n; i += W) store(to + i, (vec)_mm256_cvtph_ps(load<__m128i>(from + i)));
+#endif
+    for (; i < n; i++) to[i] = widen(from[i]);
+}
+#endif
+
+// How an operand is multiplied: floats one by one, or bfloat16 in pairs where the processor has that.
+
+struct Single {
+    using Scalar = float;
+    static vec spread(const void* p) { return splat(*(const float*)p); }
+    static vec add(vec sum, vec scalar, vec lanes) { return sum + scalar * lanes; }
+};
+
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+struct Pair {
+    using Scalar = u32;
+    static vec spread(const void* p) { return (vec)_mm512_set1_epi32(load<int>(p)); }
+    static vec add(vec sum, vec scalar, vec lanes) {
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)scalar, (__m512bh)lanes);
+    }
+};
+inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bits << 16; }
+#endif
+
+// Without it the sums go through the stack on their way to memory.
+#define UNROLL _Pragma("GCC unroll 8")
+
+// Three products. "Lanes" is [., T], queries along the lanes; rows lie `stride` bytes apart; each takes the vectors from
+// `from` to `to` of the tile.
+
+// scores[i][lane] = sum_d rows[i][d] * lanes[d][lane]
+template <class Op> struct Dot {
+    const char* rows;
+    i64 stride;
+    int depth;
+    const void* lanes;
+    float* scores;
+
+    template <int M, int N> void tile(int i0, int n0) const {
+        vec sum[M][N] = {};
+        const char* row = rows + i0 * stride;
+        const float* x = (const float*)lanes + n0 * W;
+        for (int d = 0; d < depth; d++) {
+            vec lane[N];
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * T + n * W);
+            UNROLL for (int i = 0; i < M; i++) {
+                vec scalar = Op::spread(row + i * stride + d * 4);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
+            }
+        }
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * T + (n0 + n) * W, sum[i][n]);
+    }
+};
+
+// sums[i][lane] += sum_t rows[t][i] * lanes[t][lane]
+template <class Op> struct Mix {
+    const char* rows;
+    i64 stride;
+    int keys;
+    const void* lanes;
+    float* sums;
+
+    template <int M, int N> void tile(int i0, int n0) const {
+        vec sum[M][N];
+        float* to = sums + i0 * T + n0 * W;
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * T + n * W);
+        const char* row = rows + i0 * 4;
+        const float* x = (const float*)lanes + n0 * W;
+        for (int t = 0; t < keys; t++) {
+            vec lane[N];
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * T + n * W);
+            UNROLL for (int i = 0; i < M; i++) {
+                vec scalar = Op::spread(row + t * stride + i * 4);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
+            }
+        }
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * T + n * W, sum[i][n]);
+    }
+};
+
+// rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], the vectors here being those of a row
+struct Spread {
+    float* rows;
+    i64 stride; // in floats
+    const float* lanes;
+    int first, last;
+    const float* others;
+    i64 width;
+
+    template <int M, int N> void tile(int i0, int n0) const {
+        vec sum[M][N];
+        float* to = rows + i0 * stride + n0 * W;
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * stride + n * W);
+        const float* x = lanes + i0 * T;
+        for (int l = first; l < last; l++) {
+            vec other[N];
+            UNROLL for (int n = 0; n < N; n++) other[n] = load(others + l * width + (n0 + n) * W);
+            UNROLL for (int i = 0; i < M; i++) {
+                vec scalar = splat(x[i * T + l]);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] += scalar * other[n];
+            }
+        }
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * stride + n * W, sum[i][n]);
+    }
+};
+
+template <int M, int N, class P> inline void columns(const P& product, int i, int n) { product.template tile<M, N>(i, n); }
+
+template <int M, class P> inline void row_of_tiles(const P& product, int i, int from, int to) {
+    int n = from;
+    for (; n + NV <= to; n += NV) columns<M, NV>(product, i, n);
+    if (to - n >= 2) { columns<M, 2>(product, i, n); n += 2; }
+    if (n < to) columns<M, 1>(product, i, n);
+}
+
+template <class P> void multiply(const P& product, int count, int from, int to) {
+    int i = 0;
+    for (; i + MR <= count; i += MR) row_of_tiles<MR>(product, i, from, to);
+    if (count - i >= 4) { row_of_tiles<4>(product, i, from, to); i += 4; }
+    if (count - i >= 2) { row_of_tiles<2>(product, i, from, to); i += 2; }
+    if (i < count) row_of_tiles<1>(product, i, from, to);
+}
+
+// What is asked for. The tables are described in tiles.py.
+
+struct Run { i64 key, step, count, lo, hi; };
+struct Tile { i64 query, step, count, run, runs; };
+struct View { void* data; i64 batch, row, head; }; // strides in elements; the entries of a row are neighbours
+
+struct Args {
+    View q, k, v, out, grad, dq, dk, dv; // dk and dv: float sums, `parts` of them, rows padded to whole vectors
+    float* lse;                          // [batch, heads, q_len]
+    const float* grad_lse;               // the same, or null
+    const Tile* tiles;
+    const Run* runs;
+    const i64* first_tile;
+    const i64* head_class;
+    const u8* seen;      // [batch, k_len], or null
+    const i64* seq_lens; // [batch], or null
+    i64 batch, heads, group, q_len, k_len, head_dim, dtype, threads, parts, part_stride;
+    double scale;
+
+    i64 keys_of(i64 b) const { return seq_lens ? seq_lens[b] : k_len; }
+    i64 queries_of(i64 b) const { return seq_lens ? seq_lens[b] : q_len; }
+    i64 lse_row(i64 b, i64 h) const { return (b * heads + h) * q_len; }
+};
+
+template <class E> inline E* head_of(const View& x, i64 b, i64 h) { return (E*)x.data + b * x.batch + h * x.head; }
+
+i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+i64 ceil_div(i64 a, i64 b) { return -floor_div(-a, b); }
+
+// Which of a run's keys the tile meets: [first, last) for some query, [full_first, full_last) for all of them.
+struct Span {
+    i64 first, last, full_first, full_last;
+
+    Span(const Tile& tile, const Run& run, i64 limit) {
+        i64 q0 = tile.query, q1 = tile.query + (tile.count - 1) * tile.step;
+        first = std::max<i64>(0, ceil_div(q0 + run.lo - run.key, run.step));
+        last = std::min({run.count, floor_div(q1 + run.hi - run.key, run.step) + 1, ceil_div(limit - run.key, run.step)});
+        full_first = ceil_div(q1 + run.lo - run.key, run.step);
+        full_last = floor_div(q0 + run.hi - run.key, run.step) + 1;
+    }
+    bool partial(i64 t, int keys) const { return t < full_first || t + keys > full_last; }
+};
+
+// The lanes that see a key: [from, to).
+struct Lanes {
+    int from, to;
+    Lanes(const Tile& tile, const Run& run, i64 t) {
+        i64 at = run.key + t * run.step - tile.query;
+        from = (int)std::clamp<i64>(ceil_div(at - run.hi, tile.step), 0, T);
+        to = (int)std::clamp<i64>(floor_div(at - run.lo, tile.step) + 1, 0, T);
+    }
+};
+
+// A block of keys of one run, and the vectors of lanes that see any of it.
+struct Block {
+    const Tile& tile;
+    const Run& run;
+    i64 t;
+    int keys, from, to;
+    bool partial;
+
+    Block(const Tile& tile, const Run& run, const Span& span, i64 t)
+        : tile(tile), run(run), t(t), keys((int)std::min<i64>(KEYS, span.last - t)), from(0),
+          to((int)(tile.count + W - 1) / W), partial(span.partial(t, keys)) {
+        if (!partial) return;
+        // Bounds only rise with the key: the first key has the first lane, the last one the last.
+        from = Lanes(tile, run, t).from / W;
+        to = std::min(to, (Lanes(tile, run, t + keys - 1).to + W - 1) / W);
+    }
+    i64 key(int i) const { return run.key + (t + i) * run.step; }
+
+    void hide(float* scores, const u8* seen) const {
+        if (partial) hide_far(scores);
+        for (int i = 0; seen && i < keys; i++)
+            if (!seen[key(i)])
+                for (int n = from; n < to; n++) store(scores + i * T + n * W, splat(NONE));
+    }
+    void hide_far(float* scores) const {
+        ivec first;
+        for (int i = 0; i < W; i++) first[i] = i;
+        for (int i = 0; i < keys; i++) {
+            Lanes see(tile, run, t + i);
+            for (int n = from; n < to; n++) {
+                ivec lane = first + n * W;
+                float* p = scores + i * T + n * W;
+                store(p, (lane >= see.from) & (lane < see.to) ? load(p) : splat(NONE));
+            }
+        }
+    }
+};
+
+// A thread's own memory.
+struct Scratch {
+    float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *memory;
+    float peak[T], total[T], delta[T];
+    int width; // of a padded row
+
+    explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
+        i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
+        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
+        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
+        i64 all = 0;
+        for (i64 size : sizes) all += size;
+        memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
+        float* at = memory;
+        for (int i = 0; i < 9; i++) { *parts[i] = at; at += sizes[i]; }
+    }
+    Scratch(const Scratch&) = delete;
+    ~Scratch() { std::free(memory); }
+};
+
+// Rows of queries to lanes; lanes past the last repeat it, and their results are dropped.
+template <class E> void pack(const View& x, const E* rows, const Tile& tile, int depth, float factor, float* lanes) {
+    int count = (int)tile.count, whole = (count + W - 1) / W * W;
+    for (int i = 0; i < whole; i++) {
+        const E* row = rows + (tile.query + std::min(i, count - 1) * tile.step) * x.row;
+        for (int d = 0; d < depth; d++) lanes[d * T + i] = widen(row[d]) * factor;
+    }
+}
+
+template <class E>
+void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float factor, float* to, int width) {
+    std::memset(to, 0, sizeof(float) * T * width);
+    for (int i = 0; i < tile.count; i++) {
+        const E* row = rows + (tile.query + i * tile.step) * x.row;
+        for (int d = 0; d < depth; d++) to[i * width + d] = widen(row[d]) * factor;
+    }
+}
+
+// The rows of a block as floats: where they lie if they are floats already.
+struct Rows { const char* data; i64 stride; };
+
+template <class E> Rows rows_of(const View& x, const E* head, const Block& block, int depth, float* to) {
+    for (int i = 0; i < block.keys; i++) widen_row(head + block.key(i) * x.row, to + i * depth, depth);
+    return {(const char*)to, (i64)sizeof(float) * depth};
+}
+template <> Rows rows_of<float>(const View& x, const float* head, const Block& block, int, float*) {
+    return {(const char*)(head + block.key(0) * x.row), (i64)sizeof(float) * block.run.step * x.row};
+}
+
+// How weights are handed to the product with V: as they are, or rounded to bfloat16, two keys in a lane.
+struct Floats {
+    template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
+        for (int t = 0; t < block.keys; t++) store(s.scores + t * T + n * W, weight(t));
+    }
+};
+
+#if defined(HAS_PAIRS)
+struct Pairs {
+    static __m512i round(vec x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+    template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
+        int t = 0;
+        for (; t + 1 < block.keys; t += 2) {
+            __m512i first = round(weight(t)), second = round(weight(t + 1));
+            store(s.other + t / 2 * T + n * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+        }
+        if (t < block.keys) store(s.other + t / 2 * T + n * W, round(weight(t)));
+    }
+};
+#endif
+
+// Scores to weights, against the running maximum; what was summed before fades. `unit`: scores to powers of two.
+template <class Form> void weigh(const Block& block, float unit, int depth, Scratch& s) {
+    for (int n = block.from; n < block.to; n++) {
+        float* x = s.scores + n * W;
+        vec old = load(s.peak + n * W), peak = old;
+        for (int t = 0; t < block.keys; t++) peak = larger(peak, load(x + t * T));
+        vec base = (peak == splat(NONE) ? vec{} : peak) * unit, fade = exp2_(old * unit - base);
+        vec total = load(s.total + n * W) * fade;
+        Form::put(s, block, n, [&](int t) {
+            vec p = exp2_(load(x + t * T) * unit - base);
+            total += p;
+            return p;
+        });
+        store(s.peak + n * W, peak);
+        store(s.total + n * W, total);
+        bool same = true;
+        for (int i = 0; i < W; i++) same &= fade[i] == 1.0f;
+        for (int d = 0; !same && d < depth; d++) {
+            float* sum = s.sums + d * T + n * W;
+            store(sum, load(sum) * fade);
+        }
+    }
+}
+
+// The forward pass of a tile in floats, whatever the inputs are.
+template <class E> struct Wide {
+    using Weights = Floats;
+    const Args& a;
+    Scratch& s;
+    const E *k, *v;
+    float unit = 1.0f;
+
+    Wide(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
+        : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
+        pack(a.q, head_of<E>(a.q, b, h), tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+    }
+    void score(const Block& block) {
+        int depth = (int)a.head_dim;
+        Rows rows = rows_of(a.k, k, block, depth, s.keys);
+        multiply(Dot<Single>{rows.data, rows.stride, depth, s.q, s.scores}, block.keys, block.from, block.to);
+    }
+    void mix(const Block& block) {
+        int depth = (int)a.head_dim;
+        Rows rows = rows_of(a.v, v, block, depth, s.values);
+        multiply(Mix<Single>{rows.data, rows.stride, block.keys, s.scores, s.sums}, depth, block.from, block.to);
+    }
+};
+
+#if defined(HAS_PAIRS)
+// The same with bfloat16 multiplied in pairs and summed in floats: neighbours of a row of K, neighbouring rows of V.
+struct Paired {
+    using Weights = Pairs;
+    const Args& a;
+    Scratch& s;
+    const Bf16 *k, *v;
+    float unit;
+
+    Paired(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
+        : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
+        float c = (float)(a.scale * LOG2_E);
+        // The inputs keep their bits, so that the scale comes after the product; -inf times 0 must not.
+        unit = c == 0.0f ? 1.0f : std::fabs(c);
+        u16 sign = c < 0.0f ? 0x8000 : 0, mask = c == 0.0f ? 0 : 0xffff;
+        const Bf16* q = head_of<Bf16>(a.q, b, h);
+        u32* lanes = (u32*)s.q;
+        int count = (int)tile.count, whole = (count + W - 1) / W * W;
+        auto entry = [&](Bf16 x) { return Bf16{(u16)((x.bits ^ sign) & mask)}; };
+        for (int i = 0; i < whole; i++) {
+            const Bf16* row = q + (tile.query + std::min(i, count - 1) * tile.step) * a.q.row;
+            for (int d = 0; d < a.head_dim; d += 2) lanes[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1]));
+        }
+    }
+    void score(const Block& block) {
+        const char* rows = (const char*)(k + block.key(0) * a.k.row);
+        i64 stride = (i64)sizeof(Bf16) * block.run.step * a.k.row;
+        multiply(Dot<Pair>{rows, stride, (int)a.head_dim / 2, s.q, s.scores}, block.keys, block.from, block.to);
+    }
+    void mix(const Block& block) {
+        int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
+        u32* rows = (u32*)s.values;
+        for (int t = 0; t < pairs; t++) {
+            const Bf16* first = v + block.key(2 * t) * a.v.row;
+            bool both = 2 * t + 1 < block.keys;
+            const Bf16* second = both ? first + block.run.step * a.v.row : first;
+            u32 mask = both ? 0xffffffff : 0xffff;
+            for (int d = 0; d < depth; d++) rows[t * depth + d] = pair_of(first[d], second[d]) & mask;
+        }
+        i64 stride = (i64)sizeof(u32) * depth;
+        multiply(Mix<Pair>{(const char*)rows, stride, pairs, s.other, s.sums}, depth, block.from, block.to);
+    }
+};
+#endif
+
+template <class E, class Products> void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, Scratch& s) {
+    const int depth = (int)a.head_dim;
+    Products products(a, s, tile, b, h);
+    std::fill_n(s.peak, T, NONE);
+    std::fill_n(s.total, T, 0.0f);
+    std::memset(s.sums, 0, sizeof(float) * depth * T);
+    for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
+        Span span(tile, a.runs[r], a.keys_of(b));
+        for (i64 t = span.first; t < span.last; t += KEYS) {
+            Block block(tile, a.runs[r], span, t);
+            products.score(block);
+            block.hide(s.scores, a.seen ? a.seen + b * a.k_len : nullptr);
+            weigh<typename Products::Weights>(block, products.unit, depth, s);
+            products.mix(block);
+        }
+    }
+    E* out = head_of<E>(a.out, b, h);
+    float* lse = a.lse + a.lse_row(b, h);
+    for (int i = 0; i < tile.count; i++) {
+        i64 p = tile.query + i * tile.step;
+        bool any = s.total[i] != 0.0f && p < a.queries_of(b);
+        float share = any ? 1.0f / s.total[i] : 0.0f;
+        for (int d = 0; d < depth; d++) out[p * a.out.row + d] = narrow<E>(any ? s.sums[d * T + i] * share : 0.0f);
+        lse[p] = any ? (float)(((double)s.peak[i] * products.unit + std::log2(s.total[i])) * LN_2) : NONE;
+    }
+}
+
+template <class E, class Products> void forward(const Args& a) {
+#pragma omp parallel num_threads((int)a.threads)
+    {
+        Scratch s((int)a.head_dim);
+        for (i64 head = 0; head < a.batch * a.heads; head++) {
+            i64 b = head / a.heads, h = head % a.heads, kind = a.head_class[h];
+#pragma omp for schedule(dynamic, 1) nowait
+            for (i64 i = a.first_tile[kind]; i < a.first_tile[kind + 1]; i++)
+                forward_tile<E, Products>(a, a.tiles[i], b, h, s);
+        }
+    }
+}
+
+// P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): the formula's own gradient, so that branches need no care.
+template <class E> void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
+    const int depth = (int)a.head_dim, width = s.width;
+    const E *q = head_of<E>(a.q, b, h), *out = head_of<E>(a.out, b, h), *grad = head_of<E>(a.grad, b, h);
+    const E *k = head_of<E>(a.k, b, h / a.group), *v = head_of<E>(a.v, b, h / a.group);
+    pack(a.q, q, tile, depth, (float)(a.scale * LOG2_E), s.q);
+    pack(a.grad, grad, tile, depth, 1.0f, s.grad);
+    pack_rows(a.q, q, tile, depth, (float)a.scale, s.q_rows, width);
+    pack_rows(a.grad, grad, tile, depth, 1.0f, s.grad_rows, width);
+    std::memset(s.sums, 0, sizeof(float) * depth * T);
+    for (int i = 0; i < T; i++) {
+        i64 p = tile.query + std::min<i64>(i, tile.count - 1) * tile.step;
+        float lse = a.lse[a.lse_row(b, h) + p], delta = 0.0f;
+        for (int d = 0; d < depth; d++) delta += widen(out[p * a.out.row + d]) * widen(grad[p * a.grad.row + d]);
+        s.delta[i] = delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
+        bool none = i >= tile.count || lse == NONE;
+        s.peak[i] = none ? NEVER : (float)(lse * LOG2_E);
+        if (none) s.delta[i] = 0.0f; // whatever dlse may be there
+    }
+    for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
+        Span span(tile, a.runs[r], a.keys_of(b));
+        for (i64 t = span.first; t < span.last; t += KEYS) {
+            Block block(tile, a.runs[r], span, t);
+            const int n0 = block.from, n1 = block.to, keys = block.keys;
+            Rows kr = rows_of(a.k, k, block, depth, s.keys), vr = rows_of(a.v, v, block, depth, s.values);
+            multiply(Dot<Single>{kr.data, kr.stride, depth, s.q, s.scores}, keys, n0, n1);
+            multiply(Dot<Single>{vr.data, vr.stride, depth, s.grad, s.other}, keys, n0, n1);
+            block.hide(s.scores, a.seen ? a.seen + b * a.k_len : nullptr);
+            for (int i = 0; i < keys; i++)
+                for (int n = n0; n < n1; n++) {
+                    float *x = s.scores + i * T + n * W, *dp = s.other + i * T + n * W;
+                    vec p = exp2_(load(x) - load(s.peak + n * W));
+                    store(x, p);
+                    store(dp, p * (load(dp) - load(s.delta + n * W)));
+                }
+            multiply(Mix<Single>{kr.data, kr.stride, keys, s.other, s.sums}, depth, n0, n1);
+            int first = n0 * W, last = std::min(n1 * W, (int)tile.count), vectors = width / W;
+            float *dk_row = dk + block.key(0) * a.dk.row, *dv_row = dv + block.key(0) * a.dv.row;
+            i64 step = block.run.step;
+            multiply(Spread{dk_row, step * a.dk.row, s.other, first, last, s.q_rows, width}, keys, 0, vectors);
+            multiply(Spread{dv_row, step * a.dv.row, s.scores, first, last, s.grad_rows, width}, keys, 0, vectors);
+        }
+    }
+    E* dq = head_of<E>(a.dq, b, h);
+    for (int i = 0; i < tile.count; i++)
+        for (int d = 0; d < depth; d++)
+            dq[(tile.query + i * tile.step) * a.dq.row + d] = narrow<E>(s.sums[d * T + i] * (float)a.scale);
+}
+
+// A thread owns the sums dk and dv of the key head, or of the part of its queries, that it works on.
+template <class E> void backward(const Args& a) {
+    const i64 kv_heads = a.heads / a.group;
+#pragma omp parallel num_threads((int)a.threads)
+    {
+        Scratch s((int)a.head_dim);
+#pragma omp for schedule(dynamic, 1)
+        for (i64 unit = 0; unit < a.batch * kv_heads * a.parts; unit++) {
+            i64 part = unit % a.parts, kv = unit / a.parts % kv_heads, b = unit / a.parts / kv_heads;
+            float* dk = head_of<float>(a.dk, b, kv) + part * a.part_stride;
+            float* dv = head_of<float>(a.dv, b, kv) + part * a.part_stride;
+            for (i64 h = kv * a.group; h < (kv + 1) * a.group; h++) {
+                i64 kind = a.head_class[h];
+                for (i64 i = a.first_tile[kind] + part; i < a.first_tile[kind + 1]; i += a.parts)
+                    backward_tile<E>(a, a.tiles[i], b, h, dk, dv, s);
+            }
+        }
+    }
+}
+
+} // namespace
+
+extern "C" {
+
+// dtype: 0 float, 1 bfloat16, 2 half.
+void attention_forward(const Args* args) {
+    if (args->dtype == 0) return forward<float, Wide<float>>(*args);
+    if (args->dtype == 2) return forward<Half, Wide<Half>>(*args);
+#if defined(HAS_PAIRS)
+    if (args->head_dim % 2 == 0) return forward<Bf16, Paired>(*args);
+#endif
+    forward<Bf16, Wide<Bf16>>(*args);
+}
+
+void attention_backward(const Args* args) {
+    if (args->dtype == 0) return backward<float>(*args);
+    if (args->dtype == 1) return backward<Bf16>(*args);
+    backward<Half>(*args);
+}
+
+int attention_vector_floats() { return W; }
+}

@@ -1,0 +1,124 @@
+"""From a pattern to tiles: queries in steps that share their keys, and the runs of keys that they see.
+
+Dilated branches differ in which queries they select, but queries a common multiple of all rates apart, inside one
+segment of every branch, are selected by the same ones. Tiles made of such queries never waste a lane, and take all
+their branches in one softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.problem import Problem
+
+TILE = 64  #: queries of a tile, as in attention.cpp
+PERIOD_LIMIT = 64  #: tokens after which the rates of a dilated pattern repeat together; past it tiles are mostly empty
+OPEN = 2**40  #: no bound: farther than any two positions
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tables for attention.cpp, int64.
+
+    Args:
+        tiles: [tiles, 5]: first query, step, count, first run, runs.
+        runs: [runs, 5]: first key, step, count, and the bounds `lo <= key - query <= hi` of what a query sees.
+        first_tile: [classes + 1]: where each class of heads starts in `tiles`.
+        head_class: [heads].
+    """
+
+    tiles: Tensor
+    runs: Tensor
+    first_tile: Tensor
+    head_class: Tensor
+
+
+def period(pattern: Pattern) -> int:
+    """Tokens after which all dilation rates have come round."""
+    return math.lcm(*pattern.dilation_rates) if isinstance(pattern, Dilated) else 1
+
+
+@lru_cache(maxsize=256)
+def tiles_of(problem: Problem) -> Tiles:
+    """The tiles of a dense, windowed or dilated pattern."""
+    pattern = problem.pattern
+    if isinstance(pattern, Dilated):
+        return _dilated(pattern, problem)
+    ahead = problem.k_len - problem.q_len
+    left, right = (None, 0 if pattern.is_causal else None) if isinstance(pattern, Dense) else _sides(pattern)
+    lo = -OPEN if left is None else ahead - left
+    hi = OPEN if right is None else ahead + right
+    first = torch.arange(0, problem.q_len, TILE)
+    count = (problem.q_len - first).clamp(max=TILE)
+    begin = (first + lo).clamp(0, problem.k_len)
+    end = (first + count + hi).clamp(0, problem.k_len)
+    one, number = torch.ones_like(first), torch.arange(len(first))
+    tiles = torch.stack([first, one, count, number, one], dim=1)
+    runs = torch.stack([begin, one, (end - begin).clamp(min=0), one * lo, one * hi], dim=1)
+    return Tiles(tiles, runs, torch.tensor([0, len(first)]), torch.zeros(problem.heads, dtype=torch.int64))
+
+
+def _sides(pattern: Pattern) -> tuple[int | None, int | None]:
+    assert isinstance(pattern, Window)
+    return pattern.left, pattern.right
+
+
+def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
+    classes: dict[tuple[int | None, ...], int] = {}
+    branches = range(len(pattern.branches))
+    head_class = [
+        classes.setdefault(tuple(pattern.head_offset(b, head, problem.heads) for b in branches), len(classes))
+        for head in range(problem.heads)
+    ]
+    tiles, runs, first_tile = [], [], [0]
+    for offsets in classes:
+        some_tiles, some_runs = _class_tiles(pattern, offsets, problem.q_len)
+        some_tiles[:, 3] += sum(map(len, runs))
+        tiles.append(some_tiles)
+        runs.append(some_runs)
+        first_tile.append(first_tile[-1] + len(some_tiles))
+    return Tiles(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), torch.tensor(head_class))
+
+
+def _class_tiles(pattern: Dilated, offsets: tuple[int | None, ...], tokens: int) -> tuple[Tensor, Tensor]:
+    """The tiles and runs of the heads with these offsets."""
+    step = period(pattern)
+    starts = torch.cat([torch.arange(0, tokens, w) for w, _ in pattern.branches]).unique()
+    ends = torch.cat([starts[1:], torch.tensor([tokens])])
+    # One row per interval between segment borders and residue in it.
+    first = (starts[:, None] + torch.arange(step)).flatten()
+    end = ends.repeat_interleave(step)
+    first, end = first[first < end], end[first < end]
+    found = []
+    for (w, r), offset in zip(pattern.branches, offsets):
+        begin = first // w * w
+        length = (begin + w).clamp(max=tokens) - begin
+        if offset is None:
+            selected = torch.zeros_like(first, dtype=torch.bool)
+            offset = 0
+        else:
+            selected = (first - begin) % r == offset
+        found.append((selected, begin + offset, (length - offset + r - 1) // r, r))
+    selected = torch.stack([one for one, _, _, _ in found], dim=1)
+    keys = torch.stack([torch.stack([k, torch.full_like(k, r), n], dim=1) for _, k, n, r in found], dim=1)
+    runs = keys[selected]
+    hi = 0 if pattern.is_causal else OPEN
+    runs = torch.cat([runs, torch.tensor([[-OPEN, hi]]).expand(len(runs), 2)], dim=1)
+    number = selected.sum(dim=1)
+    first_run = number.cumsum(0) - number
+    return _cut(first, (end - first + step - 1) // step, step, first_run, number), runs
+
+
+def _cut(first: Tensor, count: Tensor, step: int, first_run: Tensor, runs: Tensor) -> Tensor:
+    """Rows of queries cut into tiles."""
+    pieces = (count + TILE - 1) // TILE
+    row = torch.repeat_interleave(torch.arange(len(first)), pieces)
+    before = (torch.arange(len(row)) - (pieces.cumsum(0) - pieces)[row]) * TILE
+    size = (count[row] - before).clamp(max=TILE)
+    return torch.stack([first[row] + before * step, torch.full_like(row, step), size, first_run[row], runs[row]], dim=1)
