@@ -47,6 +47,7 @@ class Gate:
     rows: Tensor
     heads: Tensor
     grad: Tensor | None
+    grad_lse: Tensor | None
     expected: dict[str, Expected]
 
     @classmethod
@@ -54,17 +55,18 @@ class Gate:
         example = example.without_dropout()
         rows, heads = draw(example.problem, seed)
         rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
-        grad = None
+        grad = grad_lse = None
         if example.grad is not None:
             grad = torch.zeros_like(example.grad)
             grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
-        sample = _Sample.of(example, rows, heads)
+            grad_lse = _grad_lse(example.problem, rows, heads, seed)
+        sample = _Sample.of(example, rows, heads, grad_lse)
         exact, rounded = sample.evaluate(torch.float64), sample.evaluate(example.problem.dtype)
         slack = sample.slack(exact)
         expected = {
             name: Expected(value, 2 * _error(rounded[name], value) + slack[name]) for name, value in exact.items()
         }
-        return cls(example, rows, heads, grad, expected)
+        return cls(example, rows, heads, grad, grad_lse, expected)
 
     def run(self, backend: Backend) -> dict[str, Tensor]:
         """The candidate's tensors, at full size.
@@ -81,7 +83,10 @@ class Gate:
         out, lse = _parts(result)
         found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
         if self.grad is not None:
-            grads = torch.autograd.grad(out, (example.q, example.k, example.v), self.grad)
+            results, weights = [out], [self.grad]
+            if self.grad_lse is not None and lse is not None:
+                results, weights = [out, lse], [self.grad, self.grad_lse]
+            grads = torch.autograd.grad(results, (example.q, example.k, example.v), weights)
             found.update(zip(("dq", "dk", "dv"), grads))
         if versions != [x._version for x in inputs]:
             raise RuntimeError("wrote into its inputs")
@@ -124,6 +129,18 @@ def _parts(result: object) -> tuple[Tensor, Tensor | None]:
     raise TypeError(f"returned {type(result).__name__}, not out or (out, lse)")
 
 
+def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tensor | None:
+    """A gradient of lse [batch, heads, q_len], zero but for the rows and heads drawn, where lse was asked for."""
+    if not problem.return_lse:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    drawn = torch.randn(problem.batch, len(heads), len(rows), generator=generator, dtype=wide)
+    whole = torch.zeros(problem.batch, problem.heads, problem.q_len, dtype=wide, device=problem.device)
+    whole[:, heads[:, None], rows] = drawn.to(problem.device)
+    return whole
+
+
 def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Query rows and heads to compare: all of them if that is little work, else the ends and some between."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,17 +159,20 @@ class _Sample:
     k: Tensor
     v: Tensor
     grad: Tensor | None
+    grad_lse: Tensor | None
     counts: Tensor | None
     kv_index: Tensor
 
     @classmethod
-    def of(cls, example: Example, rows: Tensor, heads: Tensor) -> _Sample:
+    def of(cls, example: Example, rows: Tensor, heads: Tensor, grad_lse: Tensor | None) -> _Sample:
         problem, masks = example.problem, example.masks
         kv, index = torch.unique(heads // (problem.heads // problem.kv_heads), return_inverse=True)
         grad = None if example.grad is None else example.grad[:, rows[:, None], heads]
         counts = manual.counts_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
         q = example.q.detach()[:, rows[:, None], heads]
-        return cls(problem, q, example.k.detach()[:, :, kv], example.v.detach()[:, :, kv], grad, counts, index)
+        keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
+        lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]
+        return cls(problem, q, keys, values, grad, lse, counts, index)
 
     def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """out, lse and, where there is a gradient, dq, dk, dv, worked out in one dtype; float64 for the exact ones."""
@@ -163,7 +183,10 @@ class _Sample:
             out, lse = (manual.formula if exact else _rounded)(q, keys, values, self.counts, self.problem.scale)
             found = {"out": out.detach(), "lse": lse.detach()}
             if self.grad is not None:
-                found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), self.grad.to(dtype))))
+                results, weights = [out], [self.grad.to(dtype)]
+                if self.grad_lse is not None:
+                    results, weights = [out, lse], [*weights, self.grad_lse.to(lse.dtype)]
+                found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), weights)))
         return found
 
     def slack(self, exact: dict[str, Tensor]) -> dict[str, float]:
@@ -194,6 +217,8 @@ class _Sample:
         if self.grad is not None:
             grad = self.grad.double().abs()
             delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].abs()).unsqueeze(-1)
+            if self.grad_lse is not None:
+                delta += self.grad_lse.double().abs().unsqueeze(-1)
             ds = p * (growth * (torch.einsum("bqhd,bkhd->bhqk", grad, values) + delta) + last * delta) * scale
             rounded["dq"] += _largest(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
             rounded["dk"] += self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", ds, q))

@@ -131,7 +131,8 @@ class _Native(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (*_backward(*grad_outputs, *ctx.saved_tensors, ctx.call), None)
+        grad, grad_lse = grad_outputs
+        return (*_backward(grad, grad_lse, ctx.saved_tensors, ctx.call), None)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
@@ -146,15 +147,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
 
 
 def _backward(
-    grad: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: _Call,
+    grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     problem, parts = call.problem, _parts(call.problem)
     grad = _dense_rows(torch.zeros((), dtype=q.dtype).expand_as(q) if grad is None else grad)
     q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch import counters, decisions, dispatch
+from attn_dispatch import counters, decisions, dispatch, registry
 from attn_dispatch.backends import manual
 from attn_dispatch.contract import Refusal
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem
 
-BUILT_IN = ["sdpa", "sdpa_mask", "manual"]
+BUILT_IN = list(registry.names())
+RUN_HERE = ["sdpa", "sdpa_mask", "native", "manual"]  #: what a plain problem on a CPU can be run by
 
 
 def qkv(length: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

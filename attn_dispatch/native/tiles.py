@@ -76,10 +76,12 @@ def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
         classes.setdefault(tuple(pattern.head_offset(b, head, problem.heads) for b in branches), len(classes))
         for head in range(problem.heads)
     ]
-    tiles, runs, first_tile = [], [], [0]
+    tiles: list[Tensor] = []
+    runs: list[Tensor] = []
+    first_tile = [0]
     for offsets in classes:
         some_tiles, some_runs = _class_tiles(pattern, offsets, problem.q_len)
-        some_tiles[:, 3] += sum(map(len, runs))
+        some_tiles[:, 3] += sum(len(before) for before in runs)
         tiles.append(some_tiles)
         runs.append(some_runs)
         first_tile.append(first_tile[-1] + len(some_tiles))
@@ -89,7 +91,7 @@ def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
 def _class_tiles(pattern: Dilated, offsets: tuple[int | None, ...], tokens: int) -> tuple[Tensor, Tensor]:
     """The tiles and runs of the heads with these offsets."""
     step = period(pattern)
-    starts = torch.cat([torch.arange(0, tokens, w) for w, _ in pattern.branches]).unique()
+    starts = torch.unique(torch.cat([torch.arange(0, tokens, w) for w, _ in pattern.branches]))
     ends = torch.cat([starts[1:], torch.tensor([tokens])])
     # One row per interval between segment borders and residue in it.
     first = (starts[:, None] + torch.arange(step)).flatten()
