@@ -33,6 +33,7 @@ constexpr int W = 4, NV = 4, MR = 4;
 #endif
 constexpr int T = 64;    // queries of a tile: enough work for each key that reading keys costs little
 constexpr int KEYS = 192; // keys between two rescalings: few, and their scores stay in the second cache; even
+constexpr int PARTIAL = 64; // keys at once where lanes differ in what they see
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 constexpr float NEVER = std::numeric_limits<float>::infinity();
@@ -190,8 +191,9 @@ template <class Op> struct Mix {
     }
 };
 
-// rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], the vectors here being those of a row
-struct Spread {
+// rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], the vectors here being those of a row; `first` and `last`
+// count lanes, or pairs of them
+template <class Op> struct Spread {
     float* rows;
     i64 stride; // in floats
     const float* lanes;
@@ -209,8 +211,8 @@ struct Spread {
             vec other[N];
             UNROLL for (int n = 0; n < N; n++) other[n] = load(others + l * width + (n0 + n) * W);
             UNROLL for (int i = 0; i < M; i++) {
-                vec scalar = splat(x[i * T + l]);
-                UNROLL for (int n = 0; n < N; n++) sum[i][n] += scalar * other[n];
+                vec scalar = Op::spread(x + i * T + l);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, other[n]);
             }
         }
         UNROLL for (int i = 0; i < M; i++)
@@ -275,6 +277,12 @@ struct Span {
         full_first = ceil_div(q1 + run.lo - run.key, run.step);
         full_last = floor_div(q0 + run.hi - run.key, run.step) + 1;
     }
+    // How many keys from t on to take at once. Where not every query sees every key, few: lanes are left out by block.
+    int block(i64 t) const {
+        if (t >= full_first && t < full_last) return (int)std::min<i64>(KEYS, std::min(full_last, last) - t);
+        i64 end = t < full_first ? std::min(last, std::max(full_first, t + 1)) : last;
+        return (int)std::min<i64>(PARTIAL, end - t);
+    }
     bool partial(i64 t, int keys) const { return t < full_first || t + keys > full_last; }
 };
 
@@ -297,7 +305,7 @@ struct Block {
     bool partial;
 
     Block(const Tile& tile, const Run& run, const Span& span, i64 t)
-        : tile(tile), run(run), t(t), keys((int)std::min<i64>(KEYS, span.last - t)), from(0),
+        : tile(tile), run(run), t(t), keys(span.block(t)), from(0),
           to((int)(tile.count + W - 1) / W), partial(span.partial(t, keys)) {
         if (!partial) return;
         // Bounds only rise with the key: the first key has the first lane, the last one the last.
@@ -356,13 +364,51 @@ template <class E> void pack(const View& x, const E* rows, const Tile& tile, int
 }
 
 template <class E>
-void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float factor, float* to, int width) {
+void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float* to, int width) {
     std::memset(to, 0, sizeof(float) * T * width);
     for (int i = 0; i < tile.count; i++) {
         const E* row = rows + (tile.query + i * tile.step) * x.row;
-        for (int d = 0; d < depth; d++) to[i * width + d] = widen(row[d]) * factor;
+        for (int d = 0; d < depth; d++) to[i * width + d] = widen(row[d]);
     }
 }
+
+#if defined(HAS_PAIRS)
+// Rows of queries to lanes, two neighbours of a row in each. The inputs keep their bits, so that all of `factor` but its
+// sign is returned, for the product.
+float pack_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, float factor, float* lanes) {
+    u16 sign = factor < 0.0f ? 0x8000 : 0, mask = factor == 0.0f ? 0 : 0xffff;
+    auto entry = [&](Bf16 e) { return Bf16{(u16)((e.bits ^ sign) & mask)}; };
+    int count = (int)tile.count, whole = (count + W - 1) / W * W;
+    for (int i = 0; i < whole; i++) {
+        const Bf16* row = rows + (tile.query + std::min(i, count - 1) * tile.step) * x.row;
+        for (int d = 0; d < depth; d += 2) ((u32*)lanes)[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1]));
+    }
+    return factor == 0.0f ? 1.0f : std::fabs(factor); // hidden scores are -inf, and stay so
+}
+
+// Two rows of queries in each, where rows are summed.
+void pack_row_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, u32* to, int width) {
+    std::memset(to, 0, sizeof(u32) * T / 2 * width);
+    for (int i = 0; i < tile.count; i += 2) {
+        const Bf16* first = rows + (tile.query + i * tile.step) * x.row;
+        bool both = i + 1 < tile.count;
+        for (int d = 0; d < depth; d++)
+            to[i / 2 * width + d] = pair_of(first[d], both ? first[tile.step * x.row + d] : Bf16{0});
+    }
+}
+
+// Two keys of a block in each.
+void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
+    i64 next = block.run.step * x.row;
+    for (int t = 0; t < block.keys; t += 2) {
+        const Bf16* first = head + block.key(t) * x.row;
+        if (t + 1 < block.keys)
+            for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = pair_of(first[d], first[next + d]);
+        else
+            for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = first[d].bits;
+    }
+}
+#endif
 
 // The rows of a block as floats: where they lie if they are floats already.
 struct Rows { const char* data; i64 stride; };
@@ -455,18 +501,7 @@ struct Paired {
 
     Paired(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
-        float c = (float)(a.scale * LOG2_E);
-        // The inputs keep their bits, so that the scale comes after the product; -inf times 0 must not.
-        unit = c == 0.0f ? 1.0f : std::fabs(c);
-        u16 sign = c < 0.0f ? 0x8000 : 0, mask = c == 0.0f ? 0 : 0xffff;
-        const Bf16* q = head_of<Bf16>(a.q, b, h);
-        u32* lanes = (u32*)s.q;
-        int count = (int)tile.count, whole = (count + W - 1) / W * W;
-        auto entry = [&](Bf16 x) { return Bf16{(u16)((x.bits ^ sign) & mask)}; };
-        for (int i = 0; i < whole; i++) {
-            const Bf16* row = q + (tile.query + std::min(i, count - 1) * tile.step) * a.q.row;
-            for (int d = 0; d < a.head_dim; d += 2) lanes[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1]));
-        }
+        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
     }
     void score(const Block& block) {
         const char* rows = (const char*)(k + block.key(0) * a.k.row);
@@ -475,16 +510,8 @@ struct Paired {
     }
     void mix(const Block& block) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
-        u32* rows = (u32*)s.values;
-        for (int t = 0; t < pairs; t++) {
-            const Bf16* first = v + block.key(2 * t) * a.v.row;
-            bool both = 2 * t + 1 < block.keys;
-            const Bf16* second = both ? first + block.run.step * a.v.row : first;
-            u32 mask = both ? 0xffffffff : 0xffff;
-            for (int d = 0; d < depth; d++) rows[t * depth + d] = pair_of(first[d], second[d]) & mask;
-        }
-        i64 stride = (i64)sizeof(u32) * depth;
-        multiply(Mix<Pair>{(const char*)rows, stride, pairs, s.other, s.sums}, depth, block.from, block.to);
+        key_pairs(a.v, v, block, depth, (u32*)s.values);
+        multiply(Mix<Pair>{(const char*)s.values, 4 * depth, pairs, s.other, s.sums}, depth, block.from, block.to);
     }
 };
 #endif
@@ -497,8 +524,9 @@ template <class E, class Products> void forward_tile(const Args& a, const Tile& 
     std::memset(s.sums, 0, sizeof(float) * depth * T);
     for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
         Span span(tile, a.runs[r], a.keys_of(b));
-        for (i64 t = span.first; t < span.last; t += KEYS) {
+        for (i64 t = span.first; t < span.last;) {
             Block block(tile, a.runs[r], span, t);
+            t += block.keys;
             products.score(block);
             block.hide(s.scores, a.seen ? a.seen + b * a.k_len : nullptr);
             weigh<typename Products::Weights>(block, products.unit, depth, s);
@@ -529,57 +557,136 @@ template <class E, class Products> void forward(const Args& a) {
     }
 }
 
+// The products of a backward pass in floats. `scores` holds the weights P, `other` holds dP and then dS.
+template <class E> struct WideBack {
+    const Args& a;
+    Scratch& s;
+    const E *k, *v;
+    float unit = 1.0f;
+
+    WideBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
+        : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
+        const E *q = head_of<E>(a.q, b, h), *grad = head_of<E>(a.grad, b, h);
+        pack(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+        pack(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad);
+        pack_rows(a.q, q, tile, (int)a.head_dim, s.q_rows, s.width);
+        pack_rows(a.grad, grad, tile, (int)a.head_dim, s.grad_rows, s.width);
+    }
+    void score(const Block& block) {
+        int depth = (int)a.head_dim;
+        Rows kr = rows_of(a.k, k, block, depth, s.keys), vr = rows_of(a.v, v, block, depth, s.values);
+        multiply(Dot<Single>{kr.data, kr.stride, depth, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Single>{vr.data, vr.stride, depth, s.grad, s.other}, block.keys, block.from, block.to);
+    }
+    template <class Slope> void weigh(const Block& block, const Slope& slope) {
+        for (int t = 0; t < block.keys; t++)
+            for (int n = block.from; n < block.to; n++) {
+                vec p, ds;
+                slope(t, n, p, ds);
+                store(s.scores + t * T + n * W, p);
+                store(s.other + t * T + n * W, ds);
+            }
+    }
+    void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
+        int depth = (int)a.head_dim, vectors = s.width / W, first = block.from * W, last = std::min(block.to * W, count);
+        Rows kr = sizeof(E) == sizeof(float) ? rows_of(a.k, k, block, depth, s.keys)
+                                             : Rows{(const char*)s.keys, (i64)sizeof(float) * depth};
+        multiply(Mix<Single>{kr.data, kr.stride, block.keys, s.other, s.sums}, depth, block.from, block.to);
+        multiply(Spread<Single>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
+        multiply(Spread<Single>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
+    }
+};
+
+#if defined(HAS_PAIRS)
+// The same in pairs of bfloat16. P and dS are rounded in place, row by row, for dk and dv; `values` holds dS with two keys
+// in a lane, for dq.
+struct PairedBack {
+    const Args& a;
+    Scratch& s;
+    const Bf16 *k, *v;
+    float unit;
+
+    PairedBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
+        : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
+        const Bf16 *q = head_of<Bf16>(a.q, b, h), *grad = head_of<Bf16>(a.grad, b, h);
+        unit = pack_pairs(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+        pack_pairs(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad);
+        pack_row_pairs(a.q, q, tile, (int)a.head_dim, (u32*)s.q_rows, s.width);
+        pack_row_pairs(a.grad, grad, tile, (int)a.head_dim, (u32*)s.grad_rows, s.width);
+    }
+    void score(const Block& block) {
+        multiply(Dot<Pair>{(const char*)(k + block.key(0) * a.k.row), 2 * block.run.step * a.k.row, (int)a.head_dim / 2,
+                           s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Pair>{(const char*)(v + block.key(0) * a.v.row), 2 * block.run.step * a.v.row, (int)a.head_dim / 2,
+                           s.grad, s.other}, block.keys, block.from, block.to);
+    }
+    template <class Slope> void weigh(const Block& block, const Slope& slope) {
+        for (int t = 0; t < block.keys; t += 2)
+            for (int n = block.from; n < block.to; n++) {
+                __m512i first = put(t, n, slope), second = _mm512_setzero_si512();
+                if (t + 1 < block.keys) second = put(t + 1, n, slope);
+                store(s.values + t / 2 * T + n * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+            }
+    }
+    template <class Slope> __m512i put(int t, int n, const Slope& slope) {
+        vec p, ds;
+        slope(t, n, p, ds);
+        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)ds);
+        store((u16*)(s.scores + t * T) + n * W, (__m256i)_mm512_cvtneps_pbh((__m512)p));
+        store((u16*)(s.other + t * T) + n * W, rounded);
+        return _mm512_cvtepu16_epi32(rounded);
+    }
+    void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
+        int depth = (int)a.head_dim, vectors = s.width / W, pairs = (block.keys + 1) / 2;
+        key_pairs(a.k, k, block, depth, (u32*)s.keys);
+        multiply(Mix<Pair>{(const char*)s.keys, 4 * depth, pairs, s.values, s.sums}, depth, block.from, block.to);
+        int first = block.from * W / 2, last = (std::min(block.to * W, count) + 1) / 2;
+        multiply(Spread<Pair>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
+        multiply(Spread<Pair>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
+    }
+};
+#endif
+
 // P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): the formula's own gradient, so that branches need no care.
-template <class E> void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
-    const int depth = (int)a.head_dim, width = s.width;
-    const E *q = head_of<E>(a.q, b, h), *out = head_of<E>(a.out, b, h), *grad = head_of<E>(a.grad, b, h);
-    const E *k = head_of<E>(a.k, b, h / a.group), *v = head_of<E>(a.v, b, h / a.group);
-    pack(a.q, q, tile, depth, (float)(a.scale * LOG2_E), s.q);
-    pack(a.grad, grad, tile, depth, 1.0f, s.grad);
-    pack_rows(a.q, q, tile, depth, (float)a.scale, s.q_rows, width);
-    pack_rows(a.grad, grad, tile, depth, 1.0f, s.grad_rows, width);
+template <class E, class Products>
+void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
+    const int depth = (int)a.head_dim, count = (int)tile.count;
+    const E *out = head_of<E>(a.out, b, h), *grad = head_of<E>(a.grad, b, h);
+    Products products(a, s, tile, b, h);
     std::memset(s.sums, 0, sizeof(float) * depth * T);
     for (int i = 0; i < T; i++) {
-        i64 p = tile.query + std::min<i64>(i, tile.count - 1) * tile.step;
+        i64 p = tile.query + std::min(i, count - 1) * tile.step;
         float lse = a.lse[a.lse_row(b, h) + p], delta = 0.0f;
         for (int d = 0; d < depth; d++) delta += widen(out[p * a.out.row + d]) * widen(grad[p * a.grad.row + d]);
-        s.delta[i] = delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
-        bool none = i >= tile.count || lse == NONE;
+        // A lane that is not there, or sees nothing, weighs nothing, whatever its gradient.
+        bool none = i >= count || lse == NONE;
         s.peak[i] = none ? NEVER : (float)(lse * LOG2_E);
-        if (none) s.delta[i] = 0.0f; // whatever dlse may be there
+        s.delta[i] = none ? 0.0f : delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
     }
+    const float unit = products.unit, scale = (float)a.scale;
+    auto slope = [&](int t, int n, vec& p, vec& ds) {
+        p = exp2_(load(s.scores + t * T + n * W) * unit - load(s.peak + n * W));
+        ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W)) * scale;
+    };
     for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
         Span span(tile, a.runs[r], a.keys_of(b));
-        for (i64 t = span.first; t < span.last; t += KEYS) {
+        for (i64 t = span.first; t < span.last;) {
             Block block(tile, a.runs[r], span, t);
-            const int n0 = block.from, n1 = block.to, keys = block.keys;
-            Rows kr = rows_of(a.k, k, block, depth, s.keys), vr = rows_of(a.v, v, block, depth, s.values);
-            multiply(Dot<Single>{kr.data, kr.stride, depth, s.q, s.scores}, keys, n0, n1);
-            multiply(Dot<Single>{vr.data, vr.stride, depth, s.grad, s.other}, keys, n0, n1);
+            t += block.keys;
+            products.score(block);
             block.hide(s.scores, a.seen ? a.seen + b * a.k_len : nullptr);
-            for (int i = 0; i < keys; i++)
-                for (int n = n0; n < n1; n++) {
-                    float *x = s.scores + i * T + n * W, *dp = s.other + i * T + n * W;
-                    vec p = exp2_(load(x) - load(s.peak + n * W));
-                    store(x, p);
-                    store(dp, p * (load(dp) - load(s.delta + n * W)));
-                }
-            multiply(Mix<Single>{kr.data, kr.stride, keys, s.other, s.sums}, depth, n0, n1);
-            int first = n0 * W, last = std::min(n1 * W, (int)tile.count), vectors = width / W;
-            float *dk_row = dk + block.key(0) * a.dk.row, *dv_row = dv + block.key(0) * a.dv.row;
-            i64 step = block.run.step;
-            multiply(Spread{dk_row, step * a.dk.row, s.other, first, last, s.q_rows, width}, keys, 0, vectors);
-            multiply(Spread{dv_row, step * a.dv.row, s.scores, first, last, s.grad_rows, width}, keys, 0, vectors);
+            products.weigh(block, slope);
+            i64 key = block.key(0), step = block.run.step;
+            products.add(block, count, dk + key * a.dk.row, step * a.dk.row, dv + key * a.dv.row, step * a.dv.row);
         }
     }
     E* dq = head_of<E>(a.dq, b, h);
-    for (int i = 0; i < tile.count; i++)
-        for (int d = 0; d < depth; d++)
-            dq[(tile.query + i * tile.step) * a.dq.row + d] = narrow<E>(s.sums[d * T + i] * (float)a.scale);
+    for (int i = 0; i < count; i++)
+        for (int d = 0; d < depth; d++) dq[(tile.query + i * tile.step) * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);
 }
 
 // A thread owns the sums dk and dv of the key head, or of the part of its queries, that it works on.
-template <class E> void backward(const Args& a) {
+template <class E, class Products> void backward(const Args& a) {
     const i64 kv_heads = a.heads / a.group;
 #pragma omp parallel num_threads((int)a.threads)
     {
@@ -592,7 +699,7 @@ template <class E> void backward(const Args& a) {
             for (i64 h = kv * a.group; h < (kv + 1) * a.group; h++) {
                 i64 kind = a.head_class[h];
                 for (i64 i = a.first_tile[kind] + part; i < a.first_tile[kind + 1]; i += a.parts)
-                    backward_tile<E>(a, a.tiles[i], b, h, dk, dv, s);
+                    backward_tile<E, Products>(a, a.tiles[i], b, h, dk, dv, s);
             }
         }
     }
@@ -613,9 +720,12 @@ void attention_forward(const Args* args) {
 }
 
 void attention_backward(const Args* args) {
-    if (args->dtype == 0) return backward<float>(*args);
-    if (args->dtype == 1) return backward<Bf16>(*args);
-    backward<Half>(*args);
+    if (args->dtype == 0) return backward<float, WideBack<float>>(*args);
+    if (args->dtype == 2) return backward<Half, WideBack<Half>>(*args);
+#if defined(HAS_PAIRS)
+    if (args->head_dim % 2 == 0) return backward<Bf16, PairedBack>(*args);
+#endif
+    backward<Bf16, WideBack<Bf16>>(*args);
 }
 
 int attention_vector_floats() { return W; }
