@@ -1,7 +1,7 @@
 """LongNet's dilated attention, (2048, 4096, 8192) / (1, 2, 4), 8 heads of 64: against a dense mask, and long.
 
     python -m tools.bench_longnet          both parts
-    python -m tools.bench_longnet long     the long forward alone, --tokens of them
+    python -m tools.bench_longnet long     the long forward alone: --tokens, --dtype, --backend
 
 The mask is built beforehand and not timed. Peak memory is the process's own, from the operating system.
 """
@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Dense, Dilated, Problem, attend
-from attn_dispatch.backends import sdpa, sdpa_mask
+from attn_dispatch.backends import native, sdpa, sdpa_mask
 from attn_dispatch.measure import Turns, time_in_turns
 from attn_dispatch.memory import available_bytes
 from tools.common import parser, ratio, timing, write
@@ -28,7 +28,7 @@ from tools.common import parser, ratio, timing, write
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
 CAUSAL = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
 HEADS, HEAD_DIM = 8, 64
-LONG = 425_984
+LONG, LONGEST = 425_984, 2_097_152
 
 
 def against_mask(
@@ -44,6 +44,7 @@ def against_mask(
     q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
     calls: dict[str, Callable[[], Any]] = {
         "sdpa": lambda: sdpa.run(q, k, v, problem),
+        "native": lambda: native.run(q, k, v, problem),
         "sdpa_mask": lambda: sdpa_mask.run(q, k, v, problem),
         "torch_with_mask": lambda: scaled_dot_product_attention(q_first, k_first, v_first, attn_mask=mask),
         "dense": lambda: sdpa.run(q, k, v, dense),
@@ -54,6 +55,7 @@ def against_mask(
     found = turns.timings
     rates = {
         "sdpa_gflops": sdpa.flops(problem) / found["sdpa"].median_ms / 1e6,
+        "native_gflops": sdpa.flops(problem) / found["native"].median_ms / 1e6,
         "dense_gflops": sdpa.flops(dense) / found["dense"].median_ms / 1e6,
     }
     sdpa_mask.release()
@@ -65,6 +67,8 @@ def against_mask(
         **{name: timing(one) for name, one in found.items()},
         "sdpa_mask_over_sdpa": ratio(found["sdpa_mask"], found["sdpa"]),
         "torch_with_mask_over_sdpa": ratio(found["torch_with_mask"], found["sdpa"]),
+        "sdpa_mask_over_native": ratio(found["sdpa_mask"], found["native"]),
+        "torch_with_mask_over_native": ratio(found["torch_with_mask"], found["native"]),
         **rates,
         "dense_over_sdpa_flops": sdpa.flops(dense) / sdpa.flops(problem),
         "share_of_dense_rate": rates["sdpa_gflops"] / rates["dense_gflops"],
@@ -82,7 +86,7 @@ def trained(call: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callab
     return run
 
 
-def long_forward(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+def long_forward(tokens: int, dtype: torch.dtype, backend: str) -> dict[str, Any]:
     """One attend() on a fresh process, then another that is timed; bytes from the operating system."""
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
     free = available_bytes(torch.device("cpu"))
@@ -92,7 +96,7 @@ def long_forward(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     with torch.no_grad():
         for _ in range(2):
             start = time.perf_counter()
-            out = attend(q, k, v, PATTERN, backend="sdpa")
+            out = attend(q, k, v, PATTERN, backend=backend)
             seconds.append(time.perf_counter() - start)
             peak = peak_rss()
             if len(seconds) == 1:
@@ -100,6 +104,7 @@ def long_forward(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
+        "backend": backend,
         "seconds": seconds[-1],
         "first_seconds": seconds[0],
         "tokens_per_s": tokens / seconds[-1],
@@ -108,6 +113,13 @@ def long_forward(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
         "peak_rss_bytes": peak,
         "free_bytes_before": free,
     }
+
+
+def long_alone(tokens: int, dtype: str, backend: str) -> Any:
+    """`long_forward` in a process of its own."""
+    command = [sys.executable, "-m", "tools.bench_longnet", "long", "--tokens", str(tokens)]
+    command += ["--dtype", dtype, "--backend", backend]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def peak_rss() -> int:
@@ -120,13 +132,17 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=LONG)
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--dtype", default="float32")
+    options.add_argument("--backend", default="sdpa")
     arguments = options.parse_args()
     if arguments.part == "long":
-        print(json.dumps(long_forward(arguments.tokens, getattr(torch, arguments.dtype))))
+        print(json.dumps(long_forward(arguments.tokens, getattr(torch, arguments.dtype), arguments.backend)))
         return
-    # The long forward comes first and alone: a process's peak never falls again.
-    command = [sys.executable, "-m", "tools.bench_longnet", "long", "--tokens", str(arguments.tokens)]
-    long = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    # The long forwards come first and alone: a process's peak never falls again.
+    long = [
+        long_alone(arguments.tokens, "float32", "sdpa"),
+        long_alone(arguments.tokens, "float32", "native"),
+        long_alone(LONGEST, "bfloat16", "native"),
+    ]
     print(long)
     masked = [
         against_mask(pattern, 8192, dtype, arguments.rounds)

@@ -36,24 +36,31 @@ def interval(ratio: Any) -> str:
 def masked(longnet: Any) -> str:
     head = (
         "problem, 8,192 tokens",
-        "PyTorch with a ready mask / `sdpa`",
-        "`sdpa_mask` / `sdpa`",
-        "FLOP rate / dense's",
+        "with a mask",
+        "`sdpa`",
+        "`native`",
+        "mask / `sdpa`",
+        "mask / `native`",
+        "rate of `sdpa`, `native` / dense's",
     )
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for one in longnet["masked"]:
         causal = ", causal" if "causal" in one["pattern"] else ""
         kind = "forward + backward" if one["backward"] else "forward"
-        times = interval(one["torch_with_mask_over_sdpa"]), interval(one["sdpa_mask_over_sdpa"])
-        rows.append((f"{one['dtype']}{causal}, {kind}", *times, f"{one['share_of_dense_rate']:.2f}"))
+        times = [f"{one[name]['median_ms']:,.0f} ms" for name in ("torch_with_mask", "sdpa", "native")]
+        ratios = [interval(one[f"torch_with_mask_over_{name}"]) for name in ("sdpa", "native")]
+        rate = ", ".join(f"{one[f'{name}_gflops'] / one['dense_gflops']:.2f}" for name in ("sdpa", "native"))
+        rows.append((f"{one['dtype']}{causal}, {kind}", *times, *ratios, rate))
     return table(rows)
 
 
 def others(longnet: Any, dispatch: Any, routes: Any) -> str:
-    long, counted = longnet["long"], routes["counters"]
+    counted = routes["counters"]
     rows = [("figure", "measured", "command"), ("---", "---", "---")]
-    speed = f"{long['tokens_per_s']:,.0f} tokens/s, peak {long['peak_above_qkv_out']:.1%} above q, k, v and out"
-    rows.append((f"forward, {long['tokens']:,} tokens, {long['dtype']}", speed, "`python -m tools.bench_longnet`"))
+    for long in longnet["long"]:
+        speed = f"{long['tokens_per_s']:,.0f} tokens/s, peak {long['peak_above_qkv_out']:.1%} above q, k, v and out"
+        about = f"forward, {long['tokens']:,} tokens, {long['dtype']}, `{long['backend']}`"
+        rows.append((about, speed, "`python -m tools.bench_longnet`"))
     settled = f"{counted['loaded']} of {routes['problems']} routed from disk, {counted['measured']} measured again"
     about = f"{routes['problems']} problems, 1,024 to 32,768 tokens, in a second process"
     rows.append((about, settled, "`python -m tools.bench_routes`"))
