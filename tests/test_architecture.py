@@ -21,7 +21,7 @@ LAYERS = (
     ("machine",),
     ("problem", "order"),
     ("contract",),
-    ("pieces", "kernels", "example"),
+    ("pieces", "kernels", "example", "counts", "blocks"),
     ("branches",),
     ("backends",),
     ("registry", "verify"),
