@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from attn_dispatch import decisions, dispatch, registry, store
+from attn_dispatch.backends import flex
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
 settings.load_profile("ci")
@@ -29,3 +31,12 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         table.clear()
     for cached in (store._say_once, store.shipped, registry._warn_once):
         cached.cache_clear()
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backend `flex` without its compiler: seconds for each problem, and no gradients on a CPU."""
+    flex.release()
+    monkeypatch.setattr(flex, "compiling", False)
+    yield
+    flex.release()
