@@ -46,7 +46,7 @@ def blocks_of(
     return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
 
 
-def tables_of(pattern: Pattern, heads: int, size: int) -> int:
+def heads_apart(pattern: Pattern, heads: int, size: int) -> int:
     """How many heads `blocks_of` tells apart: all of them, or 1.
 
     Rates up to the block's size reach every block of a segment whatever the offset, save where it is cut short.
@@ -94,7 +94,7 @@ def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tens
         if offsets not in by_offsets:
             by_offsets[offsets] = _dilated_head(pattern, runs, offsets)
         by_head.append(by_offsets[offsets])
-    if tables_of(pattern, heads, size) > 1:
+    if heads_apart(pattern, heads, size) > 1:
         some, whole = (torch.stack(each) for each in zip(*by_head))
         return some, whole
     found = iter(by_offsets.values())

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.blocks import blocks_of, tables_of
+from attn_dispatch.blocks import blocks_of, heads_apart
 from attn_dispatch.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
 from attn_dispatch.counts import count_of, repeats
 from attn_dispatch.pattern import Pattern
@@ -113,7 +113,7 @@ def table_bytes(problem: Problem) -> int:
     if _unmasked(problem):
         return 0
     entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
-    return 16 * tables_of(problem.pattern, problem.heads, BLOCK) * entries
+    return 16 * heads_apart(problem.pattern, problem.heads, BLOCK) * entries
 
 
 def flops(problem: Problem) -> int:
@@ -277,6 +277,9 @@ def _function(problem: Problem) -> Callable[..., Any]:
             assert count is not None
             return s + count(h, i, j).clamp(min=1).to(wide).log()
 
+        if compiling and not torch.compiler.is_dynamo_compiling():
+            # Without the compiler the library would hold every score, and only warn.
+            raise RuntimeError("torch.compile is turned off, so that there is no kernel to run")
         blocks = None if tables is None else library.BlockMask(mask_mod=mask, **tables)
         result = attend(q, k, v, score_mod=score if bias else None, block_mask=blocks, **options)
         return (result[0], getattr(result[1], "lse", result[1])) if problem.return_lse else result
@@ -329,6 +332,7 @@ def _uncompiled(
     scale: float,
     enable_gqa: bool,
     return_aux: Any = None,
+    return_lse: bool = False,
     **options: Any,
 ) -> Any:
     """FlexAttention's own definition, which flex_attention keeps from gradients on a CPU."""
@@ -338,4 +342,4 @@ def _uncompiled(
     block_mask = library._create_empty_block_mask(q, k) if block_mask is None else block_mask
     score_mod = library._identity if score_mod is None else score_mod
     out, lse, *_ = operator(q, k, v, score_mod, block_mask.as_tuple(), scale, {})
-    return (out, lse * math.log(2)) if return_aux is not None else out
+    return (out, lse * math.log(2)) if return_lse or return_aux is not None else out

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch.blocks import Blocks, blocks_of, tables_of
+from attn_dispatch.blocks import Blocks, blocks_of, heads_apart
 from attn_dispatch.counts import count_of, repeats
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.cases import CASES, Case
@@ -37,7 +37,7 @@ def holds(pattern: Pattern, q_len: int, k_len: int, heads: int, size: int) -> No
     assert torch.equal(counted(pattern, q_len, k_len, heads), counts)
     assert repeats(pattern) or int(counts.max()) <= 1
     found, exact = blocks_of(pattern, q_len, k_len, heads, size), exact_blocks(counts, size)
-    assert len(found.some) == len(found.whole) == tables_of(pattern, heads, size)
+    assert len(found.some) == len(found.whole) == heads_apart(pattern, heads, size)
     assert not (exact.some & ~found.some).any(), "a pair that is seen lies in no block"
     assert not (found.whole & ~exact.whole).any(), "a block that is called whole is not"
     if not isinstance(pattern, Neighborhood) and len(found.some) == heads:
@@ -93,10 +93,10 @@ def test_sparse_patterns_have_few_blocks() -> None:
 
 def test_heads_apart() -> None:
     """A rate over the block's size, or heads of their own for each branch, leave other blocks empty for each head."""
-    assert tables_of(Dilated((1024,), (128,)), 8, 128) == 1
-    assert tables_of(Dilated((1024,), (256,)), 8, 128) == 8
-    assert tables_of(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
-    assert tables_of(Window(3, 0), 8, 128) == 1
+    assert heads_apart(Dilated((1024,), (128,)), 8, 128) == 1
+    assert heads_apart(Dilated((1024,), (256,)), 8, 128) == 8
+    assert heads_apart(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
+    assert heads_apart(Window(3, 0), 8, 128) == 1
 
 
 def test_other_patterns() -> None:

@@ -193,7 +193,7 @@ def test_its_memory_is_not_the_compilers(alone: Alone, monkeypatch: pytest.Monke
 
 
 def test_what_is_built_first_says_nothing_of_the_rate(alone: Alone) -> None:
-    """The next candidate is held to the first one's later calls: forty of those fit the budget, of the first ones not."""
+    """The next candidate is held to the later calls of the one before it: forty of those fit the budget."""
     first, other = Builder("first", first_s=15, sleep_s=0.3), Builder("other")
     first.flops, other.flops = lambda problem: 1000, lambda problem: 40_000  # type: ignore[attr-defined]
     alone(first, other)

@@ -5,6 +5,7 @@ test_conformance.py holds its arithmetic to the definition without the compiler.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from attn_dispatch.backends import flex
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.example import Example, make
+from attn_dispatch.measure import peak_bytes
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
@@ -126,6 +128,7 @@ class Compiler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.functions: list[Any] = []
         monkeypatch.setattr(torch, "compile", self)
+        monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
         monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", lambda q, *rest, **options: q)
 
     def __call__(self, function: Any, **options: Any) -> Any:
@@ -214,6 +217,13 @@ def test_tables_are_those_of_torch() -> None:
     assert ours.shape == theirs.shape
 
 
+def test_a_compiler_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not hold every score instead."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with pytest.raises(RuntimeError, match=r"torch\.compile is turned off"):
+        call(problem(length=8))
+
+
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +283,20 @@ def test_compiled_with_masks() -> None:
     assert graphs() == before + 1
 
 
+def test_traced_as_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU kernel lacks, lse and gradients, by the compiler's own steps up to the kernel."""
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend="aot_eager", **options))
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *inputs: None)
+    plain = Case("traced", LONGNET, (2, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
+    gate = Gate.of(make(plain.problem(torch.float32, needs_grad=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a backward pass is compiled by the first one
+        found = gate.run(flex)
+    assert gate.check(found).failures == ()
+    assert set(found) == {"out", "lse", "dq", "dk", "dv"}
+
+
 CUDA_CASES = (
     Case("dilated", LONGNET, (2, 500, 8, 64), kv_heads=2),
     Case("dilated-masks", LONGNET, (2, 300, 4, 32), key_mask=True, seq_lens=True),
@@ -291,6 +315,10 @@ def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
     of = case.problem(dtype, needs_grad=True, device="cuda")
     assert flex.refusals(of) == []
     gate = Gate.of(make(of))
-    found = gate.run(flex)
+    gate.run(flex)
+    found, peak = peak_bytes(lambda: gate.run(flex), of.device)
     assert gate.check(found).failures == ()
     assert set(found) == {"out", "lse", "dq", "dk", "dv"}
+    lse_bytes = found["lse"].numel() * found["lse"].itemsize
+    assert peak is not None
+    assert peak <= flex.workspace_bytes(of) + of.result_bytes + lse_bytes
