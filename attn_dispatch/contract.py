@@ -35,8 +35,16 @@ class Refusal:
 class Backend(Protocol):
     """One way to compute attention. A module with these names will do.
 
-    Two more are looked for and may be missing: `flops(problem) -> int`, the work it will do, in operations, so that
-    a trial that cannot end within the budget is not started; and `release()`, which drops what a trial left behind.
+    More are looked for and may be missing:
+
+    * `flops(problem) -> int`: the work it will do, in operations, so that a trial that cannot end within the budget is
+      not started.
+    * `first_call_ms(problem) -> float`: an estimate of what its first call takes beyond a later one, in milliseconds,
+      such as compiling; 0 where that is done. A trial that this alone would take past the budget is not started.
+    * `prepare()`: does what has to be done once on a machine, whatever the problem, such as compiling a library. Called
+      before the first trial, outside its budget; if it fails, so does the candidate.
+    * `forget(problem)`: drops what it keeps for one problem. Called after a trial that it did not win.
+    * `release()`: drops what trials left behind. Called after every trial where there is no `forget`.
     """
 
     @property

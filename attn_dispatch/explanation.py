@@ -10,13 +10,15 @@ from attn_dispatch.units import align, gib, milliseconds
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 LEFT = {0, 1, 7}  #: columns of words
+SLOW_START = 10  #: times the median; a first call that took longer is remarked on
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateReport:
-    """One backend in one order. Times in milliseconds; `error` is the largest absolute error of out, unit-normal
-    inputs, against float64. `status` is one of `chosen, slower, tie, not_installed, unsupported, over_memory, failed,
-    incorrect, quarantined, not_measured`; `reason` says why.
+    """One backend in one order. Times in milliseconds, `first_ms` that of the call that was checked, with all that is
+    built once: plans, masks, kernels. `error` is the largest absolute error of out, unit-normal inputs, against
+    float64. `status` is one of `chosen, slower, tie, not_installed, unsupported, over_memory, failed, incorrect,
+    quarantined, not_measured`; `reason` says why.
     """
 
     backend: str
@@ -28,6 +30,7 @@ class CandidateReport:
     high_ms: float | None = None
     peak_bytes: int | None = None
     error: float | None = None
+    first_ms: float | None = None
 
     @classmethod
     def of(cls, row: Row) -> CandidateReport:
@@ -90,7 +93,8 @@ class Explanation:
 
 
 def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
-    verdict = candidate.status.replace("_", " ") + (f": {candidate.reason}" if candidate.reason else "")
+    remarks = [each for each in (candidate.reason, _first_call(candidate)) if each]
+    verdict = candidate.status.replace("_", " ") + (f": {'; '.join(remarks)}" if remarks else "")
     memory = "-" if candidate.peak_bytes is None else gib(candidate.peak_bytes)
     error = "-" if candidate.error is None else f"{candidate.error:.1e}"
     if candidate.median_ms is None or candidate.low_ms is None or candidate.high_ms is None:
@@ -99,3 +103,10 @@ def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
     ratio = f"{candidate.median_ms / best_ms:.2f}x" if best_ms else "-"
     times = [milliseconds(candidate.median_ms), interval, ratio]
     return [candidate.backend, candidate.order, *times, memory, error, verdict]
+
+
+def _first_call(candidate: CandidateReport) -> str:
+    """What was built once and is no part of the median, where that is much."""
+    first_ms, median_ms = candidate.first_ms, candidate.median_ms
+    slow = first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms
+    return f"first call {milliseconds(first_ms)}" if slow and first_ms is not None else ""

@@ -46,6 +46,7 @@ def decide(problem: Problem, budget_s: float | None) -> Decision | None:
     trial = _Trial(problem, found, budget_s, start)
     trial.run()
     chosen = trial.choose()
+    trial.release()
     if chosen is None:
         return None
     elapsed_ms = (time.perf_counter() - start) * 1e3
@@ -62,6 +63,7 @@ class _Trial:
     start: float
     rows: dict[str, Row] = field(default_factory=dict)
     passed: dict[str, Candidate] = field(default_factory=dict)
+    call_ms: dict[str, float] = field(default_factory=dict)
     turns: measure.Turns | None = None
     chosen: str | None = None
 
@@ -78,43 +80,64 @@ class _Trial:
             if reason is not None:
                 self.rows[candidate.name] = self._row(candidate, "not_measured", reason)
                 continue
-            first_ms = self._gate(candidate, gate)
-            if first_ms is not None and incumbent is None:
-                incumbent = candidate, first_ms
+            call_ms = self._gate(candidate, gate)
+            if call_ms is not None and incumbent is None:
+                incumbent = candidate, call_ms
         del gate
         self._race(example, incumbent)
+
+    def release(self) -> None:
+        """Drop what the trial left behind; not what the chosen backend took long to make and is about to need."""
         for candidate in self.found:
-            release = getattr(candidate.backend, "release", None)
-            if candidate.row is None and release is not None:
+            forget, release = (getattr(candidate.backend, each, None) for each in ("forget", "release"))
+            if candidate.row is not None or (forget is not None and candidate.name == self.chosen):
+                continue
+            if forget is not None:
+                forget(self.problem)
+            elif release is not None:
                 release()
 
     def _remaining_s(self) -> float | None:
         return None if self.budget_s is None else self.budget_s - (time.perf_counter() - self.start)
 
     def _too_long(self, candidate: Candidate, incumbent: Candidate, incumbent_ms: float) -> str | None:
-        """Why a candidate is not tried: its arithmetic alone takes longer than what is left of the budget."""
+        """Why a candidate is not tried: what it builds first, or its arithmetic alone, would take the budget's rest."""
         remaining = self._remaining_s()
+        if remaining is None:
+            return None
+        left_s = max(remaining, 0.0)
+        first_s = _first_call_ms(candidate, self.problem) / 1e3
+        if first_s > left_s:
+            return (
+                f"its first call takes about {first_s:.3g} s more than a later one, with {left_s:.3g} s of the budget "
+                f"left: `attn-dispatch profile --full` measures it"
+            )
         flops = [_flops(each, self.problem) for each in (candidate, incumbent)]
-        if remaining is None or flops[0] is None or flops[1] is None:
+        if flops[0] is None or flops[1] is None:
             return None
         ratio = flops[0] / flops[1]
         least_s = incumbent_ms / 1e3 * ratio / GENEROUS
-        if least_s <= max(remaining, 0.0):
+        if least_s <= left_s:
             return None
         return (
             f"{ratio:.3g} times {incumbent.name}'s work: at least {least_s:.3g} s at {GENEROUS:g} times its "
-            f"rate, with {max(remaining, 0.0):.3g} s of the budget left"
+            f"rate, with {left_s:.3g} s of the budget left"
         )
 
     def _gate(self, candidate: Candidate, gate: Gate) -> float | None:
-        """Run once at full size and compare; milliseconds of that first call, or None where it may not win."""
+        """Run at full size and compare; milliseconds of that call, or None where it may not win.
+
+        A backend that has something to build first is run once more: what a compiler takes is no part of a call.
+        """
         device = self.problem.device
         try:
-            _synchronize(device)
-            start = time.perf_counter()
-            result, peak = measure.peak_bytes(lambda: gate.run(candidate.backend), device)
-            _synchronize(device)
-            first_ms = (time.perf_counter() - start) * 1e3
+            self._prepare(candidate)
+            builds = _first_call_ms(candidate, self.problem) > 0
+            result, peak, first_ms = _checked_run(candidate, gate, device)
+            call_ms = first_ms
+            if builds:
+                del result
+                result, peak, call_ms = _checked_run(candidate, gate, device)
             verdict = gate.check(result)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a fact about the kernel
             self.rows[candidate.name] = self._row(candidate, "failed", _one_line(error))
@@ -134,7 +157,16 @@ class _Trial:
             logger.warning("%s gives wrong results for %s: %s", candidate.name, self.problem, verdict.failures)
             return None
         self.passed[candidate.name] = candidate
-        return first_ms
+        self.call_ms[candidate.name] = call_ms
+        return call_ms
+
+    def _prepare(self, candidate: Candidate) -> None:
+        """What is done once on a machine is no part of this problem's budget."""
+        prepare = getattr(candidate.backend, "prepare", None)
+        if prepare is not None:
+            start = time.perf_counter()
+            prepare()
+            self.start += time.perf_counter() - start
 
     def _race(self, example: Example, incumbent: tuple[Candidate, float] | None) -> None:
         if incumbent is None:
@@ -143,15 +175,15 @@ class _Trial:
         device, remaining = self.problem.device, self._remaining_s()
         if len(calls) == 1 and remaining is not None and remaining <= 0:
             # Nobody to compare with, and the run that was checked has taken the time there was: it is the sample.
-            name, first_ms = incumbent[0].name, incumbent[1]
-            self.turns = measure.Turns({name: measure.Timing((first_ms,), first_ms)}, {}, {}, 0, 0.0)
+            name, call_ms = incumbent[0].name, incumbent[1]
+            self.turns = measure.Turns({name: measure.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
             return
         self.turns = measure.time_in_turns(
             calls,
             budget_s=remaining,
             synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
             keep=(incumbent[0].name,),
-            first_ms={name: first for name in calls if (first := self.rows[name].first_ms) is not None},
+            first_ms=self.call_ms,
         )
 
     def choose(self) -> str | None:
@@ -254,9 +286,25 @@ class _Trial:
         )
 
 
+def _checked_run(
+    candidate: Candidate, gate: Gate, device: torch.device
+) -> tuple[dict[str, torch.Tensor], int | None, float]:
+    """What the gate compares, the peak of memory in bytes, and milliseconds."""
+    _synchronize(device)
+    start = time.perf_counter()
+    result, peak = measure.peak_bytes(lambda: gate.run(candidate.backend), device)
+    _synchronize(device)
+    return result, peak, (time.perf_counter() - start) * 1e3
+
+
 def _flops(candidate: Candidate, problem: Problem) -> int | None:
     count = getattr(candidate.backend, "flops", None)
     return None if count is None else int(count(problem))
+
+
+def _first_call_ms(candidate: Candidate, problem: Problem) -> float:
+    estimate = getattr(candidate.backend, "first_call_ms", None)
+    return 0.0 if estimate is None else float(estimate(problem))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -57,9 +57,9 @@ def refusals(problem: Problem) -> list[Refusal]:
     return found
 
 
-def first_call_ms(problem: Problem) -> float:
-    """Milliseconds that compiling will take; 0 once it is done."""
-    return 0.0 if library.is_built() else library.COMPILE_MS
+def prepare() -> None:
+    """Compile it for this machine, some seconds, unless that was done before."""
+    library.load()
 
 
 def flops(problem: Problem) -> int:

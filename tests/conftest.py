@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from attn_dispatch import decisions, dispatch, registry, store
+from attn_dispatch.backends import flex
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
 settings.load_profile("ci")
@@ -46,3 +47,12 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def set_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda mode: monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backend `flex` without its compiler: seconds for each problem, and no gradients on a CPU."""
+    flex.release()
+    monkeypatch.setattr(flex, "compiling", False)
+    yield
+    flex.release()

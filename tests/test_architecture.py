@@ -21,7 +21,7 @@ LAYERS = (
     ("machine",),
     ("problem", "order"),
     ("contract",),
-    ("pieces", "kernels", "native", "example"),
+    ("pieces", "kernels", "native", "example", "counts", "blocks"),
     ("branches",),
     ("backends",),
     ("registry", "verify"),

@@ -120,6 +120,7 @@ def test_wrong_input_stands_alone() -> None:
 # --- one forced backend -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", RUN_HERE)
 def test_a_forced_backend_runs(backend: str, set_mode: Callable[[str], None]) -> None:
     set_mode("locked")

@@ -46,6 +46,7 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
     assert peak <= announced
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -53,6 +54,7 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> N
     agrees(case, dtype, backend, True)
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward_alone(case: Case, backend: str) -> None:
@@ -65,9 +67,11 @@ def test_forward_alone(case: Case, backend: str) -> None:
 def test_on_cuda(case: Case) -> None:
     for dtype in DTYPES:
         for backend in BACKENDS:
-            agrees(case, dtype, backend, True, "cuda")
+            if backend != "flex":  # compiles for half a minute each: test_flex.py takes a few
+                agrees(case, dtype, backend, True, "cuda")
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accepts_something(backend: str) -> None:
     """One that refuses everything would pass all of the above."""
@@ -75,6 +79,7 @@ def test_accepts_something(backend: str) -> None:
     assert len(accepted) >= len(CASES) // 2
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_of_lse_alone(backend: str) -> None:
     """lse is a result like out: a loss of nothing else must reach q and k, and leaves v alone."""
@@ -170,6 +175,7 @@ def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     return case, draw(st.sampled_from(DTYPES))
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 def test_random_problems(request: pytest.FixtureRequest) -> None:
     """`--random-problems N` draws N of them."""
     seen = dict.fromkeys(BACKENDS, 0)

@@ -282,6 +282,7 @@ def shifted(pattern: Pattern) -> Pattern:
     return replace(pattern, segment_lengths=tuple(w + 1 for w in pattern.segment_lengths))
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", registry.names())
 def test_sampled_gate(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -34,7 +35,8 @@ FLAGS = (
     "-fno-trapping-math",
     "-fno-signed-zeros",
 )
-COMPILE_MS = 10_000.0  #: about what compiling takes
+logger = logging.getLogger("attn_dispatch")
+
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -84,8 +86,8 @@ def source() -> str:
 
 
 def is_built() -> bool:
-    """Whether `load` needs no compiler."""
-    return _loaded.cache_info().currsize > 0 or _trusted(_path())
+    """Whether a library that `load` would take is there."""
+    return _trusted(_path())
 
 
 def load() -> ctypes.CDLL:
@@ -101,6 +103,7 @@ def load() -> ctypes.CDLL:
 def _loaded() -> ctypes.CDLL:
     path = _path()
     if not _trusted(path):
+        logger.info("compiling %s with %s, once on this machine", path.name, compiler())
         path = _build(path)
     try:
         # Loaded with PyTorch's own OpenMP threads: a second set of them would fight for the cores.
