@@ -99,11 +99,10 @@ def test_predict_never_measures(set_mode: Callable[[str], None]) -> None:
     assert close(attend(q, k, v, Window(3, 2)), formula(q, k, v, Window(3, 2))[0])
     found = explain(q, k, v, Window(3, 2))
     assert (found.source, found.choice) == ("heuristic", "sdpa_mask")
-    assert [(row.backend, row.status) for row in found.candidates] == [
-        ("sdpa", "unsupported"),
-        ("sdpa_mask", "chosen"),
-        ("manual", "not_measured"),
-    ]
+    statuses = {row.backend: row.status for row in found.candidates}
+    assert statuses["sdpa"] == "unsupported"
+    assert [name for name, status in statuses.items() if status == "chosen"] == ["sdpa_mask"]
+    assert {statuses[name] for name in ("native", "flex", "manual")} == {"not_measured"}
     assert counted(heuristic=1)
     assert not cache_folder().exists()
 

@@ -72,6 +72,20 @@ class Holder(Builder):
         self.released += 1
 
 
+@dataclass
+class Once(Builder):
+    """One with something to do once on a machine."""
+
+    prepare_s: float = 0.0
+    prepared: int = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
+        if self.prepare_s < 0:
+            raise OSError("no compiler")
+        time.sleep(self.prepare_s)
+
+
 Alone = Callable[..., None]
 
 
@@ -116,6 +130,26 @@ def test_not_tried_past_the_budget(alone: Alone) -> None:
 def test_nothing_left_is_told_as_nothing(alone: Alone) -> None:
     alone(Builder("slow", sleep_s=0.05), Builder(first_s=15))
     assert ", with 0 s of the budget left" in row(measured(0.01)).reason
+
+
+def test_what_is_done_once_is_not_in_the_budget(alone: Alone) -> None:
+    first, last = Once("first", prepare_s=0.5), Once("last")
+    alone(first, last)
+    decision = measured(0.4)
+    assert (first.prepared, last.prepared) == (1, 1)
+    assert row(decision, "last").status in ("chosen", "slower", "tie")
+    first_ms = row(decision, "first").first_ms
+    assert first_ms is not None
+    assert first_ms < 500
+
+
+def test_what_cannot_be_done_once_is_a_failure(alone: Alone) -> None:
+    broken = Once(prepare_s=-1)
+    alone(manual, broken)
+    decision = measured(None)
+    assert decision.choice == "manual"
+    assert (row(decision).status, row(decision).reason) == ("failed", "OSError: no compiler")
+    assert broken.calls == 0
 
 
 @pytest.mark.parametrize("budget_s", [None, 60.0])
