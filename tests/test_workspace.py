@@ -44,7 +44,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
-@pytest.mark.parametrize("backend", ["sdpa", "native", "sdpa_mask", "manual"])
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa_float32", "native"])
 def test_no_more_becomes_resident_than_announced(backend: str) -> None:
     # Blocks of a mebibyte and more go back to the system at once, so that the next peak counts them again.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -52,7 +52,7 @@ def test_no_more_becomes_resident_than_announced(backend: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) >= 8
+    assert len(rows) >= 6
     for name, problem, announced, peak in rows:
         assert peak <= announced + HEAP_MIB, (name, problem)
         print(f"{name} {problem}: announced {announced:.0f} MiB, peak {peak:.0f} MiB")
