@@ -50,13 +50,13 @@ class Package:
         Raises:
             PackageNotFoundError: nothing is.
         """
-        found = _installed(self.distribution)
+        found = _installed(self)
         if found is None:
             raise importlib.metadata.PackageNotFoundError(self.distribution)
         return found
 
     def refusals(self) -> list[Refusal]:
-        version = _installed(self.distribution)
+        version = _installed(self)
         if version is None:
             return [Refusal("not_installed", f"package {self.distribution} is not installed ({self.hint})")]
         if _numbers(version) < self.oldest:
@@ -72,9 +72,9 @@ class Package:
 
 
 @cache
-def _installed(distribution: str) -> str | None:
+def _installed(package: Package) -> str | None:
     try:
-        return importlib.metadata.version(distribution)
+        return importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -189,6 +189,10 @@ def _told(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:
         closer = [(v, refused) for v, refused in found if beside not in {refusal.code for refusal in refused}]
         found = closer or found
     shared = set.intersection(*(set(refused) for _, refused in found))
+    missing = {v.package.distribution: v.package.hint for v, _ in found if v.package and not _installed(v.package)}
+    if len(missing) > 1 and len(missing) == len({v.package for v, _ in found}):
+        text = f"none of {', '.join(missing)} is installed ({list(missing.values())[-1]})"
+        return [Refusal("not_installed", text), *(refusal for refusal in found[0][1] if refusal in shared)]
     told: dict[Refusal, None] = {}
     for variant, refused in found:
         for refusal in refused:

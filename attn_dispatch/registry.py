@@ -15,6 +15,8 @@ GROUP = "attn_dispatch.backends"
 #: In the order in which the static heuristic, which measures nothing, tries them: PyTorch's own choice first.
 BUILT_IN = (
     "sdpa",
+    "flash",
+    "xformers",
     "sdpa_cudnn",
     "sdpa_efficient",
     "sdpa_float32",

@@ -24,6 +24,8 @@ BACKENDS = registry.names()
 # What no CPU runs, and the code of the refusal that says so. Here only that is checked of them; what they compute is
 # checked in test_libraries.py with libraries made up, and where there is a device by test_on_cuda.
 ELSEWHERE = {
+    "flash": "device",
+    "xformers": "device",
     "sdpa_cudnn": "device",
     "sdpa_efficient": "device",
 }
