@@ -267,20 +267,19 @@ def of_package(package: Package | None, *, title: str = "", limits: Limits = CPU
     return Variant(limits, lambda problem: CpuFlash(), title, package)
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Only these distributions, named with underscores for dashes, and no module of theirs."""
-    known = {name.replace("_", "-"): version for name, version in versions.items()}
+def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """These distributions and no others, and no module of theirs."""
 
     def version(name: str) -> str:
-        if name not in known:
+        if name not in versions:
             raise importlib.metadata.PackageNotFoundError(name)
-        return known[name]
+        return versions[name]
 
     monkeypatch.setattr("importlib.metadata.version", version)
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch)
+    installed(monkeypatch, {})
     found = Branched("", (of_package(package()),), package().version).refusals(problem(has_key_mask=True))
     assert [(refusal.code, refusal.text) for refusal in found] == [
         ("not_installed", "package abacus is not installed (pip install abacus)"),
@@ -292,7 +291,7 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("version", ["0.9", "1", "1.1.9+cu128", "1.1rc3", "unknown"])
 def test_a_package_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, abacus=version)
+    installed(monkeypatch, {"abacus": version})
     (found,) = of_package(package()).refusals(on_cpu())
     assert found.code == "not_installed"
     assert found.text == f"package abacus is {version}, needs 1.2 or newer (pip install abacus)"
@@ -301,7 +300,7 @@ def test_a_package_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("version", ["1.2", "1.2.0b3", "1.10", "2"])
 def test_a_package_is_imported_last(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An import takes seconds and memory: not for a problem that another limit forbids."""
-    installed(monkeypatch, abacus=version)
+    installed(monkeypatch, {"abacus": version})
     monkeypatch.delitem(sys.modules, "abacus", raising=False)
     assert [refusal.code for refusal in of_package(package()).refusals(problem(F16))] == ["device"]
     (found,) = of_package(package()).refusals(on_cpu())
@@ -310,7 +309,7 @@ def test_a_package_is_imported_last(version: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_package_that_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, abacus="1.2")
+    installed(monkeypatch, {"abacus": "1.2"})
     monkeypatch.setitem(sys.modules, "abacus", ModuleType("abacus"))
     assert of_package(package()).refusals(on_cpu()) == []
     (found,) = of_package(package(fault=lambda module: f"{module.__name__} lacks beads")).refusals(on_cpu())
@@ -318,7 +317,7 @@ def test_a_package_that_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_several_kernels_those_that_are_there_speak(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, abacus="2")
+    installed(monkeypatch, {"abacus": "2"})
     narrow = replace(CPU, head_dim=32, dtypes={F16: ANY})
     variants = (
         of_package(package(), title="two", limits=narrow),
