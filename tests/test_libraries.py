@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from attn_dispatch import branched, kernels
-from attn_dispatch.backends import flash, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
+from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
 from attn_dispatch.branched import Branched, Variant
 from attn_dispatch.example import make
+from attn_dispatch.kernels import CpuFlash
 from attn_dispatch.limits import ANY
-from attn_dispatch.pattern import Window
+from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.verify import Gate
 from tests import libraries
 from tests.cases import CASES, Case, gate
@@ -163,3 +164,47 @@ def test_the_newest_generation_that_fits(
     assert flash.version() == ", ".join(
         f"{name} {version}" for name, version in NEWEST.items() if name in there and name != "xformers"
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)
+def test_cudnn_reads_out_as_it_did_before(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up op keeps plans as PyTorch does, by q, k and v: out in another layout would be misread."""
+    monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(4))
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(shape) for _ in range(4))
+    kernel = sdpa_cudnn.Cudnn()
+    out, lse = kernel.forward(q, k, v, True, 0.3, None)
+    first = kernel.backward(grad, q, k, v, out, lse, True, 0.3, None)
+    for turn in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)):
+        turned = [x.permute(turn).contiguous().permute(torch.tensor(turn).argsort().tolist()) for x in (grad, out)]
+        again = kernel.backward(turned[0], q, k, v, turned[1], lse, True, 0.3, None)
+        assert all(torch.equal(one, other) for one, other in zip(first, again))
+
+
+@pytest.mark.parametrize("pattern", [Dense(True), Dilated((16, 32), (1, 2), True)], ids=str)
+def test_float32_is_not_narrowed_on_the_way(pattern: Pattern) -> None:
+    problem = Case("", pattern, (2, 64, 4, 16)).problem(torch.float16, needs_grad=False)
+    example = make(problem)
+    found = sdpa_float32.run(example.q, example.k, example.v, problem)
+    q, k, v = (x.float() for x in (example.q, example.k, example.v))
+    out, lse = sdpa.run(q, k, v, replace(problem, dtype=torch.float32))
+    assert torch.equal(found[0], out.half())
+    assert torch.equal(found[1], lse)
+
+
+def test_float32_gradients_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[torch.dtype] = set()
+
+    def backward(self: CpuFlash, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        seen.update(x.dtype for x in tensors if isinstance(x, torch.Tensor))
+        return real(self, *tensors)
+
+    real = CpuFlash.backward
+    monkeypatch.setattr(CpuFlash, "backward", backward)
+    for case in FEW:
+        if isinstance(case.pattern, Window):
+            continue
+        problem = case.problem(torch.bfloat16, needs_grad=True)
+        checked = gate(problem)
+        assert checked.check(checked.run(sdpa_float32.BACKEND)).failures == ()
+    assert seen == {torch.float32}
