@@ -6,18 +6,19 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from attn_dispatch import branched, registry
-from attn_dispatch.backends import sdpa, sdpa_cudnn
+from attn_dispatch.backends import flash, sdpa, sdpa_cudnn
 from attn_dispatch.branched import Branched, Package, Variant
 from attn_dispatch.kernels import CpuFlash
 from attn_dispatch.limits import ANY, HALF, Limits
 from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.pieces import plan_of
 from attn_dispatch.problem import DTYPES, Problem
 from tests.cases import Case
 
@@ -344,3 +345,25 @@ def test_a_window_is_little_work(device: Callable[..., None]) -> None:
     )
     assert part * 16 == whole
     assert windowed.flops(problem(F16, Window(None, 5), needs_grad=False)) == whole
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("mask", ["key_mask", "seq_lens"])
+def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[..., None]) -> None:
+    """`sdpa` leaves them to the kernel that takes a bias, whichever it would run itself."""
+    device(HOPPER)
+    asked = problem(dtype, has_key_mask=mask == "key_mask", has_seq_lens=mask == "seq_lens")
+    assert texts("sdpa_efficient", asked) == []
+    assert "takes no mask" in texts("sdpa", asked)[-1]
+
+
+def test_a_deterministic_backward_takes_more_memory(device: Callable[..., None], monkeypatch: Any) -> None:
+    """flash-attn gives every processor a dq of its own where one row of blocks is all there is."""
+    device(AMPERE)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
+    asked = problem(heads=1, kv_heads=1, q_len=1000, k_len=1000)
+    plan = plan_of(asked, True)
+    assert plan is not None
+    columns, rows = 128, 1024
+    assert flash.scratch_bytes(asked, plan) == rows * columns * 4
+    assert flash.scratch_bytes(replace(asked, deterministic=True), plan) == 109 * rows * columns * 4
