@@ -174,7 +174,8 @@ class Branched:
 
 @lru_cache(maxsize=4096)
 def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, Plan, int]:
-    variant = next(variant for variant in backend.variants if not variant.refusals(problem))
+    variant = next((variant for variant in backend.variants if not variant.refusals(problem)), None)
+    assert variant is not None, f"{backend.name} refuses {problem}"
     kernel = variant.kernel(problem)
     plan = variant.plan(problem, kernel)
     return kernel, plan, variant.scratch(problem, plan)

@@ -180,6 +180,12 @@ REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
         problem(head_dim=128, return_lse=True),
         ["takes a head_dim up to 128, not 128, and one more for the gradient of lse"],
     ),
+    "mask-old-device": (
+        "sdpa_mask",
+        TURING,
+        problem(BF16, Window(3, 0)),
+        ["needs compute capability 8.0 or higher for bfloat16, cuda:0 has 7.5"],
+    ),
     "float32-wide": (
         "sdpa_float32",
         HOPPER,
