@@ -10,6 +10,7 @@ import torch
 
 from attn_dispatch import kernels, registry
 from attn_dispatch.backends import manual
+from attn_dispatch.backends.sdpa_cudnn import Cudnn
 from attn_dispatch.kernels import CpuFlash, CudaEfficient, CudaFlash, Kernel
 from attn_dispatch.pattern import Dilated
 from tests.allocations import allocated_peak
@@ -18,7 +19,7 @@ from tests.cases import Case
 SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
 
 
-@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient()], ids=["flash", "efficient"])
+@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient(), Cudnn()], ids=["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
 def test_cuda_ops_take_the_calls(kernel: Kernel, shape: tuple[int, ...], is_causal: bool) -> None:
