@@ -52,7 +52,7 @@ class Generation(Kernel):
         d = q.shape[-1]
         out, lse = self._forward(aligned(q), aligned(k), aligned(v), is_causal, scale)
         if self.window != (None, None):
-            # A query whose window holds no key; 2 and 3 say inf.
+            # A query whose window holds no key: generation 2 says inf.
             lse = lse.masked_fill(lse == math.inf, -math.inf)
         return out[..., :d], lse
 
