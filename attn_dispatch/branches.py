@@ -56,7 +56,8 @@ def run(
         return run(q * sign, k, v, replace(problem, scale=size), plan, kernel, masks, biases)
     single = plan.single
     if single is not None and not problem.needs_grad and not masks:
-        return kernel.forward(q, k, v, single.is_causal, problem.scale, None)
+        out, lse = kernel.forward(q, k, v, single.is_causal, problem.scale, None)
+        return _as(out, q.dtype), lse
     seq_lens = masks.get("seq_lens")
     hidden = hidden_keys(problem, seq_lens, masks.get("key_mask"), q.device)
     call = Call(problem, plan, kernel, hidden, seq_lens, biases)
@@ -126,7 +127,8 @@ class _Branches(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     single = call.plan.single
     if single is not None and call.hidden is None:
-        return call.kernel.forward(q, k, v, single.is_causal, call.problem.scale, None)
+        out, lse = call.kernel.forward(q, k, v, single.is_causal, call.problem.scale, None)
+        return _as(out, q.dtype), lse
     whole = len(call.plan.blocks) == 1 and call.plan.batch_step >= call.problem.batch
     if whole:
         out, lse = _block_forward(q, k, v, call.hidden, call, call.plan.blocks[0])
@@ -261,7 +263,8 @@ def _backward(
     """The joint gradient: each piece's own backward, given the out and lse of the whole."""
     single, scale = call.plan.single, call.problem.scale
     if single is not None and call.hidden is None:
-        return call.kernel.backward(grad, q, k, v, out, lse, single.is_causal, scale, None)
+        dq, dk, dv = call.kernel.backward(grad, q, k, v, out, lse, single.is_causal, scale, None)
+        return _as(dq, q.dtype), _as(dk, q.dtype), _as(dv, q.dtype)
     # exp(s - -inf) would be inf; a row without keys must weigh nothing.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
@@ -314,6 +317,11 @@ def _put(total: Tensor, part: Tensor, fresh: bool) -> None:
         total.copy_(part)
     else:
         total.add_(part)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Asking first takes a tenth of the time of a conversion that does nothing.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

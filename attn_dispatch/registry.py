@@ -12,9 +12,14 @@ from attn_dispatch.contract import Backend
 from attn_dispatch.errors import InvalidInput
 
 GROUP = "attn_dispatch.backends"
-#: In the order in which the static heuristic tries them.
+#: In the order in which the static heuristic, which measures nothing, tries them: PyTorch's own choice first.
 BUILT_IN = (
     "sdpa",
+    "flash",
+    "xformers",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "sdpa_float32",
     "sdpa_mask",
     "native",
     "flex",

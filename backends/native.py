@@ -25,7 +25,7 @@ from attn_dispatch.contract import (
     refuse_ranks,
 )
 from attn_dispatch.native import library
-from attn_dispatch.native.tiles import PERIOD_LIMIT, TILE, Tiles, period, tiles_of
+from attn_dispatch.native.tiles import PERIOD_LIMIT, TILE, Tiles, period, table_bytes, tiles_of
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.problem import Problem
 
@@ -69,8 +69,7 @@ def flops(problem: Problem) -> int:
 def workspace_bytes(problem: Problem) -> int:
     width = _padded(problem.head_dim)
     scratch = 4 * torch.get_num_threads() * (5 * width * TILE + 4 * BLOCK * max(TILE, width))
-    tables = tiles_of(problem)
-    total = scratch + 3 * (tables.tiles.nbytes + tables.runs.nbytes)
+    total = scratch + table_bytes(problem)
     total += 4 * problem.batch * problem.heads * problem.q_len * (3 if problem.needs_grad else 1)
     total += problem.batch * problem.k_len * problem.masked
     # Rows that are not dense are copied; out and its gradient may be too.

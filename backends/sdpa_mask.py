@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import branches
-from attn_dispatch.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
-from attn_dispatch.kernels import CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.contract import Refusal
+from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
 from attn_dispatch.pattern import Dense, Dilated
 from attn_dispatch.pieces import Block, Piece, Plan, Rows, kv_heads_of, plan_of, progression
-from attn_dispatch.problem import DTYPES, Problem
+from attn_dispatch.problem import Problem
 from attn_dispatch.units import gib
 
 name = "sdpa_mask"
 
 MASK_LIMIT = 2**30  #: bytes of masks, held at once; past this the other backends are the better answer
 ROWS = 512  #: query rows whose multiplicity is worked out at once
-CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _masks: OrderedDict[Hashable, tuple[branches.Bias, ...]] = OrderedDict()
 _lock = threading.Lock()
@@ -33,8 +32,7 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu", "cuda"))
-    found += refuse_dtype(problem, DTYPES if problem.device.type == "cpu" else CUDA_DTYPES)
+    found = (CPU_FLASH if problem.device.type == "cpu" else CUDA_EFFICIENT).refusals(problem)
     needed = mask_bytes(problem)
     if needed > MASK_LIMIT:
         text = f"{problem.pattern} needs a dense mask of {gib(needed)}, over {gib(MASK_LIMIT)}"

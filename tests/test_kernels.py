@@ -10,6 +10,7 @@ import torch
 
 from attn_dispatch import kernels, registry
 from attn_dispatch.backends import manual
+from attn_dispatch.backends.sdpa_cudnn import Cudnn
 from attn_dispatch.kernels import CpuFlash, CudaEfficient, CudaFlash, Kernel
 from attn_dispatch.pattern import Dilated
 from tests.allocations import allocated_peak
@@ -18,7 +19,7 @@ from tests.cases import Case
 SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
 
 
-@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient()], ids=["flash", "efficient"])
+@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient(), Cudnn()], ids=["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
 def test_cuda_ops_take_the_calls(kernel: Kernel, shape: tuple[int, ...], is_causal: bool) -> None:
@@ -72,14 +73,14 @@ def test_efficient_backward_is_handed_what_it_reads(monkeypatch: pytest.MonkeyPa
     ids=["odd rows", "expanded", "odd start", "turned"],
 )
 def test_cuda_rows_start_on_whole_vectors(view: torch.Tensor) -> None:
-    aligned = kernels._aligned(view)
+    aligned = kernels.aligned(view)
     assert aligned.data_ptr() % 16 == 0
     assert all(stride * 4 % 16 == 0 and stride > 0 for stride in aligned.stride()[:-1])
     torch.testing.assert_close(aligned, view, rtol=0, atol=0)
-    assert kernels._aligned(aligned) is aligned
+    assert kernels.aligned(aligned) is aligned
 
 
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_mask", "manual"])
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_float32", "sdpa_mask", "manual"])
 def test_large_gradients_through_lse_in_float16(name: str) -> None:
     """As a gradient scaler makes them: what float32 can hold must not overflow on the way."""
     problem = Case("half", Dilated((8, 16), (1, 2), True), (1, 24, 2, 8)).problem(torch.float16, needs_grad=True)

@@ -18,7 +18,7 @@ from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.example import make
 from attn_dispatch.native import library
-from attn_dispatch.native.tiles import PERIOD_LIMIT, TILE, tiles_of
+from attn_dispatch.native.tiles import PERIOD_LIMIT, TILE, table_bytes, tiles_of
 from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
@@ -50,6 +50,13 @@ def test_tiles_are_the_pattern(case: Case) -> None:
     asked = case.problem(torch.float32, needs_grad=False)
     expected = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
     assert torch.equal(counts_of_tiles(asked), expected.expand(asked.heads, -1, -1).long())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
+def test_tables_are_no_larger_than_announced(case: Case) -> None:
+    asked = case.problem(torch.float32, needs_grad=False)
+    tables = tiles_of(asked)
+    assert tables.tiles.nbytes + tables.runs.nbytes <= table_bytes(asked) / 3
 
 
 @given(st.data())

@@ -85,7 +85,7 @@ def rates(pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int, needs_
     calls |= dense(8192, dtype, needs_grad=needs_grad, is_causal=causal)
     calls["segments"] = dense(SEGMENT, dtype, tokens // SEGMENT, needs_grad, causal)["dense"]
     found = turns(calls, rounds)
-    work = dict.fromkeys(CPU_BACKENDS, flops(tokens, pattern, dtype, needs_grad))
+    work: dict[str, int] = dict.fromkeys(CPU_BACKENDS, flops(tokens, pattern, dtype, needs_grad))
     work["dense"] = flops(8192, Dense(causal), dtype, needs_grad)
     work["segments"] = flops(SEGMENT, Dense(causal), dtype, needs_grad, tokens // SEGMENT)
     gflops = {name: work[name] / one.median_ms / 1e6 for name, one in found.items()}

@@ -19,6 +19,7 @@ from attn_dispatch.problem import Problem
 
 TILE = 64  #: queries of a tile, as in attention.cpp
 PERIOD_LIMIT = 64  #: tokens after which the rates of a dilated pattern repeat together; past it tiles are mostly empty
+ROW = 5  #: numbers in a row of a table
 OPEN = 2**40  #: no bound: farther than any two positions
 
 
@@ -44,7 +45,18 @@ def period(pattern: Pattern) -> int:
     return math.lcm(*pattern.dilation_rates) if isinstance(pattern, Dilated) else 1
 
 
-@lru_cache(maxsize=256)
+def table_bytes(problem: Problem) -> int:
+    """Upper bound of the bytes that `tiles_of` takes, and of what it takes to make them, without making them."""
+    pattern, item = problem.pattern, ROW * 8
+    if not isinstance(pattern, Dilated):
+        return 3 * 2 * item * -(-problem.q_len // TILE)
+    intervals = min(problem.q_len, sum(-(-problem.q_len // w) for w, _ in pattern.branches))
+    rows = min(problem.q_len, intervals * period(pattern))
+    tiles, runs = problem.q_len // TILE + rows, rows * len(pattern.branches)
+    return 3 * item * (tiles + runs) * len(set(_offsets(pattern, problem.heads)))
+
+
+@lru_cache(maxsize=64)
 def tiles_of(problem: Problem) -> Tiles:
     """The tiles of a dense, windowed or dilated pattern."""
     pattern = problem.pattern
@@ -71,11 +83,7 @@ def _sides(pattern: Pattern) -> tuple[int | None, int | None]:
 
 def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
     classes: dict[tuple[int | None, ...], int] = {}
-    branches = range(len(pattern.branches))
-    head_class = [
-        classes.setdefault(tuple(pattern.head_offset(b, head, problem.heads) for b in branches), len(classes))
-        for head in range(problem.heads)
-    ]
+    head_class = [classes.setdefault(offsets, len(classes)) for offsets in _offsets(pattern, problem.heads)]
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
     first_tile = [0]
@@ -86,6 +94,12 @@ def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
         runs.append(some_runs)
         first_tile.append(first_tile[-1] + len(some_tiles))
     return Tiles(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), torch.tensor(head_class))
+
+
+def _offsets(pattern: Dilated, heads: int) -> list[tuple[int | None, ...]]:
+    """Each head's offset in each branch, None where it takes no part."""
+    branches = range(len(pattern.branches))
+    return [tuple(pattern.head_offset(b, head, heads) for b in branches) for head in range(heads)]
 
 
 def _class_tiles(pattern: Dilated, offsets: tuple[int | None, ...], tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,112 @@
+"""cuDNN's attention kernel as PyTorch has it, called by op. Without masks: gradients with one have been NaN.
+
+Source: pytorch/pytorch issue 196678 (the mask), and PyTorch's own checks in
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.branched import Branched, Variant, torch_version
+from attn_dispatch.contract import Refusal
+from attn_dispatch.kernels import aligned, aten, heads_first
+from attn_dispatch.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.pieces import Plan
+from attn_dispatch.problem import Problem
+
+OLDEST = 90000  #: as cuDNN counts: major * 10000 + minor * 100 + patch
+
+LIMITS = Limits(
+    "cuda",
+    dict.fromkeys(HALF, (8, 0)),
+    highest=(12, 1),
+    head_dim=128,  # more needs Hopper or Blackwell, cuDNN 9.22 and, for gradients, exactly 256
+    repeatable_head_dim=0,
+    fewest_keys=2,
+    most_rows=LARGEST_GRID,
+)
+
+
+class Cudnn:
+    """`_scaled_dot_product_cudnn_attention`."""
+
+    grouped = False
+    masks = False
+    stats_axes = 4  #: of lse as the op gives and takes it: [batch, heads, q_len, 1], before PyTorch 2.9 without the 1
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        d = q.shape[-1]
+        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+        self.stats_axes = lse.ndim
+        return out.transpose(1, 2)[..., :d], lse.reshape(q.shape[:3])
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
+        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out))
+        # PyTorch keeps cuDNN's plans by the shapes and strides of q, k and v alone: of what else a plan reads, the
+        # strides must follow from those.
+        grad, out = _laid_out_as(q, grad), _laid_out_as(q, out)
+        lse = lse.contiguous()
+        lse = lse.unsqueeze(-1) if self.stats_axes == 4 else lse
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, unused, unused, None, None, None, q_len, k_len, 0.0, is_causal, scale=scale
+        )
+        dq, dk, dv = (x.transpose(1, 2)[..., :d] for x in grads)
+        return dq, dk, dv
+
+
+def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
+    """x in the memory order that PyTorch gives to the out of q."""
+    found = torch.empty_like(q)
+    return x if x.stride() == found.stride() else found.copy_(x)
+
+
+def cudnn_version() -> int | None:
+    cudnn: Any = torch.backends.cudnn
+    found: int | None = cudnn.version() if cudnn.is_available() else None
+    return found
+
+
+def version() -> str:
+    found = cudnn_version()
+    return torch_version() if found is None else f"{torch_version()} cuDNN {found}"
+
+
+def too_old(problem: Problem) -> list[Refusal]:
+    found = cudnn_version()
+    if problem.device.type != "cuda" or (found is not None and found >= OLDEST):
+        return []
+    return [Refusal("version", f"needs cuDNN {OLDEST} or newer, this PyTorch has {found}")]
+
+
+def scratch_bytes(problem: Problem, plan: Plan) -> int:
+    """Copies of out and of its gradient, and a float32 dq, of the piece with the most rows."""
+    if not problem.needs_grad:
+        return 0
+    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
+    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
+
+
+BACKEND = Branched("sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=scratch_bytes),), version, too_old)
+
+name, refusals = BACKEND.name, BACKEND.refusals
+flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

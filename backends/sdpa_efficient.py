@@ -1,0 +1,22 @@
+"""PyTorch's memory-efficient attention kernel on CUDA, where `sdpa` takes another one; also with masked keys."""
+
+from __future__ import annotations
+
+from attn_dispatch.branched import Branched, Variant
+from attn_dispatch.contract import Refusal
+from attn_dispatch.kernels import CUDA_EFFICIENT, CUDA_FLASH, CudaEfficient
+from attn_dispatch.problem import Problem
+
+
+def measured_as_sdpa(problem: Problem) -> list[Refusal]:
+    why = CUDA_FLASH.refusals(problem)
+    if problem.device.type != "cuda" or problem.masked or not why:
+        return []
+    reasons = "; ".join(refusal.text for refusal in why)
+    return [Refusal("same_kernel", f"sdpa runs this kernel here, since PyTorch's flash kernel {reasons}")]
+
+
+BACKEND = Branched("sdpa_efficient", (Variant(CUDA_EFFICIENT, lambda problem: CudaEfficient()),), also=measured_as_sdpa)
+
+name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
+flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

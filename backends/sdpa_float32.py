@@ -1,0 +1,77 @@
+"""PyTorch's attention kernels in float32 for half-precision inputs, which are widened piece by piece.
+
+For devices whose half-precision arithmetic is slow or missing. Partial results are merged as they come, in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.branched import Branched, Variant
+from attn_dispatch.contract import Refusal
+from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.limits import HALF
+from attn_dispatch.pieces import Plan
+from attn_dispatch.problem import Problem
+
+
+class Widened:
+    """A kernel that is handed float32 and returns it, whatever comes in."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.grouped, self.masks = kernel, kernel.grouped, kernel.masks
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self.kernel.forward(q.float(), k.float(), v.float(), is_causal, scale, mask)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+        return self.kernel.backward(grad, q, k, v, out, lse, is_causal, scale, mask)
+
+
+def not_half(problem: Problem) -> list[Refusal]:
+    if problem.dtype in HALF:
+        return []
+    name = str(problem.dtype).removeprefix("torch.")
+    return [Refusal("dtype", f"widens float16 and bfloat16 to float32, {name} is not half precision")]
+
+
+def widened_bytes(problem: Problem, plan: Plan) -> int:
+    """A piece's inputs in float32 and what the kernel returns: whole heads, since keys may be spread over them."""
+    q = max(b.q.stop - b.q.start for b in plan.blocks)
+    k = max(b.k.stop - b.k.start for b in plan.blocks)
+    rows: int = (4 * q + 4 * k) if problem.needs_grad else (2 * q + 2 * k)
+    batch = min(plan.batch_step, problem.batch)
+    return batch * rows * problem.heads * (problem.head_dim + 1) * torch.float32.itemsize
+
+
+# What is handed in is not what is computed in.
+_CUDA = replace(CUDA_EFFICIENT, dtypes=dict.fromkeys(CUDA_EFFICIENT.dtypes, CUDA_EFFICIENT.dtypes[torch.float32]))
+
+BACKEND = Branched(
+    "sdpa_float32",
+    (
+        Variant(CPU_FLASH, lambda problem: Widened(CpuFlash()), scratch=widened_bytes),
+        Variant(_CUDA, lambda problem: Widened(CudaEfficient()), scratch=widened_bytes),
+    ),
+    also=not_half,
+)
+
+name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
+flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

@@ -1,0 +1,113 @@
+"""xformers' memory-efficient attention, forward with lse and backward; it chooses among its own kernels.
+
+Source: xformers 0.0.35, ops/fmha.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.branched import Branched, Package, Variant, torch_version
+from attn_dispatch.kernels import aligned
+from attn_dispatch.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.pieces import Plan
+from attn_dispatch.problem import Problem
+
+FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, repeatable_head_dim=0, most_rows=LARGEST_GRID)
+CUTLASS = Limits(
+    "cuda",
+    {torch.float16: (5, 0), torch.float32: (5, 0), torch.bfloat16: (8, 0)},
+    highest=(9, 0),
+    head_dim=65536,
+    most_rows=LARGEST_GRID,
+)
+
+
+class MemoryEfficient:
+    """`memory_efficient_attention_forward_requires_grad` and `memory_efficient_attention_backward`."""
+
+    grouped = False
+    masks = False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        d, q_len = q.shape[-1], q.shape[1]
+        ops = _library()
+        out, lse = ops.memory_efficient_attention_forward_requires_grad(
+            aligned(q), aligned(k), aligned(v), _bias(ops, is_causal), 0.0, scale
+        )
+        # One of its kernels rounds the rows of lse up.
+        return out[..., :d], lse[:, :, :q_len]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d = q.shape[-1]
+        ops = _library()
+        # Its kernels take the rows of lse and of out as neighbours, whatever their strides say.
+        grad, q, k, v, out = (aligned(x) for x in (grad, q, k, v, out.contiguous()))
+        grads = ops.memory_efficient_attention_backward(
+            grad, out, lse.contiguous(), q, k, v, _bias(ops, is_causal), 0.0, scale
+        )
+        dq, dk, dv = (x[..., :d] for x in grads)
+        return dq, dk, dv
+
+
+def _library() -> Any:
+    return importlib.import_module("xformers.ops")
+
+
+def _bias(ops: Any, is_causal: bool) -> Any:
+    # It lines up the first query with the first key; causal pieces are square, so that it is the last as well.
+    return ops.LowerTriangularMask() if is_causal else None
+
+
+def not_built(module: Any) -> str:
+    return "" if getattr(module, "_has_cpp_library", True) else "its compiled part does not fit this PyTorch"
+
+
+PACKAGE = Package("xformers", "pip install 'attn-dispatch[xformers]'", "xformers", (0, 0, 29), not_built)
+
+
+def version() -> str:
+    """Its own version and PyTorch's, whose kernels it may call.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    return f"{PACKAGE.version()} torch {torch_version()}"
+
+
+def scratch_bytes(problem: Problem, plan: Plan) -> int:
+    """Copies of out, of its gradient and of lse, and a float32 dq, of the block with the most rows."""
+    if not problem.needs_grad:
+        return 0
+    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
+    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
+
+
+BACKEND = Branched(
+    "xformers",
+    (
+        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE, scratch=scratch_bytes),
+        Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE, scratch=scratch_bytes),
+    ),
+    version,
+)
+
+name, refusals = BACKEND.name, BACKEND.refusals
+flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

@@ -1,0 +1,365 @@
+"""Made-up attention libraries: the parameters of the real ones, what those insist on, and the formula for the rest.
+
+They run on the CPU, so that what an adapter hands over and makes of the answer is held to float64 like any backend.
+"""
+
+# The parameters of other people's functions are given by name and order only.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+VECTOR_BYTES = 16
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+# --- the formula, [batch, len, heads, head_dim] -----------------------------------------------------------------------
+
+
+def band(q: Tensor, k: Tensor, left: int, right: int, *, bottom_right: bool = True) -> Tensor:
+    """Which keys a query sees, [q_len, k_len]; a side below 0 is open."""
+    ahead = k.shape[1] - q.shape[1] if bottom_right else 0
+    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - ahead
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    return seen & (distance <= right) if right >= 0 else seen
+
+
+def scores(q: Tensor, k: Tensor, scale: float | None, bias: Tensor) -> Tensor:
+    """[batch, heads, q_len, k_len] in float64; `bias` is added."""
+    assert scale is not None  # a library would take its own
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    return scale * torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) + bias.double()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor, empty: float) -> tuple[Tensor, Tensor]:
+    """out as q and lse [batch, heads, q_len] in float32; `empty` is the lse of a row that sees no key."""
+    s = scores(q, k, scale, bias)
+    lse = s.logsumexp(-1)
+    p = (s - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    out = torch.einsum("bhqk,bkhd->bqhd", p, v.double()).to(q.dtype)
+    return out, lse.masked_fill(lse == -math.inf, empty).float()
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float | None, bias: Tensor
+) -> Grads:
+    """As flash kernels do it: from the out and lse that are handed in, whatever they belong to."""
+    group = q.shape[2] // k.shape[2]
+    p = (scores(q, k, scale, bias) - lse.double().unsqueeze(-1)).exp()
+    keys, values = (x.double().repeat_interleave(group, dim=2) for x in (k, v))
+    delta = (grad.double() * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
+    assert scale is not None
+    ds = p * (torch.einsum("bqhd,bkhd->bhqk", grad.double(), values) - delta) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", ds, keys)
+    dk, dv = torch.einsum("bhqk,bqhd->bkhd", ds, q.double()), torch.einsum("bhqk,bqhd->bkhd", p, grad.double())
+    dk, dv = (torch.unflatten(x, 2, (-1, group)).sum(3) for x in (dk, dv))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def as_bias(seen: Tensor) -> Tensor:
+    return torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
+
+
+# --- what the kernels insist on ---------------------------------------------------------------------------------------
+
+
+def check_rows(*tensors: Tensor, head_dim_of: int = 8) -> None:
+    """Rows of neighbours that are whole vectors and start on one."""
+    for x in tensors:
+        assert x.ndim == 4
+        assert x.shape[-1] % head_dim_of == 0
+        assert x.stride(-1) == 1
+        strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
+        assert all(stride > 0 and stride * x.itemsize % VECTOR_BYTES == 0 for stride in strides)
+        assert x.data_ptr() % VECTOR_BYTES == 0
+
+
+def check_lse(lse: Tensor, q: Tensor) -> None:
+    """[batch, heads, q_len] without gaps, for q [batch, q_len, heads, head_dim]."""
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert lse.is_contiguous()
+    assert lse.dtype == torch.float32
+    assert not bool((lse == -math.inf).any())  # exp(s - -inf) is no probability
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, **names: dict[str, Any]) -> None:
+    """Put modules in place, dots written as double underscores."""
+    for name, members in names.items():
+        dotted = name.replace("__", ".")
+        module = ModuleType(dotted)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, dotted, module)
+
+
+# --- flash-attn -------------------------------------------------------------------------------------------------------
+
+
+def flash_bias(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
+    left, right = (-1 if side is None else side for side in (left, right))
+    return as_bias(band(q, k, left, 0 if causal else right))
+
+
+def flash_attn_2(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
+    """flash-attn 2.7 to 2.8: `flash_attn.flash_attn_interface`."""
+
+    def _wrapped_flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax,
+    ):  # fmt: skip
+        check_rows(q, k, v)
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        return *forward(q, k, v, softmax_scale, bias, math.inf), None, None
+
+    def _wrapped_flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        check_rows(dout, q, k, v, out, dq, dk, dv)
+        check_lse(softmax_lse, q)
+        assert (dropout_p, softcap, alibi_slopes, rng_state) == (0.0, 0.0, None, None)
+        calls.append({"deterministic": deterministic, "window": (window_size_left, window_size_right)})
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        found = backward(dout, q, k, v, out, softmax_lse, softmax_scale, bias)
+        for into, grad in zip((dq, dk, dv), found):
+            into.copy_(grad)
+
+    interface = {f.__name__: f for f in (_wrapped_flash_attn_forward, _wrapped_flash_attn_backward)}
+    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface=interface)
+
+
+def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
+    """flash-attn-4 4.0.0b36: `flash_attn.cute.interface`; the parameters past those that are used are left out."""
+
+    def _flash_attn_fwd(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+        window_size_left=None, window_size_right=None, learnable_sink=None, return_lse=False,
+    ):  # fmt: skip
+        check_rows(q, k, v)
+        assert return_lse
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        return *forward(q, k, v, softmax_scale, bias, -math.inf), None, None, None
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, deterministic=False,
+    ):  # fmt: skip
+        check_rows(q, k, v, out, dout)
+        check_lse(lse, q)
+        calls.append({"deterministic": deterministic, "window": (window_size_left, window_size_right)})
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        return backward(dout, q, k, v, out, lse, softmax_scale, bias)
+
+    interface = {f.__name__: f for f in (_flash_attn_fwd, _flash_attn_bwd)}
+    modules(monkeypatch, flash_attn={}, flash_attn__cute={}, flash_attn__cute__interface=interface)
+
+
+# The schemas that flash-attention's hopper folder registers.
+FLASH_3_FWD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, "
+    "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+FLASH_3_BWD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@contextmanager
+def flash_attn_3(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> Iterator[None]:
+    """The ops of flash-attn 3."""
+
+    def fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        given = _named(FLASH_3_FWD, q, k, v, *rest)
+        check_rows(q, k, v)
+        assert given.num_splits == 1
+        bias = flash_bias(q, k, given.is_causal, given.window_size_left, given.window_size_right)
+        return *forward(q, k, v, given.softmax_scale, bias, -math.inf), torch.empty(0), torch.empty(0)
+
+    def bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        given = _named(FLASH_3_BWD, dout, q, k, v, out, lse, *rest)
+        check_rows(dout, q, k, v, out, given.dq, given.dk, given.dv)
+        check_lse(lse, q)
+        window = (given.window_size_left, given.window_size_right)
+        calls.append({"deterministic": given.deterministic, "window": window})
+        bias = flash_bias(q, k, given.is_causal, *window)
+        found = backward(dout, q, k, v, out, lse, given.softmax_scale, bias)
+        for into, grad in zip((given.dq, given.dk, given.dv), found):
+            into.copy_(grad)
+        return tuple(torch.empty(0) for _ in range(5))
+
+    modules(monkeypatch, flash_attn_3={}, flash_attn_3___C={})
+    with torch.library._scoped_library("flash_attn_3", "FRAGMENT") as library:
+        for schema, function in ((FLASH_3_FWD, fwd), (FLASH_3_BWD, bwd)):
+            library.define(schema)
+            library.impl(function.__name__, function, "CompositeExplicitAutograd")
+        yield
+
+
+def _named(schema: str, *values: Any) -> SimpleNamespace:
+    """Arguments by their names: a kernel is called with all of them, in order, up to the last that was given."""
+    arguments = torch._C.parse_schema(f"n::{schema}").arguments
+    defaults = [argument.default_value for argument in arguments[len(values) :]]
+    return SimpleNamespace(**{a.name: value for a, value in zip(arguments, [*values, *defaults])})
+
+
+# --- xformers ---------------------------------------------------------------------------------------------------------
+
+
+class LowerTriangularMask:
+    """Lines up the first query with the first key."""
+
+
+def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
+    """xformers 0.0.35: `xformers.ops`. Its kernels may round the rows of lse up, and what is in them is anything."""
+
+    def bias_of(attn_bias: object, q: Tensor, k: Tensor) -> Tensor:
+        if attn_bias is None:
+            return torch.zeros(())
+        assert type(attn_bias) is LowerTriangularMask
+        assert q.shape[1] == k.shape[1]  # the flash kernels have the other alignment
+        return as_bias(band(q, k, -1, 0, bottom_right=False))
+
+    def memory_efficient_attention_forward_requires_grad(
+        query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
+    ):
+        check_rows(query, key, value)
+        assert (p, op, output_dtype) == (0.0, None, None)
+        assert query.shape[2] == key.shape[2]
+        out, lse = forward(query, key, value, scale, bias_of(attn_bias, query, key), math.inf)
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.nan)
+
+    def memory_efficient_attention_backward(
+        grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None
+    ):
+        check_rows(grad, output, query, key, value)
+        check_lse(lse, query)
+        assert (p, op) == (0.0, None)
+        assert output.is_contiguous()
+        return backward(grad, query, key, value, output, lse, scale, bias_of(attn_bias, query, key))
+
+    functions = (memory_efficient_attention_forward_requires_grad, memory_efficient_attention_backward)
+    ops = {f.__name__: f for f in functions} | {"LowerTriangularMask": LowerTriangularMask}
+    modules(monkeypatch, xformers={"_has_cpp_library": True}, xformers__ops=ops)
+
+
+# --- PyTorch's ops, [batch, heads, len, head_dim] ---------------------------------------------------------------------
+
+
+def _turned(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def cudnn_ops(stats_axes: int) -> SimpleNamespace:
+    """cuDNN's attention as PyTorch calls it: plans are kept by what describes q, k and v, and by nothing else.
+
+    Args:
+        stats_axes: of lse: 3, or from PyTorch 2.9 on 4, the last of one entry.
+    """
+    plans: dict[Any, Any] = {}
+
+    def check(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+        check_rows(*_turned(query, key, value))
+        assert query.shape[1] == key.shape[1]
+        assert key.shape[2] > 1
+        return tuple((x.shape, x.stride()) for x in (query, key, value))
+
+    def _scaled_dot_product_cudnn_attention(
+        query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
+        scale=None,
+    ):  # fmt: skip
+        check(query, key, value)
+        assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask) == (None, True, 0.0, False)
+        q, k, v = _turned(query, key, value)
+        assert not is_causal or q.shape[1] == k.shape[1]
+        found, lse = forward(q, k, v, scale, flash_bias(q, k, is_causal, -1, -1), math.inf)
+        out = torch.empty_like(query).copy_(found.transpose(1, 2))
+        return out, (lse.unsqueeze(-1) if stats_axes == 4 else lse), None, None, *query.shape[2:3], 0, None, None, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
+        max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        plan = (*check(query, key, value), is_causal)
+        laid_out = (out.stride(), grad_out.stride(), logsumexp.stride())
+        assert plans.setdefault(plan, laid_out) == laid_out
+        assert (attn_bias, cum_seq_q, cum_seq_k, dropout_p) == (None, None, None, 0.0)
+        assert (max_q, max_k) == (query.shape[2], key.shape[2])
+        assert logsumexp.ndim == stats_axes
+        grad, q, k, v, o = _turned(grad_out, query, key, value, out)
+        check_rows(grad, o)
+        lse = logsumexp.reshape(query.shape[:3])
+        check_lse(lse, q)
+        found = backward(grad, q, k, v, o, lse, scale, flash_bias(q, k, is_causal, -1, -1))
+        return tuple(_turned(*found))
+
+    return _namespace(_scaled_dot_product_cudnn_attention, _scaled_dot_product_cudnn_attention_backward)
+
+
+def efficient_ops() -> SimpleNamespace:
+    """PyTorch's memory-efficient attention."""
+
+    def bias_of(attn_bias: Tensor | None, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+        causal = as_bias(band(q, k, -1, 0 if is_causal else -1, bottom_right=False))
+        if attn_bias is None:
+            return causal
+        assert attn_bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        assert attn_bias.dtype == q.dtype
+        assert attn_bias.stride(-1) == 1
+        assert all(stride * attn_bias.itemsize % VECTOR_BYTES == 0 for stride in attn_bias.stride()[:-1])
+        assert attn_bias.data_ptr() % VECTOR_BYTES == 0
+        return causal + attn_bias
+
+    def _scaled_dot_product_efficient_attention(
+        query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+    ):
+        q, k, v = _turned(query, key, value)
+        check_rows(q, k, v)
+        assert (compute_log_sumexp, dropout_p) == (True, 0.0)
+        out, lse = forward(q, k, v, scale, bias_of(attn_bias, q, k, is_causal), math.inf)
+        return out.transpose(1, 2), torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.nan), None, None
+
+    def _scaled_dot_product_efficient_attention_backward(
+        grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
+        grad_input_mask, is_causal=False, *, scale=None,
+    ):  # fmt: skip
+        grad, q, k, v, o = _turned(grad_out_, query, key, value, out)
+        check_rows(grad, q, k, v, o)
+        assert o.is_contiguous()
+        assert logsumexp.is_contiguous()
+        assert logsumexp.shape[-1] % 32 == 0
+        assert (dropout_p, grad_input_mask) == (0.0, [True, True, True, False])
+        lse = logsumexp[:, :, : q.shape[1]].contiguous()
+        check_lse(lse, q)
+        found = backward(grad, q, k, v, o, lse, scale, bias_of(attn_bias, q, k, is_causal))
+        return *_turned(*found), None
+
+    return _namespace(_scaled_dot_product_efficient_attention, _scaled_dot_product_efficient_attention_backward)
+
+
+def _namespace(*functions: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(**{f.__name__: f for f in functions})
