@@ -190,7 +190,8 @@ def aligned(x: Tensor) -> Tensor:
     """x with rows that are whole vectors and start on one: a misaligned read ends the CUDA context, not the call."""
     missing = -x.shape[-1] % CUDA_HEAD_ALIGN
     if missing:
-        return pad(x, (0, missing))
+        # Padding keeps the memory order, which may not have the head last.
+        return pad(x, (0, missing)).contiguous()
     return x if _whole_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 

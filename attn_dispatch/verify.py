@@ -84,7 +84,7 @@ class Gate:
         found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
         if self.grad is not None:
             results, weights = [out], [self.grad]
-            if self.grad_lse is not None and lse is not None:
+            if self.grad_lse is not None and lse is not None and lse.shape == self.grad_lse.shape:
                 results, weights = [out, lse], [self.grad, self.grad_lse]
             grads = torch.autograd.grad(results, (example.q, example.k, example.v), weights)
             found.update(zip(("dq", "dk", "dv"), grads))
