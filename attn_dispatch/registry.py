@@ -12,7 +12,7 @@ from attn_dispatch.contract import Backend
 from attn_dispatch.errors import InvalidInput
 
 GROUP = "attn_dispatch.backends"
-BUILT_IN = ("sdpa", "sdpa_mask")  #: in the order in which the static heuristic tries them
+BUILT_IN = ("sdpa", "triton", "sdpa_mask")  #: in the order in which the static heuristic tries them
 LAST_RESORT = "manual"
 REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
 

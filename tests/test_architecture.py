@@ -21,7 +21,7 @@ LAYERS = (
     ("machine",),
     ("problem", "order"),
     ("contract",),
-    ("pieces", "kernels", "example"),
+    ("pieces", "kernels", "triton_kernels", "visits", "example"),
     ("branches",),
     ("backends",),
     ("registry", "verify"),

@@ -400,7 +400,7 @@ def test_doctor(measured: tuple[Path, dict[str, Any]]) -> None:
     assert report["devices"][0]["free_bytes"] > 0
     assert report["devices"][0]["dtype_reason"]
     backends = {backend["name"]: backend for backend in report["backends"]}
-    assert list(backends)[:2] == ["sdpa", "sdpa_mask"]
+    assert list(backends)[:3] == ["sdpa", "triton", "sdpa_mask"]
     assert backends["sdpa"] == {"name": "sdpa", "version": str(torch.__version__), "usable": True, "reason": ""}
     assert (report["folder"], report["writable"], report["decisions"]) == (str(folder), True, 2)
     assert (report["mode"], report["budget_ms"]) == ("predict", 500.0)

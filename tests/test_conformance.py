@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,8 +20,18 @@ from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.verify import Gate
 from tests.allocations import allocated_peak
 from tests.cases import CASES, DTYPES, Case, gate
+from tests.conftest import INTERPRETED
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
 BACKENDS = registry.names()
+HERE = [name for name in BACKENDS if name != "triton" or INTERPRETED]  #: runs something on the CPU
+PROGRAMS = 24  #: of a kernel; the interpreter takes some 10 ms for each
+
+
+def quick(case: Case, backend: str) -> bool:
+    """Whether a case is run with every dtype: interpreted, a Dilated one takes seconds."""
+    return backend != "triton" or not isinstance(case.pattern, Dilated) or case.id == "longnet-short"
 
 
 def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, device: str = "cpu") -> None:
@@ -45,15 +56,26 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
     assert peak <= announced
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "dtype", "backend"),
+    [
+        pytest.param(case, dtype, backend, id=f"{case.id}-{dtype}-{backend}")
+        for case, dtype, backend in product(CASES, DTYPES, BACKENDS)
+        if dtype == torch.float32 or quick(case, backend)
+    ],
+)
 def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> None:
     agrees(case, dtype, backend, True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, backend, id=f"{case.id}-{backend}")
+        for case, backend in product(CASES, BACKENDS)
+        if quick(case, backend)
+    ],
+)
 def test_forward_alone(case: Case, backend: str) -> None:
     agrees(case, torch.float32, backend, False)
 

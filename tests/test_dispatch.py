@@ -33,7 +33,7 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.recording import read_record
 from attn_dispatch.store import Store, cache_folder
 
-BUILT_IN = ["sdpa", "sdpa_mask", "manual"]
+BUILT_IN = ["sdpa", "triton", "sdpa_mask", "manual"]
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +352,7 @@ def test_a_module_will_do() -> None:
         (Plugin(name="two words"), "backend.name must be an identifier, got 'two words'"),
         (Plugin(name=""), "backend.name must be an identifier, got ''"),
         (Plugin(name=7), "backend.name must be an identifier, got 7"),  # type: ignore[arg-type]
-        (Plugin(name="sdpa"), "a backend named 'sdpa' is there already: sdpa, sdpa_mask, "),
+        (Plugin(name="sdpa"), "a backend named 'sdpa' is there already: sdpa, triton, sdpa_mask, "),
         (Plugin(name="manual"), "a backend named 'manual' is there already"),
     ],
     ids=["some-missing", "all-missing", "spaces", "empty", "number", "built-in", "last"],
@@ -553,7 +553,7 @@ def test_a_forced_backend_that_refuses(call: Callable[..., Any]) -> None:
 def test_an_unknown_backend(call: Callable[..., Any], backend: Any) -> None:
     with pytest.raises(InvalidInput) as raised:
         call(*qkv(), backend=backend)
-    assert str(raised.value) == f"backend must be None or one of sdpa, sdpa_mask, manual, got {backend!r}"
+    assert str(raised.value) == f"backend must be None or one of sdpa, triton, sdpa_mask, manual, got {backend!r}"
 
 
 @pytest.mark.parametrize("call", [attend, explain])
@@ -992,7 +992,7 @@ def test_an_explanation_is_a_table(measured: bool) -> None:
     if measured:
         attend(q, k, v)
     found = explain(q, k, v)
-    assert [row.backend for row in found.candidates] == ["sdpa", "sdpa_mask", "planted", "manual"]
+    assert [row.backend for row in found.candidates] == ["sdpa", "triton", "sdpa_mask", "planted", "manual"]
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[-4:]] == [row.backend for row in found.candidates]
     assert "unsupported: not at full moon" in lines[-2]
