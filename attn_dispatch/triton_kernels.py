@@ -29,34 +29,47 @@ RUN = tl.constexpr(4)
 def _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER: tl.constexpr):
     """This program's batch row, head and tile, and the end of that head's tiles."""
     tl.static_assert(VISIT_ORDER == 0)
-    program = tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
     head = (program // most_tiles) % heads
     kind = tl.load(kind_of + head)
     tile = tl.load(first_tile + kind) + program % most_tiles
-    return (program // most_tiles // heads).to(tl.int64), head.to(tl.int64), tile, tl.load(first_tile + kind + 1)
+    return program // most_tiles // heads, head, tile, tl.load(first_tile + kind + 1)
 
 
 @triton.jit
-def _phases(at, first, last, length, low, high, COLUMNS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+def _phases(
+    at,
+    first,
+    last,
+    length,
+    low,
+    high,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SEQ_LENS: tl.constexpr,
+):
     """A run's start and step, where its phases begin, and where the last one ends, counted in its columns.
 
-    Rows lie between `first` and `last`; columns at and past `length` are none.
+    Rows lie between `first` and `last`; with SEQ_LENS, columns at and past `length` are none.
     """
     start = tl.load(at).to(tl.int64)
     step = tl.load(at + 1).to(tl.int64)
-    end = tl.minimum(tl.load(at + 2).to(tl.int64), tl.maximum(length - start + step - 1, 0) // step)
-    begin = end * 0
-    whole = begin
+    end = tl.load(at + 2).to(tl.int64)
+    if SEQ_LENS:
+        end = tl.minimum(end, tl.maximum(length - start + step - 1, 0) // step)
     part = end
-    if LOW:
-        begin = tl.minimum(tl.maximum(first + low - start + step - 1, 0) // step, end)
-        whole = tl.maximum(last + low - start + step - 1, 0) // step
     if HIGH:
         part = tl.minimum(tl.maximum(first + high - start + step, 0) // step, end)
         end = tl.minimum(tl.maximum(last + high - start + step, 0) // step, end)
-    whole = begin + (tl.maximum(whole - begin, 0) + COLUMNS - 1) // COLUMNS * COLUMNS
-    part = whole + tl.maximum(part - whole, 0) // COLUMNS * COLUMNS
-    return start, step, begin, whole, part, end
+    begin = start * 0
+    whole = begin
+    if LOW:
+        begin = tl.minimum(tl.maximum(first + low - start + step - 1, 0) // step, end)
+        whole = tl.maximum(last + low - start + step - 1, 0) // step
+        whole = begin + (tl.maximum(whole - begin, 0) + COLUMNS - 1) // COLUMNS * COLUMNS
+        part = tl.maximum(part - whole, 0)
+    return start, step, begin, whole, whole + part // COLUMNS * COLUMNS, end
 
 
 @triton.jit
@@ -109,12 +122,15 @@ def forward(
     batch, head, tile, last_tile = _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER)
     if tile >= last_tile:
         return
-    start = tl.load(tiles + tile * TILE).to(tl.int64)
-    step = tl.load(tiles + tile * TILE + 1).to(tl.int64)
-    count = tl.load(tiles + tile * TILE + 2)
-    lane = tl.arange(0, ROWS)
+    tile_at = tiles + tile * TILE
+    start = tl.load(tile_at).to(tl.int64)
+    step = tl.load(tile_at + 1).to(tl.int64)
+    count = tl.load(tile_at + 2).to(tl.int64)
+    lane = tl.arange(0, ROWS).to(tl.int64)
     rows = start + tl.minimum(lane, count - 1) * step
     last = start + (count - 1) * step
+    lowest = (rows + low)[:, None]
+    highest = (rows + high)[:, None]
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     inside = tl.full([1, BLOCK_D], True, tl.int1)
     if HEAD_DIM < BLOCK_D:
@@ -126,13 +142,16 @@ def forward(
     v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
     query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
     lane_n = tl.arange(0, COLUMNS).to(tl.int64)
+    slope = scale * LOG2_E
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    for run in range(tl.load(tiles + tile * TILE + 3), tl.load(tiles + tile * TILE + 4)):
+    for run in range(tl.load(tile_at + 3), tl.load(tile_at + 4)):
         run_start, run_step, begin, whole, part, end = _phases(
-            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH
+            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
+        run_lane = run_start + lane_n * run_step
+        run_end = run_start + end * run_step
         for phase in tl.static_range(0 if LOW else 1, 3):
             n_from = begin
             n_to = tl.minimum(whole, end)
@@ -143,24 +162,24 @@ def forward(
                 n_from = part
                 n_to = end
             for n in range(n_from, n_to, COLUMNS):
-                index = n + lane_n
-                columns = run_start + index * run_step
+                columns = run_lane + n * run_step
                 seen = inside
                 if phase != 1:
-                    seen = (index < end)[:, None] & inside
+                    seen = (columns < run_end)[:, None] & inside
+                if KEY_MASK:
+                    kept = tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
+                    seen = seen & kept[:, None]
                 key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
-                s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (scale * LOG2_E)
+                s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
                 if phase != 1:
-                    meets = (index < end)[None, :]
+                    meets = (columns < run_end)[None, :]
                     if LOW:
-                        meets = meets & (columns[None, :] >= (rows + low)[:, None])
+                        meets = meets & (columns[None, :] >= lowest)
                     if HIGH:
-                        meets = meets & (columns[None, :] <= (rows + high)[:, None])
+                        meets = meets & (columns[None, :] <= highest)
                     s = tl.where(meets, s, float("-inf"))
                 if KEY_MASK:
-                    kept = tl.load(key_mask + batch * mask_b + columns * mask_n, mask=index < end, other=0) != 0
                     s = tl.where(kept[None, :], s, float("-inf"))
-                    seen = seen & kept[:, None]
                 new_peak = tl.maximum(peak, tl.max(s, 1))
                 # A row that has seen no key yet: -inf less -inf would be NaN.
                 safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -240,12 +259,15 @@ def backward_q(
     batch, head, tile, last_tile = _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER)
     if tile >= last_tile:
         return
-    start = tl.load(tiles + tile * TILE).to(tl.int64)
-    step = tl.load(tiles + tile * TILE + 1).to(tl.int64)
-    count = tl.load(tiles + tile * TILE + 2)
-    lane = tl.arange(0, ROWS)
+    tile_at = tiles + tile * TILE
+    start = tl.load(tile_at).to(tl.int64)
+    step = tl.load(tile_at + 1).to(tl.int64)
+    count = tl.load(tile_at + 2).to(tl.int64)
+    lane = tl.arange(0, ROWS).to(tl.int64)
     rows = start + tl.minimum(lane, count - 1) * step
     last = start + (count - 1) * step
+    lowest = (rows + low)[:, None]
+    highest = (rows + high)[:, None]
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     inside = tl.full([1, BLOCK_D], True, tl.int1)
     if HEAD_DIM < BLOCK_D:
@@ -270,11 +292,14 @@ def backward_q(
     row_lse = tl.where(some, row_lse * LOG2_E, float("inf"))
     tl.store(delta + scalar_at, row_delta, mask=lane < count)
     lane_n = tl.arange(0, COLUMNS).to(tl.int64)
+    slope = scale * LOG2_E
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    for run in range(tl.load(tiles + tile * TILE + 3), tl.load(tiles + tile * TILE + 4)):
+    for run in range(tl.load(tile_at + 3), tl.load(tile_at + 4)):
         run_start, run_step, begin, whole, part, end = _phases(
-            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH
+            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
+        run_lane = run_start + lane_n * run_step
+        run_end = run_start + end * run_step
         for phase in tl.static_range(0 if LOW else 1, 3):
             n_from = begin
             n_to = tl.minimum(whole, end)
@@ -285,24 +310,24 @@ def backward_q(
                 n_from = part
                 n_to = end
             for n in range(n_from, n_to, COLUMNS):
-                index = n + lane_n
-                columns = run_start + index * run_step
+                columns = run_lane + n * run_step
                 seen = inside
                 if phase != 1:
-                    seen = (index < end)[:, None] & inside
+                    seen = (columns < run_end)[:, None] & inside
+                if KEY_MASK:
+                    kept = tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
+                    seen = seen & kept[:, None]
                 key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
-                s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (scale * LOG2_E)
+                s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
                 if phase != 1:
-                    meets = (index < end)[None, :]
+                    meets = (columns < run_end)[None, :]
                     if LOW:
-                        meets = meets & (columns[None, :] >= (rows + low)[:, None])
+                        meets = meets & (columns[None, :] >= lowest)
                     if HIGH:
-                        meets = meets & (columns[None, :] <= (rows + high)[:, None])
+                        meets = meets & (columns[None, :] <= highest)
                     s = tl.where(meets, s, float("-inf"))
                 if KEY_MASK:
-                    kept = tl.load(key_mask + batch * mask_b + columns * mask_n, mask=index < end, other=0) != 0
                     s = tl.where(kept[None, :], s, float("-inf"))
-                    seen = seen & kept[:, None]
                 p = tl.exp2(s - row_lse[:, None])
                 value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
                 ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
@@ -368,12 +393,15 @@ def backward_kv(
     batch, head, tile, last_tile = _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER)
     if tile >= last_tile:
         return
-    start = tl.load(tiles + tile * TILE).to(tl.int64)
-    step = tl.load(tiles + tile * TILE + 1).to(tl.int64)
-    count = tl.load(tiles + tile * TILE + 2)
-    lane = tl.arange(0, ROWS)
+    tile_at = tiles + tile * TILE
+    start = tl.load(tile_at).to(tl.int64)
+    step = tl.load(tile_at + 1).to(tl.int64)
+    count = tl.load(tile_at + 2).to(tl.int64)
+    lane = tl.arange(0, ROWS).to(tl.int64)
     rows = start + tl.minimum(lane, count - 1) * step
     last = start + (count - 1) * step
+    lowest = (rows + low)[:, None]
+    highest = (rows + high)[:, None]
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     inside = tl.full([1, BLOCK_D], True, tl.int1)
     if HEAD_DIM < BLOCK_D:
@@ -389,12 +417,15 @@ def backward_kv(
     if KEY_MASK:
         real = real & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
     lane_n = tl.arange(0, COLUMNS).to(tl.int64)
+    slope = scale * LOG2_E
     acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    for run in range(tl.load(tiles + tile * TILE + 3), tl.load(tiles + tile * TILE + 4)):
+    for run in range(tl.load(tile_at + 3), tl.load(tile_at + 4)):
         run_start, run_step, begin, whole, part, end = _phases(
-            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH
+            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
+        run_lane = run_start + lane_n * run_step
+        run_end = run_start + end * run_step
         q_head = head * GROUP + tl.load(runs + run * RUN + 3)
         q_row = q + batch * q_b + q_head * q_h + d * q_d
         grad_row = grad + batch * grad_b + q_head * grad_h + d * grad_d
@@ -409,21 +440,20 @@ def backward_kv(
                 n_from = part
                 n_to = end
             for n in range(n_from, n_to, COLUMNS):
-                index = n + lane_n
-                columns = run_start + index * run_step
+                columns = run_lane + n * run_step
                 seen = inside
                 if phase != 1:
-                    seen = (index < end)[:, None] & inside
+                    seen = (columns < run_end)[:, None] & inside
                 query = tl.load(q_row + (columns * q_n)[:, None], mask=seen, other=0.0)
-                s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * (scale * LOG2_E)
+                s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
                 if phase != 1:
                     # Of columns past the end, lse is inf and the weight 0.
-                    column_lse = tl.load(lse + scalar_row + columns, mask=index < end, other=float("inf"))
-                    column_delta = tl.load(delta + scalar_row + columns, mask=index < end, other=0.0)
+                    column_lse = tl.load(lse + scalar_row + columns, mask=columns < run_end, other=float("inf"))
+                    column_delta = tl.load(delta + scalar_row + columns, mask=columns < run_end, other=0.0)
                     if LOW:
-                        s = tl.where(columns[None, :] >= (rows + low)[:, None], s, float("-inf"))
+                        s = tl.where(columns[None, :] >= lowest, s, float("-inf"))
                     if HIGH:
-                        s = tl.where(columns[None, :] <= (rows + high)[:, None], s, float("-inf"))
+                        s = tl.where(columns[None, :] <= highest, s, float("-inf"))
                 else:
                     column_lse = tl.load(lse + scalar_row + columns)
                     column_delta = tl.load(delta + scalar_row + columns)

@@ -300,7 +300,7 @@ def _launch_block(
         problem.k_len,
         visits.low or 0,
         visits.high or 0,
-        problem.scale,
+        _float32(problem.scale),
         GROUP=problem.heads // problem.kv_heads,
         HEAD_DIM=problem.head_dim,
         BLOCK_D=_block_d(problem),
@@ -343,6 +343,12 @@ def _block_d(problem: Problem) -> int:
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length() if least else 0
+
+
+def _float32(scale: float) -> float:
+    """The scale as kernels take it; what is less or more than float32's normal numbers would be passed as float64."""
+    limits = torch.finfo(torch.float32)
+    return math.copysign(min(abs(scale), limits.max / 2), scale) if abs(scale) >= limits.tiny else 0.0
 
 
 def _refuse_device(problem: Problem) -> list[Refusal]:

@@ -17,7 +17,9 @@ from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.example import make
 from attn_dispatch.measure import peak_bytes
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
+from attn_dispatch.visits import visits_of
 from tests.allocations import allocated_peak
 from tests.cases import CASES, DTYPES, Case, gate
 from tests.conftest import INTERPRETED
@@ -26,15 +28,24 @@ pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
 BACKENDS = registry.names()
 HERE = [name for name in BACKENDS if name != "triton" or INTERPRETED]  #: runs something on the CPU
-PROGRAMS = 24  #: of a kernel; the interpreter takes some 10 ms for each
+# Interpreted, a Dilated case takes seconds. Those are left out that others contain; the rest run in float32, with one
+# batch row. On a GPU `test_on_cuda` runs everything.
+CONTAINED = ("longnet", "longnet-causal", "longnet-heads-first", "longnet-packed", "rate-not-dividing")
+PROGRAMS = 24  #: that a random problem may take of a kernel: 10 ms each
 
 
-def quick(case: Case, backend: str) -> bool:
-    """Whether a case is run with every dtype: interpreted, a Dilated one takes seconds."""
-    return backend != "triton" or not isinstance(case.pattern, Dilated) or case.id == "longnet-short"
+def slow(case: Case, backend: str) -> bool:
+    return backend == "triton" and isinstance(case.pattern, Dilated) and case.id != "longnet-short"
+
+
+def programs(problem: Problem) -> int:
+    """How many programs the forward kernel runs."""
+    return visits_of(problem, "queries", 64).most_tiles * problem.heads * problem.batch
 
 
 def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, device: str = "cpu") -> None:
+    if device == "cpu" and slow(case, backend_name):
+        case = replace(case, shape=(1, *case.shape[1:]))
     problem = case.problem(dtype, needs_grad=needs_grad, device=device)
     backend = registry.load(backend_name)
     if backend.refusals(problem):
@@ -61,7 +72,7 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
     [
         pytest.param(case, dtype, backend, id=f"{case.id}-{dtype}-{backend}")
         for case, dtype, backend in product(CASES, DTYPES, BACKENDS)
-        if dtype == torch.float32 or quick(case, backend)
+        if not slow(case, backend) or (dtype == torch.float32 and case.id not in CONTAINED)
     ],
 )
 def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> None:
@@ -73,7 +84,7 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> N
     [
         pytest.param(case, backend, id=f"{case.id}-{backend}")
         for case, backend in product(CASES, BACKENDS)
-        if quick(case, backend)
+        if not slow(case, backend)
     ],
 )
 def test_forward_alone(case: Case, backend: str) -> None:
@@ -92,13 +103,15 @@ def test_on_cuda(case: Case) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accepts_something(backend: str) -> None:
     """One that refuses everything would pass all of the above."""
-    accepted = [c for c in CASES if not registry.load(backend).refusals(c.problem(torch.float32, needs_grad=True))]
+    device = "cpu" if backend in HERE else "cuda"
+    problems = [case.problem(torch.float32, needs_grad=True, device=device) for case in CASES]
+    accepted = [problem for problem in problems if not registry.load(backend).refusals(problem)]
     assert len(accepted) >= len(CASES) // 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
 def test_gradient_through_lse(backend: str) -> None:
-    """lse is a result like out: a loss that uses it must reach q and k."""
+    """lse is a result like out: a loss that uses it must reach q and k. In float64, which triton has not."""
     case = next(case for case in CASES if case.id == "longnet-ragged-causal")
     problem = case.problem(torch.float64, needs_grad=True)
     example = make(problem)
@@ -189,7 +202,7 @@ def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
 
 def test_random_problems(request: pytest.FixtureRequest) -> None:
     """`--random-problems N` draws N of them."""
-    seen = dict.fromkeys(BACKENDS, 0)
+    seen = dict.fromkeys(HERE, 0)
 
     count = int(request.config.getoption("--random-problems") or 0)
 
@@ -199,9 +212,9 @@ def test_random_problems(request: pytest.FixtureRequest) -> None:
         case, dtype = drawn
         problem = case.problem(dtype, needs_grad=needs_grad)
         expected = Gate.of(make(problem))
-        for name in BACKENDS:
+        for name in HERE:
             backend = registry.load(name)
-            if not backend.refusals(problem):
+            if not backend.refusals(problem) and (name != "triton" or programs(problem) <= PROGRAMS):
                 assert expected.check(expected.run(backend)).failures == (), name
                 seen[name] += 1
 
