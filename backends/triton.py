@@ -105,7 +105,7 @@ BACKWARD_KV = Pass(
 # Exact float32 products run without tensor cores and hold their operands in registers, in every kernel.
 SINGLE = {
     64: (Block(32, 32, 4, 2),),
-    128: (Block(32, 32, 8, 2),),
+    128: (Block(32, 32, 8, 2), Block(32, 16, 8, 2)),
     256: (Block(32, 16, 8, 1), Block(16, 16, 4, 1)),
 }
 INTERPRETED = Block(64, 64, 4, 1)

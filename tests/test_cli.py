@@ -267,7 +267,8 @@ def test_what_nothing_can_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     (decision,) = plain(command(tmp_path, "explain", *TOO_LONG, "--json"), code=1)["decisions"]
     assert (decision["choice"], decision["order"]) == (None, None)
-    assert {row["status"] for row in decision["candidates"]} == {"over_memory"}
+    on_cpu = [row for row in decision["candidates"] if row["backend"] != "triton"]
+    assert {row["status"] for row in on_cpu} == {"over_memory"}
 
 
 def test_explain_runs_nothing(tmp_path: Path) -> None:

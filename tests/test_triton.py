@@ -83,7 +83,7 @@ def counts(visits: Visits, problem: Problem, side: Side) -> Tensor:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(problems(), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
 def test_every_pair_is_visited_as_often_as_the_pattern_says(problem: Problem, side: Side, block: int) -> None:
     visits = visits_of(problem, side, block)
@@ -95,6 +95,7 @@ def test_every_pair_is_visited_as_often_as_the_pattern_says(problem: Problem, si
     )
 
 
+@settings(max_examples=50)
 @given(problems(), st.sampled_from(SIDES))
 def test_every_row_is_in_one_tile_or_meets_nothing(problem: Problem, side: Side) -> None:
     visits = visits_of(problem, side, 8)
@@ -115,13 +116,13 @@ def test_every_row_is_in_one_tile_or_meets_nothing(problem: Problem, side: Side)
 def test_a_million_tokens_fill_every_tile(side: Side) -> None:
     problem = problem_of(LONGNET, (1, 2**20, 16, 128), torch.bfloat16)
     visits = visits_of(problem, side, 128)
-    assert visits.tiles[:, 2].unique().tolist() == [128]
+    assert set(visits.tiles[:, 2].tolist()) == {128}
     assert len(visits.tiles) == 16 * 2**20 // 128
     assert covers(problem, side)
 
 
 def test_hundreds_of_thousands_of_segments() -> None:
-    visits = visits_of(problem_of(Dilated((3, 7), (1, 2)), (1, 10**6, 2, 16)), "queries", 16)
+    visits = visits_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
     assert len(visits.tiles) > 10**5
 
 
@@ -249,8 +250,9 @@ def test_short_segments_get_small_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 COMPILE = """
-import sys
-import torch
+from dataclasses import replace
+from itertools import product
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -263,12 +265,12 @@ POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf1
 POINTERS |= dict.fromkeys(("lse", "grad_lse", "delta"), "*fp32") | {"seq_lens": "*i64", "key_mask": "*u8"}
 POINTERS |= dict.fromkeys(("tiles", "runs", "first_tile", "kind_of"), "*i32") | {"scale": "fp32"}
 
-for each in (FORWARD, BACKWARD_Q, BACKWARD_KV):
+for each, capability in product((FORWARD, BACKWARD_Q, BACKWARD_KV), (80, 90)):
     kernel = getattr(triton_kernels, each.kernel)
-    block = each.blocks[128][0]
-    constants = {"GROUP": 2, "HEAD_DIM": 100, "BLOCK_D": 128, "ROWS": block.rows, "COLUMNS": block.columns}
-    constants |= {"PRECISION": "ieee", "VISIT_ORDER": 0}
-    constants |= dict.fromkeys(("LOW", "HIGH", "SEQ_LENS", "KEY_MASK"), True)
+    block = each.blocks[64][0]
+    constants = {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "ROWS": block.rows, "COLUMNS": block.columns}
+    constants |= {"PRECISION": "ieee", "VISIT_ORDER": 0, "LOW": each is FORWARD}
+    constants |= dict.fromkeys(("HIGH", "SEQ_LENS", "KEY_MASK"), True)
     constants |= {"GRAD_LSE": True} if each is BACKWARD_Q else {}
     # The last stride is 1 in nearly every call, and a constant then.
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}
@@ -277,18 +279,18 @@ for each in (FORWARD, BACKWARD_Q, BACKWARD_KV):
         source = ASTSource(kernel, signature, constants=constants)
     else:
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": block.warps, "num_stages": block.stages})
     assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= shared_bytes(each, CUDA, block), (each.kernel, compiled.metadata.shared)
+    estimate = shared_bytes(each, replace(CUDA, head_dim=60), block)
+    assert compiled.metadata.shared <= estimate, (each.kernel, capability, compiled.metadata.shared, estimate)
 """
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
+def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     """To machine code: what the interpreter takes and the compiler does not would show up on users' machines only."""
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE, str(capability)]
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert found.returncode == 0, found.stderr
