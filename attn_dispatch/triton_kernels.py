@@ -17,8 +17,6 @@ Source: Dao 2023, FlashAttention-2, algorithms 1 and 2; Milakov & Gimelshein 201
 import triton
 import triton.language as tl
 
-NATURAL = 0  #: tiles are visited as they are listed, head by head, batch row by batch row
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 TILE = tl.constexpr(5)  #: entries of a tile, see visits.Visits
@@ -27,7 +25,10 @@ RUN = tl.constexpr(4)
 
 @triton.jit
 def _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER: tl.constexpr):
-    """This program's batch row, head and tile, and the end of that head's tiles."""
+    """This program's batch row, head and tile, and the end of that head's tiles.
+
+    VISIT_ORDER 0 is natural: tiles as they are listed, head by head, batch row by batch row.
+    """
     tl.static_assert(VISIT_ORDER == 0)
     program = tl.program_id(0).to(tl.int64)
     head = (program // most_tiles) % heads

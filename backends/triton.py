@@ -41,7 +41,7 @@ POSITION_LIMIT = 2**30  #: queries and keys; sums of positions are kept in 32 bi
 LIST_LIMIT = 2**30  #: bytes of lists; past this tiles are so many that they must be nearly empty
 SMALLEST_SIDE = 16  #: of a block, and of head_dim: Triton's products take no less
 BUILDING = 8  #: 64-bit temporaries for one list
-VISIT_ORDER = 0  #: natural, see triton_kernels
+VISIT_ORDER = 0  #: natural, see triton_kernels._place
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +170,20 @@ def interpreting() -> bool:
 @lru_cache(maxsize=4096)
 def blocks(each: Pass, problem: Problem) -> tuple[Block, ...]:
     """The blocks to try, the preferred first: those that fit into shared memory, cut to the largest cell."""
-    if problem.device.type == "cpu":
-        found: Sequence[Block] = (INTERPRETED,)
-    else:
-        table = SINGLE if problem.dtype == torch.float32 else each.blocks
-        listed = table[min(limit for limit in table if limit >= problem.head_dim)]
-        limit = _shared_limit(problem.device)
-        found = [block for block in listed if shared_bytes(each, problem, block) <= limit] or [listed[-1]]
     most = max(SMALLEST_SIDE, _power_of_two(largest_cell(problem, each.side)))
-    cut = (Block(min(b.rows, most), b.columns, b.warps if b.rows <= most else 4, b.stages) for b in found)
+    cut = (
+        Block(min(b.rows, most), b.columns, b.warps if b.rows <= most else 4, b.stages) for b in _fitting(each, problem)
+    )
     return tuple(dict.fromkeys(cut))
+
+
+def _fitting(each: Pass, problem: Problem) -> tuple[Block, ...]:
+    if problem.device.type == "cpu":
+        return (INTERPRETED,)
+    table = SINGLE if problem.dtype == torch.float32 else each.blocks
+    listed = table[min(limit for limit in table if limit >= problem.head_dim)]
+    limit = _shared_limit(problem.device)
+    return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]
 
 
 def shared_bytes(each: Pass, problem: Problem, block: Block) -> int:
@@ -329,7 +333,8 @@ def _on_device(problem: Problem, side: Side, rows: int) -> Visits:
 
 
 def _list_bytes(problem: Problem) -> int:
-    lists = {(each.side, block.rows) for each in _passes(problem) for block in blocks(each, problem)}
+    # Blocks that are cut down to the largest cell make no more tiles than there are cells.
+    lists = {(each.side, block.rows) for each in _passes(problem) for block in _fitting(each, problem)}
     return sum(visits_bytes(problem, side, rows) for side, rows in lists)
 
 
