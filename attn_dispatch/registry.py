@@ -21,6 +21,7 @@ BUILT_IN = (
     "sdpa_efficient",
     "sdpa_float32",
     "sdpa_mask",
+    "triton",
     "native",
     "flex",
 )

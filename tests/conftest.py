@@ -1,9 +1,16 @@
-"""No test reads or leaves a decision outside its own folder, and property tests repeat exactly."""
+"""No test reads or leaves a decision outside its own folder, and property tests repeat exactly.
+
+Without a CUDA device, Triton's kernels run in its interpreter, but only for the tests that ask for it: elsewhere the
+backend refuses the CPU, as it does for users.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +21,28 @@ from attn_dispatch.backends import flex
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
 settings.load_profile("ci")
+
+INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
+
+
+def _import_interpreted() -> None:
+    """Triton looks for its switch once, as each kernel is defined."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("attn_dispatch.triton_kernels")
+        interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        # Before 3.7 it asked for int(array of one entry), which numpy 2.4 refuses.
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED:
+    _import_interpreted()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder that is not there yet, the default settings, and empty tables."""
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "decisions"))
-    for name in ("ATTN_DISPATCH_MODE", "ATTN_DISPATCH_BUDGET_MS"):
+    for name in ("ATTN_DISPATCH_MODE", "ATTN_DISPATCH_BUDGET_MS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
     for table in (dispatch._routes, decisions._decided, decisions._counts, registry._added):
         table.clear()
@@ -56,3 +85,10 @@ def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex, "compiling", False)
     yield
     flex.release()
+
+
+@pytest.fixture
+def triton_interpreter(_own_decisions: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The triton backend takes problems on the CPU, if there is no GPU for it."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -22,7 +22,7 @@ LAYERS = (
     ("problem", "order"),
     ("contract",),
     ("limits",),
-    ("pieces", "kernels", "native", "example", "counts", "blocks"),
+    ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks"),
     ("branches",),
     ("branched",),
     ("backends",),

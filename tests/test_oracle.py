@@ -18,6 +18,7 @@ from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
 from tests.cases import Case, gate
+from tests.conftest import INTERPRETED
 
 SMALL = (
     Case("dense", Dense(), (2, 6, 2, 3)),
@@ -282,9 +283,9 @@ def shifted(pattern: Pattern) -> Pattern:
     return replace(pattern, segment_lengths=tuple(w + 1 for w in pattern.segment_lengths))
 
 
-@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.usefixtures("uncompiled_flex", "triton_interpreter")
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_mask", "manual"])
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_mask", "native", *(["triton"] if INTERPRETED else []), "manual"])
 def test_sampled_gate(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows and heads drawn, a right backend passes and one that is wrong in a single place is seen."""
     monkeypatch.setattr("attn_dispatch.verify.PAIRS", 4096)

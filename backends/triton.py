@@ -1,0 +1,373 @@
+"""One fused Triton kernel for Dense, Window and Dilated: all branches of a tile of queries in one online softmax.
+
+Nothing is gathered, merged or widened in memory; beyond the results there are lse, one more sum per query, and the
+lists of tiles. Which queries and keys meet is worked out in `visits`; the kernels are in `triton_kernels`.
+
+Where TRITON_INTERPRET=1 was set before triton was first imported, its interpreter runs the same kernels on a CPU: a
+check of results that takes thousands of times as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attn_dispatch.contract import Refusal, refuse_dropout, refuse_dtype, refuse_pattern, refuse_ranks
+from attn_dispatch.pattern import Dense, Dilated, Window
+from attn_dispatch.problem import Problem
+from attn_dispatch.units import gib
+from attn_dispatch.visits import Side, Visits, covers, largest_cell, visits_bytes, visits_of
+
+name = "triton"
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: numpy has no bfloat16; the interpreter multiplies its bits
+LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies, which the blocks are made for
+LEAST_SHARED = 99 * 2**10  #: bytes that a block of threads may ask for, on every device from capability 8.0 on
+HEAD_DIM_LIMIT = 256  #: of more, no block's sums fit into registers
+POSITION_LIMIT = 2**30  #: queries and keys; sums of positions are kept in 32 bits
+LIST_LIMIT = 2**30  #: bytes of lists; past this tiles are so many that they must be nearly empty
+SMALLEST_SIDE = 16  #: of a block, and of head_dim: Triton's products take no less
+BUILDING = 8  #: 64-bit temporaries for one list
+VISIT_ORDER = 0  #: natural, see triton_kernels._place
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows and columns of the scores that are held at once, and Triton's launch options."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """A kernel: what its rows are, tiles of rows it keeps, products per score, and its blocks for 16-bit inputs.
+
+    Blocks are listed by the largest head_dim they are for, the preferred first: as large as the registers of 8.0 and
+    9.0 hold with little or no spilling, after what ptxas reports.
+    """
+
+    kernel: str
+    side: Side
+    kept: int
+    products: int
+    blocks: dict[int, tuple[Block, ...]]
+
+
+FORWARD = Pass(
+    "forward",
+    "queries",
+    kept=1,
+    products=2,
+    blocks={
+        64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
+        128: (Block(128, 64, 8, 3), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
+        256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
+    },
+)
+BACKWARD_Q = Pass(
+    "backward_q",
+    "queries",
+    kept=2,
+    products=3,
+    blocks={
+        64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
+        128: (Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
+        256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
+    },
+)
+BACKWARD_KV = Pass(
+    "backward_kv",
+    "keys",
+    kept=2,
+    products=4,
+    blocks={
+        64: (Block(64, 64, 8, 2), Block(64, 32, 4, 2)),
+        128: (Block(64, 64, 8, 2), Block(64, 32, 8, 2)),
+        256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
+    },
+)
+# Exact float32 products run without tensor cores and hold their operands in registers, in every kernel.
+SINGLE = {
+    64: (Block(32, 32, 4, 2),),
+    128: (Block(32, 32, 8, 2), Block(32, 16, 8, 2)),
+    256: (Block(32, 16, 8, 1), Block(16, 16, 4, 1)),
+}
+INTERPRETED = Block(64, 64, 4, 1)
+
+logger = logging.getLogger("attn_dispatch")
+
+
+def version() -> str:
+    return metadata.version("triton")
+
+
+def refusals(problem: Problem) -> list[Refusal]:
+    found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_pattern(problem, (Dense, Window, Dilated))
+    if find_spec("triton") is None:
+        found.append(Refusal("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')"))
+    found += _refuse_device(problem)
+    if problem.head_dim > HEAD_DIM_LIMIT:
+        found.append(Refusal("head_dim", f"has blocks up to head_dim {HEAD_DIM_LIMIT}, not {problem.head_dim}"))
+    positions = problem.q_len + problem.k_len
+    if positions > POSITION_LIMIT:
+        found.append(Refusal("length", f"counts up to {POSITION_LIMIT} queries and keys, not {positions}"))
+    if not found and (needed := _list_bytes(problem)) > LIST_LIMIT:
+        text = f"lists the tiles of {problem.pattern} in up to {gib(needed)}, over {gib(LIST_LIMIT)}"
+        found.append(Refusal("over_memory", text))
+    return found
+
+
+def workspace_bytes(problem: Problem) -> int:
+    # lse; then delta, and the gradient of lse made contiguous.
+    sums = (3 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
+    return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
+
+
+def flops(problem: Problem) -> int:
+    total = 0
+    for each in _passes(problem):
+        block = blocks(each, problem)[0]
+        total += _listed(problem, each.side, block.rows).pairs(block.rows, block.columns) * each.products
+    return total * problem.batch * problem.head_dim * 2
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    key_mask = tensors.get("key_mask")
+    call = _Call(problem, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8))
+    if problem.needs_grad:
+        out, lse = _Fused.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return out, lse
+    return _forward(q, k, v, call)
+
+
+def release() -> None:
+    """Drop the lists."""
+    for cached in (_on_device, _listed):
+        cached.cache_clear()
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter was asked for."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=4096)
+def blocks(each: Pass, problem: Problem) -> tuple[Block, ...]:
+    """The blocks to try, the preferred first: those that fit into shared memory, cut to the largest cell."""
+    most = max(SMALLEST_SIDE, _power_of_two(largest_cell(problem, each.side)))
+    cut = (
+        Block(min(b.rows, most), b.columns, b.warps if b.rows <= most else 4, b.stages) for b in _fitting(each, problem)
+    )
+    return tuple(dict.fromkeys(cut))
+
+
+def _fitting(each: Pass, problem: Problem) -> tuple[Block, ...]:
+    if problem.device.type == "cpu":
+        return (INTERPRETED,)
+    table = SINGLE if problem.dtype == torch.float32 else each.blocks
+    listed = table[min(limit for limit in table if limit >= problem.head_dim)]
+    limit = _shared_limit(problem.device)
+    return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]
+
+
+def shared_bytes(each: Pass, problem: Problem, block: Block) -> int:
+    """Upper bound of the shared memory a block takes: rows that are kept, columns in flight, scores on their way."""
+    streamed = 2 * block.columns * block.stages
+    return problem.dtype.itemsize * (
+        _block_d(problem) * (each.kept * block.rows + streamed) + block.rows * block.columns
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A problem with its masks; `key_mask` is uint8, 0 where a key is taken away."""
+
+    problem: Problem
+    seq_lens: Tensor | None
+    key_mask: Tensor | None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (*_backward(*grad_outputs, *ctx.saved_tensors, call=ctx.call), None)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    problem = call.problem
+    (out,) = _results("queries", problem, q)
+    lse = torch.full((problem.batch, problem.heads, problem.q_len), -math.inf, dtype=torch.float32, device=q.device)
+    _launch(FORWARD, call, (q, k, v, out, lse), (q, k, v))
+    return out, lse
+
+
+def _backward(
+    grad: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    call: _Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if grad is None else grad
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    (dq,), (dk, dv) = _results("queries", call.problem, q), _results("keys", call.problem, k, v)
+    delta = torch.empty_like(lse)
+    strided = (q, k, v, grad)
+    tensors = (q, k, v, out, grad, lse, grad_lse, delta, dq)
+    _launch(BACKWARD_Q, call, tensors, strided, GRAD_LSE=grad_lse is not None)
+    _launch(BACKWARD_KV, call, (q, k, v, grad, lse, delta, dk, dv), strided)
+    return dq, dk, dv
+
+
+def _results(side: Side, problem: Problem, *like: Tensor) -> list[Tensor]:
+    """Contiguous tensors of these shapes; zeros where some rows are in no tile."""
+    new = torch.empty if covers(problem, side) else torch.zeros
+    return [new(x.shape, dtype=x.dtype, device=x.device) for x in like]
+
+
+def _launch(
+    each: Pass, call: _Call, tensors: Sequence[Tensor | None], strided: Sequence[Tensor], **constants: bool
+) -> None:
+    """Run a kernel with the first block that fits."""
+    errors: Any = import_module("triton.runtime.errors")
+    device = call.problem.device
+    *first, last = blocks(each, call.problem)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for block in first:
+            # A release of Triton may need more than was estimated, and says so once it has compiled.
+            try:
+                _launch_block(each, block, call, tensors, strided, constants)
+            except errors.OutOfResources as error:
+                logger.debug("%s with %s: %s", each.kernel, block, error)
+            else:
+                return
+        _launch_block(each, last, call, tensors, strided, constants)
+
+
+def _launch_block(
+    each: Pass,
+    block: Block,
+    call: _Call,
+    tensors: Sequence[Tensor | None],
+    strided: Sequence[Tensor],
+    constants: dict[str, bool],
+) -> None:
+    problem, mask = call.problem, call.key_mask
+    kernel: Any = getattr(import_module("attn_dispatch.triton_kernels"), each.kernel)
+    visits = _on_device(problem, each.side, block.rows)
+    heads = problem.heads if each.side == "queries" else problem.kv_heads
+    programs = visits.most_tiles * heads * problem.batch
+    if programs == 0:
+        return
+    kernel[(programs,)](
+        *tensors,
+        call.seq_lens,
+        mask,
+        visits.tiles,
+        visits.runs,
+        visits.first_tile,
+        visits.kind_of,
+        *(stride for x in strided for stride in x.stride()),
+        *((0, 0) if mask is None else mask.stride()),
+        heads,
+        visits.most_tiles,
+        problem.q_len,
+        problem.k_len,
+        visits.low or 0,
+        visits.high or 0,
+        _float32(problem.scale),
+        GROUP=problem.heads // problem.kv_heads,
+        HEAD_DIM=problem.head_dim,
+        BLOCK_D=_block_d(problem),
+        ROWS=block.rows,
+        COLUMNS=block.columns,
+        LOW=visits.low is not None,
+        HIGH=visits.high is not None,
+        SEQ_LENS=call.seq_lens is not None,
+        KEY_MASK=mask is not None,
+        PRECISION="ieee" if problem.matmul_precision == "highest" else "tf32",
+        VISIT_ORDER=VISIT_ORDER,
+        num_warps=block.warps,
+        num_stages=block.stages,
+        **constants,
+    )
+
+
+@lru_cache(maxsize=64)
+def _listed(problem: Problem, side: Side, rows: int) -> Visits:
+    return visits_of(problem, side, rows)
+
+
+@lru_cache(maxsize=64)
+def _on_device(problem: Problem, side: Side, rows: int) -> Visits:
+    return _listed(problem, side, rows).to(problem.device)
+
+
+def _list_bytes(problem: Problem) -> int:
+    # Blocks that are cut down to the largest cell make no more tiles than there are cells.
+    lists = {(each.side, block.rows) for each in _passes(problem) for block in _fitting(each, problem)}
+    return sum(visits_bytes(problem, side, rows) for side, rows in lists)
+
+
+def _passes(problem: Problem) -> tuple[Pass, ...]:
+    return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
+
+
+def _block_d(problem: Problem) -> int:
+    return max(SMALLEST_SIDE, _power_of_two(problem.head_dim))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length() if least else 0
+
+
+def _float32(scale: float) -> float:
+    """The scale as kernels take it; what is less or more than float32's normal numbers would be passed as float64."""
+    limits = torch.finfo(torch.float32)
+    return math.copysign(min(abs(scale), limits.max / 2), scale) if abs(scale) >= limits.tiny else 0.0
+
+
+def _refuse_device(problem: Problem) -> list[Refusal]:
+    if problem.device.type == "cpu" and interpreting():
+        return refuse_dtype(problem, INTERPRETED_DTYPES)
+    found = refuse_dtype(problem, DTYPES)
+    if problem.device.type != "cuda":
+        return [*found, Refusal("device", f"runs on cuda, not {problem.device.type}")]
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability < LEAST_CAPABILITY:
+        has, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        found.append(Refusal("capability", f"needs CUDA capability {least}, {problem.device} has {has}"))
+    return found
+
+
+def _shared_limit(device: torch.device) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
