@@ -54,6 +54,51 @@ def masked(longnet: Any) -> str:
     return table(rows)
 
 
+def kernels(found: Any) -> str:
+    """Rates as shares of dense attention's at 8,192 tokens."""
+    head = ("pattern", "tokens", "dtype", "dense kernel on segments of 2,048", "`sdpa`", "`native`")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["rates"] + found["training"]:
+        share = one["share_of_dense"]
+        pattern = one["pattern"] + (", forward + backward" if one["backward"] else "")
+        shares = [f"{share[name]:.2f}" for name in ("segments", "sdpa", "native")]
+        rows.append((pattern, f"{one['tokens']:,}", one["dtype"], *shares))
+    return table(rows)
+
+
+def rivals(found: Any) -> str:
+    head = ("8,192 tokens, forward", "fastest here", "`sdpa_mask` takes", "FlexAttention compiled takes")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["rivals"]:
+        over, best = one["over_best"], one["best"]
+        fastest = f"`{best}`, {one['times'][best]['median_ms']:,.0f} ms"
+        rows.append(
+            (f"{one['pattern']}, {one['dtype']}", fastest, *(f"{over[name]:.1f}x" for name in ("sdpa_mask", "flex")))
+        )
+    return table(rows)
+
+
+def ragged(found: Any) -> str:
+    head = ("time per operation, uneven over even", "dtype", "`sdpa`", "`native`")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["ragged"]:
+        shares = [f"{one['per_operation'][name]:.2f}" for name in ("sdpa", "native")]
+        rows.append((f"{one['odd']} over {one['even']}", one["dtype"], *shares))
+    return table(rows)
+
+
+def plain(found: Any) -> str:
+    """The range of manual's time over the kernels'."""
+    parts = []
+    for name in ("sdpa", "native"):
+        ratios = [one["manual_over"][name]["median"] for one in found["plain"]]
+        parts.append(f"{min(ratios):.1f} to {max(ratios):.1f} times `{name}`'s")
+    return (
+        "The plain formula (`manual`), batch 2, 8 heads of 64, 256 to 4,096 tokens, segments of 128 to 2,048, rates 1 "
+        f"to 4, float32, warm, takes {' and '.join(parts)} time."
+    )
+
+
 def others(longnet: Any, dispatch: Any, routes: Any) -> str:
     counted = routes["counters"]
     rows = [("figure", "measured", "command"), ("---", "---", "---")]
@@ -88,7 +133,22 @@ def figures() -> str:
         f"{ratio:.1f} times the arithmetic (a mask saves none of it: {2 * ratio:.1f} times against causal), and with "
         f"the mask it takes {cost:.2f} times as long as without: that bounds the ratios here."
     )
-    return f"{about}\n\n{masked(longnet)}\n\n{others(longnet, load('dispatch'), load('routes'))}"
+    found = load("kernels")
+    rates = (
+        "By `python -m tools.bench_kernels`: the rate at which the arithmetic of a pattern is done, as a share of the "
+        "rate of PyTorch's dense attention (of the same kind, causal or not) at 8,192 tokens, in the same run."
+    )
+    parts = (
+        about,
+        masked(longnet),
+        rates,
+        kernels(found),
+        rivals(found),
+        ragged(found),
+        plain(found),
+        others(longnet, load("dispatch"), load("routes")),
+    )
+    return "\n\n".join(parts)
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
