@@ -516,8 +516,19 @@ struct Paired {
 };
 #endif
 
+// Queries that see no key.
+template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, i64 h) {
+    E* out = head_of<E>(a.out, b, h);
+    float* lse = a.lse + a.lse_row(b, h);
+    for (i64 p = tile.query, i = 0; i < tile.count; i++, p += tile.step) {
+        std::fill_n(out + p * a.out.row, a.head_dim, narrow<E>(0.0f));
+        lse[p] = NONE;
+    }
+}
+
 template <class E, class Products> void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, Scratch& s) {
     const int depth = (int)a.head_dim;
+    if (!tile.runs) return forward_nothing<E>(a, tile, b, h);
     Products products(a, s, tile, b, h);
     std::fill_n(s.peak, T, NONE);
     std::fill_n(s.total, T, 0.0f);
@@ -652,6 +663,12 @@ template <class E, class Products>
 void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
     const int depth = (int)a.head_dim, count = (int)tile.count;
     const E *out = head_of<E>(a.out, b, h), *grad = head_of<E>(a.grad, b, h);
+    E* dq = head_of<E>(a.dq, b, h);
+    if (!tile.runs) {
+        for (int i = 0; i < count; i++)
+            std::fill_n(dq + (tile.query + i * tile.step) * a.dq.row, depth, narrow<E>(0.0f));
+        return;
+    }
     Products products(a, s, tile, b, h);
     std::memset(s.sums, 0, sizeof(float) * depth * T);
     for (int i = 0; i < T; i++) {
@@ -680,7 +697,6 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
             products.add(block, count, dk + key * a.dk.row, step * a.dk.row, dv + key * a.dv.row, step * a.dv.row);
         }
     }
-    E* dq = head_of<E>(a.dq, b, h);
     for (int i = 0; i < count; i++)
         for (int d = 0; d < depth; d++) dq[(tile.query + i * tile.step) * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);
 }
