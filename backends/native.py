@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ name = "native"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
 VECTOR = 16  #: floats of the widest vector; sums of dk and dv have rows of whole vectors
 BLOCK = 192  #: keys whose scores are held at once, as in attention.cpp
+SUM_BYTES = 2**30  #: of such sums at most
+HEAD_DIM = 4096  #: a thread's scratch grows with it
 UNITS_PER_THREAD = 4  #: pieces of a backward pass, so that no thread waits long for the last one
 
 
@@ -43,7 +45,8 @@ def version() -> str:
     Raises:
         ImportError: there is no compiler.
     """
-    return f"{Path(library.compiler() or '').name} {library.digest()}"
+    command = library.compiler()
+    return f"{Path(command[0]).name if command else ''} {library.digest()}"
 
 
 def refusals(problem: Problem) -> list[Refusal]:
@@ -52,6 +55,8 @@ def refusals(problem: Problem) -> list[Refusal]:
     if period(problem.pattern) > PERIOD_LIMIT:
         tokens = period(problem.pattern)
         found.append(Refusal("pattern", f"its rates come round every {tokens} tokens, over {PERIOD_LIMIT}"))
+    if problem.head_dim > HEAD_DIM:
+        found.append(Refusal("head_dim", f"takes a head_dim up to {HEAD_DIM}, not {problem.head_dim}"))
     if library.compiler() is None:
         found.append(Refusal("not_installed", "needs a C++ compiler: g++ on the path, or $CXX"))
     return found
@@ -71,11 +76,11 @@ def workspace_bytes(problem: Problem) -> int:
     scratch = 4 * torch.get_num_threads() * (5 * width * TILE + 4 * BLOCK * max(TILE, width))
     total = scratch + table_bytes(problem)
     total += 4 * problem.batch * problem.heads * problem.q_len * (3 if problem.needs_grad else 1)
-    total += problem.batch * problem.k_len * problem.masked
+    total += problem.batch * (problem.k_len * problem.has_key_mask + 8 * problem.has_seq_lens)
     # Rows that are not dense are copied; out and its gradient may be too.
     rows = (problem.q_len * problem.heads, problem.k_len * problem.kv_heads, problem.k_len * problem.kv_heads)
     item = problem.batch * problem.head_dim * problem.dtype.itemsize
-    total += item * sum(n for n, kind in zip(rows, problem.strides) if "d" not in kind.split("+")[0][-1:])
+    total += item * sum(n for n, kind in zip(rows, problem.strides) if kind[-1:] != "d")
     if problem.needs_grad:
         total += item * rows[0]
         if not _sums_in_place(problem):
@@ -87,6 +92,9 @@ def workspace_bytes(problem: Problem) -> int:
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
     seen = None if key_mask is None else key_mask.contiguous()
+    # Before anything is kept: wrapped tensors have no address, and meta tensors none that means anything.
+    if any(x.device.type != "cpu" or not x.data_ptr() for x in (q, k, v)):
+        raise TypeError("native reads plain tensors in a CPU's memory")
     call = _Call(problem, tiles_of(problem), seen, None if seq_lens is None else seq_lens.long().contiguous())
     if problem.needs_grad:
         out, lse = _Native.apply(q, k, v, call)  # type: ignore[no-untyped-call]
@@ -122,8 +130,8 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, lse, call.seen, call.seq_lens)
+        ctx.call = replace(call, seen=None, seq_lens=None)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -131,14 +139,16 @@ class _Native(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_lse = grad_outputs
-        return (*_backward(grad, grad_lse, ctx.saved_tensors, ctx.call), None)
+        *saved, seen, seq_lens = ctx.saved_tensors
+        call = replace(ctx.call, seen=seen, seq_lens=seq_lens)
+        return (*_backward(grad, grad_lse, tuple(saved), call), None)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     problem = call.problem
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(problem.batch, problem.heads, problem.q_len)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
     args = call.args(q=q, k=k, v=v, out=out)
     args.lse = lse.data_ptr()
     library.load().attention_forward(ctypes.byref(args))
@@ -150,12 +160,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     problem, parts = call.problem, _parts(call.problem)
-    grad = _dense_rows(torch.zeros((), dtype=q.dtype).expand_as(q) if grad is None else grad)
+    grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
     q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
-    dq = torch.empty(q.shape, dtype=q.dtype)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     width = problem.head_dim if _sums_in_place(problem) else _padded(problem.head_dim)
     shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
-    dk, dv = torch.zeros(shape), torch.zeros(shape)
+    dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     args = call.args(q=q, k=k, v=v, out=out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
@@ -191,7 +201,8 @@ def _parts(problem: Problem) -> int:
     units, threads = problem.batch * problem.kv_heads, torch.get_num_threads()
     if units % threads == 0 or units >= UNITS_PER_THREAD * threads:
         return 1
-    return math.ceil(UNITS_PER_THREAD * threads / units)
+    one = 8 * problem.batch * problem.k_len * problem.kv_heads * _padded(problem.head_dim)
+    return max(1, min(math.ceil(threads / units), -(-problem.q_len // TILE), SUM_BYTES // one))
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from attn_dispatch.native.tiles import PERIOD_LIMIT, TILE, table_bytes, tiles_of
 from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
-from tests.cases import CASES, Case, gate
+from tests.cases import CASES, CAUSAL, Case, gate
 
 
 def problem(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int = 3) -> Problem:
@@ -181,3 +181,98 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     done = script(CALL, XDG_CACHE_HOME=str(tmp_path), CXX=str(cxx))
     assert BackendFailed.__name__ in done.stderr
     assert "no such flag" in done.stderr
+
+
+# --- what is around a call --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_is_not_ours(dtype: torch.dtype) -> None:
+    expected = gate(Case("", Dilated((16, 32), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = expected.run(native)
+    finally:
+        torch.set_default_dtype(before)
+    assert expected.check(found).failures == ()
+
+
+def test_the_default_device_is_not_ours() -> None:
+    expected = gate(Case("", Dilated((17, 33), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
+    tiles_of.cache_clear()
+    with torch.device("meta"):
+        found = expected.run(native)
+    assert expected.check(found).failures == ()
+    with pytest.raises(TypeError, match="plain tensors"):
+        native.run(*(torch.empty(1, 8, 3, 4, device="meta"),) * 3, problem(Dense(), 8))
+
+
+def test_a_transform_that_fails_leaves_nothing_behind() -> None:
+    asked = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
+    expected = gate(asked)
+    tiles_of.cache_clear()
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        result = native.run(q, expected.example.k, expected.example.v, asked)
+        return result[0].sum()
+
+    with pytest.raises(RuntimeError):
+        torch.func.grad(loss)(expected.example.q.detach())
+    assert expected.check(expected.run(native)).failures == ()
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+def test_what_takes_no_part_may_hold_anything(dtype: torch.dtype) -> None:
+    """NaN in padding and in keys that a mask takes away reaches neither results nor gradients."""
+    asked = Case("", CAUSAL, (2, 150, 4, 16), kv_heads=2, seq_lens=True, key_mask=True).problem(dtype, needs_grad=True)
+    expected = gate(asked)
+    example, grad = expected.example, expected.grad
+    assert grad is not None
+    padding = torch.arange(150) >= example.masks["seq_lens"][:, None]
+    hidden = padding | ~example.masks["key_mask"]
+
+    def spoilt(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        return x.detach().clone().masked_fill_(where[:, :, None, None], torch.nan).requires_grad_(x.requires_grad)
+
+    poisoned = replace(example, q=spoilt(example.q, padding), k=spoilt(example.k, hidden), v=spoilt(example.v, hidden))
+    found = replace(expected, example=poisoned, grad=spoilt(grad, padding)).run(native)
+    assert expected.check(found).failures == ()
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_that_takes_part_is_not_swallowed(dtype: torch.dtype, name: str) -> None:
+    asked = Case("", Dense(), (1, 70, 1, 16)).problem(dtype, needs_grad=False)
+    example = make(asked)
+    tensor: torch.Tensor = getattr(example, name)
+    tensor[0, 3, 0, 5] = torch.nan
+    out, _ = native.run(example.q, example.k, example.v, asked)
+    assert out[0, 3].isnan().any()
+    assert out.isnan().any(-1).all() or name == "q"
+
+
+def test_a_mask_changed_before_the_backward_pass_is_an_error() -> None:
+    asked = Case("", Dense(), (1, 12, 1, 8), key_mask=True).problem(torch.float32, needs_grad=True)
+    example = make(asked)
+    out, _ = native.run(example.q, example.k, example.v, asked, **example.masks)
+    example.masks["key_mask"].fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_large_scores_over_many_keys_in_bfloat16() -> None:
+    """The maximum stays what it is from block to block, and nothing fades that should not."""
+    asked = Case("", Dense(), (1, 16, 1, 16)).problem(torch.bfloat16, needs_grad=False)
+    asked = replace(asked, k_len=20_000, scale=1.0, return_lse=True)
+    q = torch.full((1, 16, 1, 16), 7.875).bfloat16()
+    v = torch.randn(1, 20_000, 1, 16).bfloat16()
+    expected = Gate.of(replace(make(asked), q=q, k=q[:, :1].expand(1, 20_000, 1, 16), v=v))
+    assert expected.check(expected.run(native)).failures == ()
+
+
+def test_compilers_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -m64")
+    found = library.compiler()
+    assert found is not None
+    assert found[1:] == ["-m64"]

@@ -59,7 +59,7 @@ inline vec larger(vec a, vec b) {
 
 // 2^x for x <= 0, 0 for -inf. The polynomial, fitted on [-1/2, 1/2], is off by 2e-8 of the result.
 inline vec exp2_(vec x) {
-    x = larger(x, splat(-160.0f));
+    x = larger(splat(-160.0f), x); // in this order NaN stays NaN
 #if defined(__AVX512F__)
     vec whole = (vec)_mm512_roundscale_ps((__m512)x, 8);
 #else
@@ -85,7 +85,13 @@ struct Half { u16 bits; };
 
 inline float widen(float x) { return x; }
 inline float widen(Bf16 x) { u32 bits = (u32)x.bits << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+#if defined(__F16C__)
+inline float widen(Half x) { return _cvtsh_ss(x.bits); }
+inline u16 half_bits(float x) { return (u16)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
 inline float widen(Half x) { _Float16 y; std::memcpy(&y, &x, 2); return (float)y; }
+inline u16 half_bits(float x) { _Float16 y = (_Float16)x; u16 z; std::memcpy(&z, &y, 2); return z; }
+#endif
 
 template <class E> inline E narrow(float x);
 template <> inline float narrow<float>(float x) { return x; }
@@ -95,7 +101,7 @@ template <> inline Bf16 narrow<Bf16>(float x) {
     if (x != x) return {(u16)(bits >> 16 | 64)};
     return {(u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)}; // to the nearest, ties to even
 }
-template <> inline Half narrow<Half>(float x) { _Float16 y = (_Float16)x; Half z; std::memcpy(&z, &y, 2); return z; }
+template <> inline Half narrow<Half>(float x) { return {half_bits(x)}; }
 
 template <class E> inline void widen_row(const E* from, float* to, int n) {
     for (int i = 0; i < n; i++) to[i] = widen(from[i]);
@@ -258,6 +264,7 @@ struct Args {
 
     i64 keys_of(i64 b) const { return seq_lens ? seq_lens[b] : k_len; }
     i64 queries_of(i64 b) const { return seq_lens ? seq_lens[b] : q_len; }
+    const u8* seen_in(i64 b) const { return seen ? seen + b * k_len : nullptr; }
     i64 lse_row(i64 b, i64 h) const { return (b * heads + h) * q_len; }
 };
 
@@ -301,12 +308,14 @@ struct Block {
     const Tile& tile;
     const Run& run;
     i64 t;
+    const u8* seen; // by position, or null
     int keys, from, to;
-    bool partial;
+    bool partial, hidden;
 
-    Block(const Tile& tile, const Run& run, const Span& span, i64 t)
-        : tile(tile), run(run), t(t), keys(span.block(t)), from(0),
-          to((int)(tile.count + W - 1) / W), partial(span.partial(t, keys)) {
+    Block(const Tile& tile, const Run& run, const Span& span, i64 t, const u8* seen)
+        : tile(tile), run(run), t(t), seen(seen), keys(span.block(t)), from(0), to((int)(tile.count + W - 1) / W),
+          partial(span.partial(t, keys)), hidden(false) {
+        for (int i = 0; seen && i < keys; i++) hidden |= !seen[key(i)];
         if (!partial) return;
         // Bounds only rise with the key: the first key has the first lane, the last one the last.
         from = Lanes(tile, run, t).from / W;
@@ -314,11 +323,16 @@ struct Block {
     }
     i64 key(int i) const { return run.key + (t + i) * run.step; }
 
-    void hide(float* scores, const u8* seen) const {
+    bool sees(int i) const { return !seen || seen[key(i)]; }
+
+    void hide(float* scores) const {
         if (partial) hide_far(scores);
-        for (int i = 0; seen && i < keys; i++)
-            if (!seen[key(i)])
-                for (int n = from; n < to; n++) store(scores + i * T + n * W, splat(NONE));
+        fill_hidden(scores, NONE);
+    }
+    void fill_hidden(float* rows, float value) const {
+        for (int i = 0; hidden && i < keys; i++)
+            if (!sees(i))
+                for (int n = from; n < to; n++) store(rows + i * T + n * W, splat(value));
     }
     void hide_far(float* scores) const {
         ivec first;
@@ -338,6 +352,7 @@ struct Block {
 struct Scratch {
     float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *memory;
     float peak[T], total[T], delta[T];
+    bool dead[T]; // lanes that are not there, or see nothing
     int width; // of a padded row
 
     explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
@@ -355,18 +370,21 @@ struct Scratch {
 };
 
 // Rows of queries to lanes; lanes past the last repeat it, and their results are dropped.
-template <class E> void pack(const View& x, const E* rows, const Tile& tile, int depth, float factor, float* lanes) {
+template <class E>
+void pack(const View& x, const E* rows, const Tile& tile, int depth, float factor, float* lanes, const bool* dead = nullptr) {
     int count = (int)tile.count, whole = (count + W - 1) / W * W;
     for (int i = 0; i < whole; i++) {
         const E* row = rows + (tile.query + std::min(i, count - 1) * tile.step) * x.row;
-        for (int d = 0; d < depth; d++) lanes[d * T + i] = widen(row[d]) * factor;
+        bool none = dead && dead[i];
+        for (int d = 0; d < depth; d++) lanes[d * T + i] = none ? 0.0f : widen(row[d]) * factor;
     }
 }
 
 template <class E>
-void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float* to, int width) {
+void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float* to, int width, const bool* dead) {
     std::memset(to, 0, sizeof(float) * T * width);
     for (int i = 0; i < tile.count; i++) {
+        if (dead[i]) continue;
         const E* row = rows + (tile.query + i * tile.step) * x.row;
         for (int d = 0; d < depth; d++) to[i * width + d] = widen(row[d]);
     }
@@ -375,49 +393,58 @@ void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float*
 #if defined(HAS_PAIRS)
 // Rows of queries to lanes, two neighbours of a row in each. The inputs keep their bits, so that all of `factor` but its
 // sign is returned, for the product.
-float pack_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, float factor, float* lanes) {
+float pack_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, float factor, float* lanes,
+                 const bool* dead = nullptr) {
     u16 sign = factor < 0.0f ? 0x8000 : 0, mask = factor == 0.0f ? 0 : 0xffff;
     auto entry = [&](Bf16 e) { return Bf16{(u16)((e.bits ^ sign) & mask)}; };
     int count = (int)tile.count, whole = (count + W - 1) / W * W;
     for (int i = 0; i < whole; i++) {
         const Bf16* row = rows + (tile.query + std::min(i, count - 1) * tile.step) * x.row;
-        for (int d = 0; d < depth; d += 2) ((u32*)lanes)[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1]));
+        u32 kept = dead && dead[i] ? 0 : 0xffffffff;
+        for (int d = 0; d < depth; d += 2)
+            ((u32*)lanes)[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1])) & kept;
     }
     return factor == 0.0f ? 1.0f : std::fabs(factor); // hidden scores are -inf, and stay so
 }
 
 // Two rows of queries in each, where rows are summed.
-void pack_row_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, u32* to, int width) {
+void pack_row_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, u32* to, int width, const bool* dead) {
     std::memset(to, 0, sizeof(u32) * T / 2 * width);
     for (int i = 0; i < tile.count; i += 2) {
         const Bf16* first = rows + (tile.query + i * tile.step) * x.row;
-        bool both = i + 1 < tile.count;
-        for (int d = 0; d < depth; d++)
-            to[i / 2 * width + d] = pair_of(first[d], both ? first[tile.step * x.row + d] : Bf16{0});
+        const Bf16* second = i + 1 < tile.count ? first + tile.step * x.row : first;
+        u32 mask = (dead[i] ? 0 : 0xffffu) | (i + 1 < tile.count && !dead[i + 1] ? 0xffff0000u : 0);
+        for (int d = 0; d < depth; d++) to[i / 2 * width + d] = pair_of(first[d], second[d]) & mask;
     }
 }
 
-// Two keys of a block in each.
+// Two keys of a block in each; hidden keys are zeros, whatever they hold.
 void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
     i64 next = block.run.step * x.row;
     for (int t = 0; t < block.keys; t += 2) {
         const Bf16* first = head + block.key(t) * x.row;
-        if (t + 1 < block.keys)
-            for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = pair_of(first[d], first[next + d]);
-        else
-            for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = first[d].bits;
+        bool second = t + 1 < block.keys;
+        const Bf16* other = second ? first + next : first;
+        u32 mask = (block.sees(t) ? 0xffffu : 0) | (second && block.sees(t + 1) ? 0xffff0000u : 0);
+        for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = pair_of(first[d], other[d]) & mask;
     }
 }
 #endif
 
-// The rows of a block as floats: where they lie if they are floats already.
+// The rows of a block as floats: where they lie if they are floats already. Hidden keys are zeros, whatever they hold.
 struct Rows { const char* data; i64 stride; };
 
-template <class E> Rows rows_of(const View& x, const E* head, const Block& block, int depth, float* to) {
-    for (int i = 0; i < block.keys; i++) widen_row(head + block.key(i) * x.row, to + i * depth, depth);
+template <class E> Rows copied_rows(const View& x, const E* head, const Block& block, int depth, float* to) {
+    for (int i = 0; i < block.keys; i++)
+        if (block.sees(i)) widen_row(head + block.key(i) * x.row, to + i * depth, depth);
+        else std::fill_n(to + i * depth, depth, 0.0f);
     return {(const char*)to, (i64)sizeof(float) * depth};
 }
-template <> Rows rows_of<float>(const View& x, const float* head, const Block& block, int, float*) {
+template <class E> Rows rows_of(const View& x, const E* head, const Block& block, int depth, float* to) {
+    return copied_rows(x, head, block, depth, to);
+}
+template <> Rows rows_of<float>(const View& x, const float* head, const Block& block, int depth, float* to) {
+    if (block.hidden) return copied_rows(x, head, block, depth, to);
     return {(const char*)(head + block.key(0) * x.row), (i64)sizeof(float) * block.run.step * x.row};
 }
 
@@ -448,10 +475,11 @@ template <class Form> void weigh(const Block& block, float unit, int depth, Scra
         float* x = s.scores + n * W;
         vec old = load(s.peak + n * W), peak = old;
         for (int t = 0; t < block.keys; t++) peak = larger(peak, load(x + t * T));
-        vec base = (peak == splat(NONE) ? vec{} : peak) * unit, fade = exp2_(old * unit - base);
+        // The difference first: scores are large, and what is rounded must be the same for all of them.
+        vec base = peak == splat(NONE) ? vec{} : peak, fade = exp2_((old - base) * unit);
         vec total = load(s.total + n * W) * fade;
         Form::put(s, block, n, [&](int t) {
-            vec p = exp2_(load(x + t * T) * unit - base);
+            vec p = exp2_((load(x + t * T) - base) * unit);
             total += p;
             return p;
         });
@@ -536,10 +564,10 @@ template <class E, class Products> void forward_tile(const Args& a, const Tile& 
     for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
         Span span(tile, a.runs[r], a.keys_of(b));
         for (i64 t = span.first; t < span.last;) {
-            Block block(tile, a.runs[r], span, t);
+            Block block(tile, a.runs[r], span, t, a.seen_in(b));
             t += block.keys;
             products.score(block);
-            block.hide(s.scores, a.seen ? a.seen + b * a.k_len : nullptr);
+            block.hide(s.scores);
             weigh<typename Products::Weights>(block, products.unit, depth, s);
             products.mix(block);
         }
@@ -578,10 +606,10 @@ template <class E> struct WideBack {
     WideBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
         const E *q = head_of<E>(a.q, b, h), *grad = head_of<E>(a.grad, b, h);
-        pack(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
-        pack(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad);
-        pack_rows(a.q, q, tile, (int)a.head_dim, s.q_rows, s.width);
-        pack_rows(a.grad, grad, tile, (int)a.head_dim, s.grad_rows, s.width);
+        pack(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        pack_rows(a.q, q, tile, (int)a.head_dim, s.q_rows, s.width, s.dead);
+        pack_rows(a.grad, grad, tile, (int)a.head_dim, s.grad_rows, s.width, s.dead);
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
@@ -620,10 +648,10 @@ struct PairedBack {
     PairedBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
         const Bf16 *q = head_of<Bf16>(a.q, b, h), *grad = head_of<Bf16>(a.grad, b, h);
-        unit = pack_pairs(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
-        pack_pairs(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad);
-        pack_row_pairs(a.q, q, tile, (int)a.head_dim, (u32*)s.q_rows, s.width);
-        pack_row_pairs(a.grad, grad, tile, (int)a.head_dim, (u32*)s.grad_rows, s.width);
+        unit = pack_pairs(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack_pairs(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        pack_row_pairs(a.q, q, tile, (int)a.head_dim, (u32*)s.q_rows, s.width, s.dead);
+        pack_row_pairs(a.grad, grad, tile, (int)a.head_dim, (u32*)s.grad_rows, s.width, s.dead);
     }
     void score(const Block& block) {
         multiply(Dot<Pair>{(const char*)(k + block.key(0) * a.k.row), 2 * block.run.step * a.k.row, (int)a.head_dim / 2,
@@ -669,17 +697,17 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
             std::fill_n(dq + (tile.query + i * tile.step) * a.dq.row, depth, narrow<E>(0.0f));
         return;
     }
-    Products products(a, s, tile, b, h);
     std::memset(s.sums, 0, sizeof(float) * depth * T);
     for (int i = 0; i < T; i++) {
         i64 p = tile.query + std::min(i, count - 1) * tile.step;
         float lse = a.lse[a.lse_row(b, h) + p], delta = 0.0f;
         for (int d = 0; d < depth; d++) delta += widen(out[p * a.out.row + d]) * widen(grad[p * a.grad.row + d]);
         // A lane that is not there, or sees nothing, weighs nothing, whatever its gradient.
-        bool none = i >= count || lse == NONE;
-        s.peak[i] = none ? NEVER : (float)(lse * LOG2_E);
-        s.delta[i] = none ? 0.0f : delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
+        s.dead[i] = i >= count || lse == NONE;
+        s.peak[i] = s.dead[i] ? NEVER : (float)(lse * LOG2_E);
+        s.delta[i] = s.dead[i] ? 0.0f : delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
     }
+    Products products(a, s, tile, b, h);
     const float unit = products.unit, scale = (float)a.scale;
     auto slope = [&](int t, int n, vec& p, vec& ds) {
         p = exp2_(load(s.scores + t * T + n * W) * unit - load(s.peak + n * W));
@@ -688,10 +716,11 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
     for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
         Span span(tile, a.runs[r], a.keys_of(b));
         for (i64 t = span.first; t < span.last;) {
-            Block block(tile, a.runs[r], span, t);
+            Block block(tile, a.runs[r], span, t, a.seen_in(b));
             t += block.keys;
             products.score(block);
-            block.hide(s.scores, a.seen ? a.seen + b * a.k_len : nullptr);
+            block.hide(s.scores);
+            block.fill_hidden(s.other, 0.0f); // whatever the values are there
             products.weigh(block, slope);
             i64 key = block.key(0), step = block.run.step;
             products.add(block, count, dk + key * a.dk.row, step * a.dk.row, dv + key * a.dv.row, step * a.dv.row);

@@ -6,15 +6,18 @@ that somebody else could have written is not loaded.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +25,6 @@ from pathlib import Path
 import platformdirs
 
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.machine import silicon
 
 FLAGS = (
     "-O3",
@@ -37,6 +39,7 @@ FLAGS = (
 )
 logger = logging.getLogger("attn_dispatch")
 
+CPU_FIELDS = ("model name", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -64,21 +67,31 @@ class Args(ctypes.Structure):
     )
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, else g++; None where there is none."""
-    return shutil.which(os.environ.get("CXX") or "g++")
+def compiler() -> list[str] | None:
+    """The C++ compiler with its own arguments: $CXX, else g++; None where there is none."""
+    name, *arguments = shlex.split(os.environ.get("CXX") or "g++")
+    found = shutil.which(name)
+    return None if found is None else [found, *arguments]
 
 
 @cache
 def digest() -> str:
     """What the library is made from: source, flags, compiler and processor."""
-    found = compiler()
-    if found is None:
+    command = compiler()
+    if command is None:
         raise ImportError("there is no C++ compiler")
-    path = Path(found).resolve()
-    made = path.stat()
-    parts = (source(), *FLAGS, str(path), str(made.st_size), str(made.st_mtime_ns), silicon("cpu"), platform.machine())
+    made = Path(command[0]).resolve()
+    about = made.stat()
+    parts = (source(), *FLAGS, *command, str(made), str(about.st_size), str(about.st_mtime_ns), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def _processor() -> str:
+    """Everything that -march=native may depend on."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        return "\n".join(line for line in lines if line.split(":")[0].strip() in CPU_FIELDS)
+    return platform.machine()
 
 
 def source() -> str:
@@ -103,7 +116,7 @@ def load() -> ctypes.CDLL:
 def _loaded() -> ctypes.CDLL:
     path = _path()
     if not _trusted(path):
-        logger.info("compiling %s with %s, once on this machine", path.name, compiler())
+        logger.info("compiling %s with %s, once on this machine", path.name, " ".join(compiler() or []))
         path = _build(path)
     try:
         # Loaded with PyTorch's own OpenMP threads: a second set of them would fight for the cores.
@@ -113,44 +126,59 @@ def _loaded() -> ctypes.CDLL:
 
 
 def _path() -> Path:
-    return platformdirs.user_cache_path("attn-dispatch", appauthor=False) / "native" / f"attention-{digest()}.so"
+    try:
+        folder = platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    except RuntimeError:  # nobody's home
+        folder = _own_folder()
+    return folder / "native" / f"attention-{digest()}.so"
+
+
+@cache
+def _own_folder() -> Path:
+    """A folder of this process, gone with it."""
+    folder = tempfile.mkdtemp(prefix="attn-dispatch-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _trusted(path: Path) -> bool:
     """Whether only this user can have put the file there."""
+    return _ours(path) and _ours(path.parent)
+
+
+def _ours(place: Path) -> bool:
     try:
-        places = [os.lstat(path), os.lstat(path.parent)]
+        about = os.lstat(place)
     except OSError:
         return False
-    return all(place.st_uid == os.geteuid() and not place.st_mode & OTHERS_WRITE for place in places)
+    return about.st_uid == os.geteuid() and not about.st_mode & OTHERS_WRITE
 
 
 def _build(path: Path) -> Path:
-    """Compile to `path`, or to a folder of this process where that cannot be written."""
+    """Compile to `path`, or to a folder of this process where that cannot be written, or others can write."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _ours(path.parent):
+            raise PermissionError(f"{path.parent} is open to others")
         folder = tempfile.mkdtemp(dir=path.parent, prefix="building-")
     except OSError:
-        path = Path(tempfile.mkdtemp(prefix="attn-dispatch-")) / path.name
+        path = _own_folder() / path.name
         folder = tempfile.mkdtemp(dir=path.parent)
     try:
-        made = _compile(Path(folder))
-        os.replace(made, path)
+        os.replace(_compile(Path(folder)), path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if not _trusted(path):
-        raise BackendFailed(f"native: {path} can be written by other users; a library there is not loaded")
     return path
 
 
 def _compile(folder: Path) -> Path:
     cxx = compiler()
-    assert cxx is not None  # digest() has found one
+    assert cxx  # digest() has found one
     code, compiled, library = folder / "attention.cpp", folder / "attention.o", folder / "attention.so"
     code.write_text(source(), encoding="utf-8")
-    _call(cxx, *FLAGS, "-c", str(code), "-o", str(compiled))
+    _call(*cxx, *FLAGS, "-c", str(code), "-o", str(compiled))
     # No -fopenmp here: its functions are found in the OpenMP library that PyTorch has loaded.
-    _call(cxx, "-shared", str(compiled), "-o", str(library))
+    _call(*cxx, "-shared", str(compiled), "-o", str(library))
     library.chmod(0o700)
     return library
 

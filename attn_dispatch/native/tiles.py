@@ -8,6 +8,7 @@ their branches in one softmax.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -59,6 +60,12 @@ def table_bytes(problem: Problem) -> int:
 @lru_cache(maxsize=64)
 def tiles_of(problem: Problem) -> Tiles:
     """The tiles of a dense, windowed or dilated pattern."""
+    # Default devices, fake tensors and function transforms belong to a thread: in a fresh one tables are plain.
+    with ThreadPoolExecutor(max_workers=1) as fresh:
+        return fresh.submit(_tiles, problem).result()
+
+
+def _tiles(problem: Problem) -> Tiles:
     pattern = problem.pattern
     if isinstance(pattern, Dilated):
         return _dilated(pattern, problem)
@@ -108,8 +115,9 @@ def _class_tiles(pattern: Dilated, offsets: tuple[int | None, ...], tokens: int)
     starts = torch.unique(torch.cat([torch.arange(0, tokens, w) for w, _ in pattern.branches]))
     ends = torch.cat([starts[1:], torch.tensor([tokens])])
     # One row per interval between segment borders and residue in it.
-    first = (starts[:, None] + torch.arange(step)).flatten()
-    end = ends.repeat_interleave(step)
+    residues = min(step, int((ends - starts).max()))
+    first = (starts[:, None] + torch.arange(residues)).flatten()
+    end = ends.repeat_interleave(residues)
     first, end = first[first < end], end[first < end]
     found = []
     for (w, r), offset in zip(pattern.branches, offsets):
