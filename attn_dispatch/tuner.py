@@ -72,7 +72,7 @@ class _Trial:
         example = make(problem)
         gate = Gate.of(example)
         incumbent: tuple[Candidate, float] | None = None
-        for candidate in self.found:
+        for candidate in self._by_work():
             if candidate.row is not None:
                 self.rows[candidate.name] = candidate.row
                 continue
@@ -85,6 +85,13 @@ class _Trial:
                 incumbent = candidate, call_ms
         del gate
         self._race(example, incumbent)
+
+    def _by_work(self) -> list[Candidate]:
+        """The static choice, then those with the least work: what is likely to win comes before the budget is gone."""
+        able = [candidate for candidate in self.found if candidate.row is None]
+        unable = [candidate for candidate in self.found if candidate.row is not None]
+        rest = sorted(able[1:], key=lambda candidate: _flops(candidate, self.problem) or 0)
+        return unable + able[:1] + rest
 
     def release(self) -> None:
         """Drop what the trial left behind; not what the chosen backend took long to make and is about to need."""

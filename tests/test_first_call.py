@@ -132,6 +132,27 @@ def test_nothing_left_is_told_as_nothing(alone: Alone) -> None:
     assert ", with 0 s of the budget left" in row(measured(0.01)).reason
 
 
+def test_the_least_work_is_tried_first(alone: Alone) -> None:
+    """After the static choice: what costs the whole budget must not come before what is quick."""
+    tried: list[str] = []
+
+    @dataclass
+    class Worker(Builder):
+        work: int = 0
+
+        def flops(self, problem: Problem) -> int:
+            return self.work
+
+        def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+            tried.append(self.name)
+            return manual.run(q, k, v, problem, **tensors)
+
+    alone(Worker("static", work=1000), Worker("heavy", work=900), Worker("light", work=10))
+    decision = measured(60.0)
+    assert list(dict.fromkeys(tried)) == ["static", "light", "heavy"]
+    assert [each.backend for each in decision.candidates] == ["static", "heavy", "light"]
+
+
 def test_what_is_done_once_is_not_in_the_budget(alone: Alone) -> None:
     first, last = Once("first", prepare_s=0.5), Once("last")
     alone(first, last)
