@@ -180,7 +180,7 @@ def forward(
                         meets = meets & (columns[None, :] <= highest)
                     s = tl.where(meets, s, float("-inf"))
                 if KEY_MASK:
-                    s = tl.where(kept[None, :], s, float("-inf"))
+                    s = tl.where(kept[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
                 new_peak = tl.maximum(peak, tl.max(s, 1))
                 # A row that has seen no key yet: -inf less -inf would be NaN.
                 safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -328,7 +328,7 @@ def backward_q(
                         meets = meets & (columns[None, :] <= highest)
                     s = tl.where(meets, s, float("-inf"))
                 if KEY_MASK:
-                    s = tl.where(kept[None, :], s, float("-inf"))
+                    s = tl.where(kept[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
                 p = tl.exp2(s - row_lse[:, None])
                 value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
                 ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
