@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import Counter
@@ -18,6 +17,7 @@ from attn_dispatch import registry
 from attn_dispatch.candidates import Candidate, candidates, heuristic, versions
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.explanation import Explanation
+from attn_dispatch.logging import logger
 from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed, shipped
@@ -25,7 +25,6 @@ from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed,
 MODES = ("tune", "predict", "locked", "off")
 DEFAULT_BUDGET_MS = 2000.0
 
-logger = logging.getLogger("attn_dispatch")
 lock = threading.RLock()  #: held while a decision is made: two threads that meet a new problem measure it once
 
 # By silicon too: another number of threads makes the same processor another machine.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from attn_dispatch.contract import Backend
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.logging import say_once
 
 GROUP = "attn_dispatch.backends"
 #: In the order in which the static heuristic, which measures nothing, tries them: PyTorch's own choice first.
@@ -28,7 +28,6 @@ BUILT_IN = (
 LAST_RESORT = "manual"
 REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
 
-logger = logging.getLogger("attn_dispatch")
 
 _added: dict[str, Backend] = {}
 
@@ -74,7 +73,7 @@ def backends() -> list[Backend]:
         try:
             found.append(load(name))
         except InvalidInput as error:
-            _warn_once(str(error))
+            say_once(str(error))
     return found
 
 
@@ -85,7 +84,7 @@ def version_of(backend: Backend) -> str | None:
     except ImportError:  # PackageNotFoundError is one too
         return None
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
-        _warn_once(f"{backend.name} has no version: {type(error).__name__}: {error}")
+        say_once(f"{backend.name} has no version: {type(error).__name__}: {error}")
         return None
 
 
@@ -109,8 +108,3 @@ def _load(name: str) -> Backend:
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in (*BUILT_IN, LAST_RESORT)}
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)

@@ -9,7 +9,6 @@ schema is a miss and is said once. Beneath the user's decisions lie those shippe
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tempfile
@@ -23,13 +22,13 @@ from typing import Any
 import msgspec
 import platformdirs
 
+from attn_dispatch.logging import say_once
+
 SCHEMA = 1
 MISSED = "missed.jsonl"
 KEY = re.compile(r"[0-9a-f]{20}")
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 UNREADABLE = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-logger = logging.getLogger("attn_dispatch")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +97,7 @@ class Store:
         if found is None:
             return None
         if (found.silicon, found.key) != (silicon, key):
-            _say_once(f"ignored {path}: it holds another problem's decision")
+            say_once(f"ignored {path}: it holds another problem's decision")
             return None
         return found
 
@@ -109,7 +108,7 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, msgspec.json.format(msgspec.json.encode(decision), indent=1))
         except OSError as error:
-            _say_once(f"decisions are not kept: {path.parent} cannot be written ({error.strerror or error})")
+            say_once(f"decisions are not kept: {path.parent} cannot be written ({error.strerror or error})")
             return None
         return path
 
@@ -134,7 +133,7 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
         with (folder / MISSED).open("ab") as file:
             file.write(msgspec.json.encode(problem) + b"\n")
     except OSError as error:
-        _say_once(f"misses are not noted: {folder} cannot be written ({error.strerror or error})")
+        say_once(f"misses are not noted: {folder} cannot be written ({error.strerror or error})")
 
 
 @cache
@@ -148,7 +147,7 @@ def shipped(silicon: str) -> dict[str, Decision]:
     except FileNotFoundError:
         return {}
     except UNREADABLE as error:
-        _say_once(f"ignored the shipped profile {source}: {error}")
+        say_once(f"ignored the shipped profile {source}: {error}")
         return {}
     usable = bundle.decisions if bundle.schema == SCHEMA else ()
     mine = (decision for decision in usable if decision.silicon == silicon)
@@ -161,10 +160,10 @@ def _read(path: Path) -> Decision | None:
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
-        _say_once(f"ignored {path}: {error}")
+        say_once(f"ignored {path}: {error}")
         return None
     if found.schema != SCHEMA:
-        _say_once(f"ignored {path}: schema {found.schema}, this version reads {SCHEMA}")
+        say_once(f"ignored {path}: schema {found.schema}, this version reads {SCHEMA}")
         return None
     return found
 
@@ -191,8 +190,3 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-@cache
-def _say_once(text: str) -> None:
-    logger.warning("%s", text)

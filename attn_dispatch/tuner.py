@@ -6,7 +6,6 @@ cannot be chosen; among the rest the order of preference decides, so that noise 
 
 from __future__ import annotations
 
-import logging
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 from attn_dispatch import measure, registry
 from attn_dispatch.candidates import Candidate, candidates, versions
 from attn_dispatch.example import Example, example_bytes, make
+from attn_dispatch.logging import logger
 from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
@@ -25,8 +25,6 @@ from attn_dispatch.store import Decision, Row
 from attn_dispatch.verify import Gate
 
 GENEROUS = 2.0  #: how many times the incumbent's rate a candidate is believed capable of, before it is tried
-
-logger = logging.getLogger("attn_dispatch")
 
 
 def decide(problem: Problem, budget_s: float | None) -> Decision | None:

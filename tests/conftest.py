@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attn_dispatch import decisions, dispatch, registry, store
+from attn_dispatch import decisions, dispatch, logging, registry, store
 from attn_dispatch.backends import flex
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
@@ -59,7 +59,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     for table in (dispatch._routes, decisions._decided, decisions._counts, registry._added):
         table.clear()
-    for cached in (store._say_once, store.shipped, registry._warn_once):
+    for cached in (logging.say_once, store.shipped):
         cached.cache_clear()
 
 

@@ -16,7 +16,7 @@ ROOT = Path(attn_dispatch.__file__).parent
 
 # A module may import from the lines above its own.
 LAYERS = (
-    ("errors", "units"),
+    ("errors", "units", "logging", "group"),
     ("pattern", "strides", "measure", "memory"),
     ("machine",),
     ("problem", "order"),
@@ -37,7 +37,20 @@ LAYERS = (
     ("cli", "__init__", "__main__"),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
-TORCH_FREE = ("errors", "units", "pattern", "measure", "memory", "machine", "order", "store", "explanation", "cli")
+TORCH_FREE = (
+    "errors",
+    "units",
+    "logging",
+    "group",
+    "pattern",
+    "measure",
+    "memory",
+    "machine",
+    "order",
+    "store",
+    "explanation",
+    "cli",
+)
 
 
 def modules() -> dict[str, Path]:
