@@ -1,35 +1,44 @@
-"""How a problem comes to its decision: forced, known, stored, shipped, measured, or by the static choice."""
+"""How a problem comes to its decision: forced, known, stored, learned, measured, or by the static choice.
+
+A decision that a call was routed by never changes within a process, unless it is measured anew by request: a forward
+pass and its recomputation go the same way.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+import msgspec
 import torch
 from torch import Tensor
 
 from attn_dispatch import order as orders
-from attn_dispatch import registry
-from attn_dispatch.candidates import Candidate, candidates, heuristic, versions
+from attn_dispatch import registry, settings, stored
+from attn_dispatch.candidates import Candidate, candidates, environment_now, heuristic
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.explanation import Explanation
+from attn_dispatch.group import group_of
 from attn_dispatch.logging import logger
 from attn_dispatch.machine import provenance, silicon
+from attn_dispatch.pace import Pace
 from attn_dispatch.problem import Problem
-from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed, shipped
+from attn_dispatch.settings import mode
+from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed
 
-MODES = ("tune", "predict", "locked", "off")
-DEFAULT_BUDGET_MS = 2000.0
+SURE = 0.9  #: confidence from which a neighbour of nearly the same size is believed without measuring
+WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
 
 lock = threading.RLock()  #: held while a decision is made: two threads that meet a new problem measure it once
 
 # By silicon too: another number of threads makes the same processor another machine.
 _decided: dict[tuple[str, Problem], Decision] = {}
 _counts: Counter[str] = Counter()
+_pace = Pace()
 
 
 def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
@@ -38,79 +47,167 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
         orders.check(order)
     if backend is not None:
         return Explanation.of(_forced(problem, backend))
+    found = candidates(problem)
     decision = _decided.get((silicon(problem.device), problem))
     if decision is None and mode() != "off":
-        decision = stored(problem)
-        decision = decision if decision is not None and _can_run(problem, decision.choice) else None
-    return Explanation.of(decision or _heuristic(problem, candidates(problem)))
+        kept = stored.look_up(problem, -1.0)
+        if kept is not None and kept.choice is not None:
+            decision = _told(kept)
+        else:
+            decision = _learned(problem, found, 0.0)
+    return Explanation.of(_as_of_now(decision, found) if decision is not None else _heuristic(problem, found))
 
 
 def counters() -> dict[str, int]:
-    """How this process came by its decisions: `measured`, `loaded` from disk, `shipped`, `heuristic`, `forced`."""
-    return {name: _counts[name] for name in ("measured", "loaded", "shipped", "heuristic", "forced")}
-
-
-def stored(problem: Problem) -> Decision | None:
-    """The decision on disk, or the shipped one, if it was made among the backends there are now."""
-    where = silicon(problem.device)
-    key = problem.key(where)
-    now = versions()
-    for decision in (Store(cache_folder()).get(where, key), shipped(where).get(key)):
-        if decision is not None and decision.versions == now:
-            return decision
-    return None
+    """How this process came by its decisions: `measured`, `loaded` from disk, `shipped`, `learned` from neighbours,
+    `heuristic`, `forced`.
+    """
+    return {name: _counts[name] for name in WAYS}
 
 
 def decide(problem: Problem) -> Decision:
     """The decision that routes a problem in this process; measured, if it must be and may be.
 
     Raises:
-        NotDecided: locked mode, and nothing is stored. NoBackend: none can run it.
+        NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can run it.
     """
     known = silicon(problem.device), problem
     decision = _decided.get(known)
     if decision is not None:
         return decision
-    setting = mode()
-    decision = None if setting == "off" else stored(problem)
-    if decision is not None and _can_run(problem, decision.choice):
-        _counts["loaded" if decision.source == "measured" else "shipped"] += 1
-    elif decision is not None:
-        logger.warning("%s cannot run now as was decided, by the static choice for now: %s", decision.choice, problem)
-        decision = _static(problem)
-    elif setting == "locked":
-        raise NotDecided(
-            f"ATTN_DISPATCH_MODE=locked and nothing is decided for {problem}; run 'attn-dispatch profile' "
-            f"on it first, or another mode"
-        )
-    else:
-        decision = _make(problem, setting)
+    decision = _static(problem) if mode() == "off" else _make(problem)
+    if decision.source in ("learned", "heuristic"):
+        _counts[decision.source] += 1
+    logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
     if not capturing(problem.device):  # what a capture could not measure, the next eager call can
         _decided[known] = decision
     return decision
 
 
-def _make(problem: Problem, setting: str) -> Decision:
-    """Measure, where that is allowed, else the static choice."""
-    if setting == "tune" and capturing(problem.device):
-        logger.warning("not measured inside CUDA-graph capture, by the static choice: %s", problem)
-        note_missed(cache_folder(), problem.to_dict())
-    elif setting == "tune":
-        from attn_dispatch import tuner  # what measures is loaded when there is something to measure
+def _make(problem: Problem) -> Decision:
+    """From what is stored, if it holds; else by measuring, where that is allowed; else from what is known."""
+    setting = mode()
+    kept = stored.look_up(problem, settings.budget_ms() if setting == "tune" else -1.0)
+    if kept is not None and kept.holds:
+        return _taken(kept)
+    if setting == "locked":
+        return _locked(problem, kept)
+    found = candidates(problem)
+    if setting == "tune" and (kept is None or kept.changed):
+        sure = _learned(problem, found, SURE) if kept is None else None
+        decision = sure or _measured(problem, kept, found)
+        if decision is not None:
+            return decision
+    if kept is not None and kept.choice is not None:
+        return _taken(kept)
+    return _learned(problem, found, 0.0) or _static(problem)
 
-        with undisturbed(problem.device):
-            decision = tuner.decide(problem, budget_ms() / 1e3)
+
+def _taken(kept: stored.Found) -> Decision:
+    """Go by what is stored, as far as it holds."""
+    decision = kept.decision
+    _counts["loaded" if decision.source == "measured" else "shipped"] += 1
+    if kept.choice != decision.choice:
+        logger.warning("%s cannot run now as was decided, %s can: %s", decision.choice, kept.choice, decision.title)
+    elif not kept.changed and decision.environment != environment_now():
+        decision = stored.refresh(decision)
+    return _told(stored.Found(decision, kept.choice, kept.changed))
+
+
+def _told(kept: stored.Found) -> Decision:
+    """The decision with the backend that runs now, and what of it no longer holds said in its rows."""
+    rows = tuple(_row_told(row, kept) for row in kept.decision.candidates)
+    return msgspec.structs.replace(kept.decision, choice=kept.choice or "", candidates=rows)
+
+
+def _row_told(row: Row, kept: stored.Found) -> Row:
+    if row.backend == kept.choice:
+        row = msgspec.structs.replace(row, status="chosen")
+    elif row.status == "chosen":
+        row = msgspec.structs.replace(row, status="slower")
+    if row.backend in kept.changed and row.median_ms is not None:
+        text = f"measured with version {row.version}, which has changed"
+        row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
+    return row
+
+
+def _as_of_now(decision: Decision, found: list[Candidate]) -> Decision:
+    """With the candidates that are ruled out by now, and those that were not there then."""
+    kept = {row.backend: row for row in decision.candidates}
+    rows = [_row_now(each, kept.pop(each.name, None), decision.choice) for each in found]
+    return msgspec.structs.replace(decision, candidates=(*rows, *kept.values()))
+
+
+def _row_now(each: Candidate, kept: Row | None, choice: str) -> Row:
+    told = kept is not None and kept.status in ("incorrect", "failed")  # what it was quarantined for, if it is
+    if each.row is not None and each.name != choice and not (told and each.row.status == "quarantined"):
+        return each.row
+    return kept or Row(backend=each.name, order=each.order, status="not_measured", reason="was not there then")
+
+
+def _locked(problem: Problem, kept: stored.Found | None) -> Decision:
+    """In locked mode: what was chosen must be what was measured. That others have changed does not matter, and where
+    it lacks the memory for now, the best of what was measured stands in for it.
+    """
+    if kept is not None and kept.choice is not None and kept.decision.choice not in kept.changed:
+        return _taken(kept)
+    why = "nothing is decided"
+    if kept is not None:
+        why = f"{kept.decision.choice}, as was decided, has another version now, or nothing measured can run"
+    raise NotDecided(
+        f"ATTN_DISPATCH_MODE=locked and {why} for {problem}; run 'attn-dispatch profile' on it first, or another mode"
+    )
+
+
+def _measured(problem: Problem, kept: stored.Found | None, found: list[Candidate]) -> Decision | None:
+    """Measure what is not known, where and when that is allowed."""
+    if capturing(problem.device) or torch.compiler.is_compiling():
+        logger.warning("not measured while a graph is captured or traced: %s", problem)
+    elif not _pace.allows(settings.trial_seconds()):
+        logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
+    else:
+        said = stored.predict(problem, found) if kept is None else None
+        start = time.perf_counter()
+        decision = measure(problem, settings.budget_ms() / 1e3, kept, None if said is None else said.backend)
+        _pace.spend(time.perf_counter() - start)
         if decision is not None:
             keep(problem, decision)
-            return decision
-    return _static(problem)
+        return decision
+    note_missed(cache_folder(), problem.to_dict())
+    return None
+
+
+def measure(
+    problem: Problem, budget_s: float | None, kept: stored.Found | None, first: str | None = None
+) -> Decision | None:
+    """Measure; what changed alone, where a decision is there to start from. Arguments as for `tuner.decide`."""
+    from attn_dispatch import tuner  # what measures is loaded when there is something to measure
+
+    prior, changed = (None, None) if kept is None else (kept.decision, kept.changed or None)
+    with undisturbed(problem.device):
+        return tuner.decide(problem, budget_s, prior=prior, changed=changed, first=first)
+
+
+def keep(problem: Problem, decision: Decision) -> None:
+    """Store a new measurement and go by it in this process."""
+    Store(cache_folder()).put(decision)
+    stored.note(decision)
+    _decided[silicon(problem.device), problem] = decision
+    _counts["measured"] += 1
+
+
+def _learned(problem: Problem, found: list[Candidate], least: float) -> Decision | None:
+    """What neighbours say. With `least`, only those of nearly the same size, and only where they are that sure."""
+    said = stored.predict(problem, found)
+    if said is None or said.confidence < least or (least and not said.in_bucket):
+        return None
+    return stored.learned_decision(problem, said, found, _now())
 
 
 def _static(problem: Problem) -> Decision:
     decision = _heuristic(problem, candidates(problem))
     if not decision.choice:
         raise NoBackend(_no_backend(problem, decision.candidates, forced=False))
-    _counts["heuristic"] += 1
     return decision
 
 
@@ -122,14 +219,8 @@ def force(problem: Problem, name: str) -> Decision:
     """
     decision = _forced(problem, name)
     _counts["forced"] += 1
+    logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
     return decision
-
-
-def keep(problem: Problem, decision: Decision) -> None:
-    """Store a new measurement and go by it in this process."""
-    Store(cache_folder()).put(decision)
-    _decided[silicon(problem.device), problem] = decision
-    _counts["measured"] += 1
 
 
 def _forced(problem: Problem, name: str) -> Decision:
@@ -156,25 +247,20 @@ def _heuristic(problem: Problem, found: list[Candidate]) -> Decision:
 
 
 def _unmeasured(problem: Problem, choice: str, source: str, rows: tuple[Row, ...]) -> Decision:
-    where = silicon(problem.device)
+    where, plain = silicon(problem.device), problem.to_dict()
     return Decision(
         key=problem.key(where),
         silicon=where,
+        group=group_of(plain),
         title=str(problem),
-        problem=problem.to_dict(),
+        problem=plain,
         choice=choice,
         order=orders.NATURAL if choice else "",
         source=source,
         candidates=rows,
-        versions=versions(),
         provenance=provenance(problem.device),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=_now(),
     )
-
-
-def _can_run(problem: Problem, name: str) -> bool:
-    """Refusals and free memory are of now, not of when the decision was made."""
-    return any(c.name == name and c.row is None for c in candidates(problem))
 
 
 def _no_backend(problem: Problem, rows: Iterable[Row], forced: bool) -> str:
@@ -185,26 +271,6 @@ def _no_backend(problem: Problem, rows: Iterable[Row], forced: bool) -> str:
         *(f"  {row.backend}: {row.reason}" for row in rows),
     ]
     return "\n".join(lines + ["Pass backend=None to let every backend be tried."] * forced)
-
-
-def mode() -> str:
-    """$ATTN_DISPATCH_MODE, checked."""
-    mode = os.environ.get("ATTN_DISPATCH_MODE", "") or "tune"
-    if mode not in MODES:
-        raise InvalidInput(f"$ATTN_DISPATCH_MODE must be one of {', '.join(MODES)}, got {mode!r}")
-    return mode
-
-
-def budget_ms() -> float:
-    """$ATTN_DISPATCH_BUDGET_MS: milliseconds after which no further trial of one unseen problem is started."""
-    text = os.environ.get("ATTN_DISPATCH_BUDGET_MS", "")
-    try:
-        value = float(text) if text else DEFAULT_BUDGET_MS
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        raise InvalidInput(f"$ATTN_DISPATCH_BUDGET_MS must be a number >= 0, got {text!r}")
-    return value
 
 
 def capturing(device: torch.device) -> bool:
@@ -229,3 +295,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         torch.random.fork_rng([device] if device.type == "cuda" else []),
     ):
         yield
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,6 +1,7 @@
 """attend(): a call becomes a Problem, the Problem a decision, the decision a backend's run.
 
-On a hit the way is one look-up: the signature of a call that was seen before leads straight to its route.
+On a hit the way is one look-up and one comparison: the settings of a call that was seen before lead to its route, if
+the tensors are like those it was made for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint
 
 from attn_dispatch import decisions, registry
@@ -20,17 +22,27 @@ from attn_dispatch.contract import Result
 from attn_dispatch.decisions import lock
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.explanation import Explanation
+from attn_dispatch.fits import Fits, fits
 from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
+from attn_dispatch.settings import sentinel_share
 from attn_dispatch.store import Decision
 
 MOST_ROUTES = 65536  #: signatures remembered; past this the table starts anew, decisions stay
+MOST_LIKE = 16  #: of them with the same settings and lengths, which are gone through one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the calls of one signature go. `plain`: straight to `run`, nothing to prepare."""
+    """Where calls go, if their tensors fit and float32 products are as they were (`precision`; None: as they may be).
 
+    `plain`: straight to `run`, nothing to prepare. `beside`: the next one with the same settings and lengths.
+    """
+
+    fits: Fits
+    precision: str | None
+    beside: Route | None
+    depth: int
     run: Callable[..., Result]
     problem: Problem
     backend: str
@@ -39,9 +51,9 @@ class Route:
     cast: torch.dtype | None
 
 
-# One question instead of one for each kind of device, on every call.
-_any_autocast: Callable[[], bool] = getattr(
-    torch._C, "_is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+# Without the function around it that is written in Python.
+_deterministic: Callable[[], bool] = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
 # Not failures of a backend: a wrong argument, and how checkpointing ends a recomputation early.
 _THROUGH = (InvalidInput, getattr(checkpoint, "_StopRecomputationError", InvalidInput))
@@ -96,7 +108,7 @@ def attend(
         InvalidInput: an argument is wrong. NoBackend: none can run this. BackendFailed: the chosen one raised.
         NotDecided: locked mode met an unseen problem.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return _outside_graph(
             q, k, v, pattern, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,
             seq_lens=seq_lens, key_mask=key_mask, dropout_p=dropout_p, scale=scale, layout=layout, backend=backend,
@@ -105,21 +117,19 @@ def attend(
     signature: Any = None
     try:
         signature = (
-            q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            pattern, segment_lengths, dilation_rates, is_causal, dropout_p, scale, layout, backend, order, mesh,
-            return_lse,
+            q.shape, k.numel(), pattern, segment_lengths, dilation_rates, is_causal, dropout_p, scale, layout, backend,
+            order, mesh, return_lse,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
-            torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-            q.dtype is torch.float32 and matmul_precision(),
-            torch.get_num_threads(),
-            _any_autocast() and _autocast(),
+            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(),
         )  # fmt: skip
-        route: Route | None = _routes[signature]
-    except (KeyError, TypeError, AttributeError, RuntimeError):
-        route = None  # found outside the handler, so that its errors stand alone
+        route = _routes.get(signature)
+        while route is not None and not (
+            route.fits(q, k, v) and (route.precision is None or route.precision == matmul_precision())
+        ):
+            route = route.beside
+    except (TypeError, AttributeError, RuntimeError):
+        route = signature = None  # found outside the handler, so that its errors stand alone
     if route is None:
         arguments = {
             "segment_lengths": _frozen(segment_lengths), "dilation_rates": _frozen(dilation_rates),
@@ -130,7 +140,7 @@ def attend(
             # Lists have no hash; the same call with tuples has.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
         problem = Problem.of(q, k, v, pattern, **arguments)
-        route = _new_route(signature, q, problem, layout, backend, order)
+        route = _new_route(signature, (q, k, v), problem, layout, backend, order)
     if not route.plain:
         return _run_prepared(route, q, k, v, seq_lens, key_mask, return_lse)
     try:
@@ -141,7 +151,7 @@ def attend(
         raise _failed(route, error) from error
     if return_lse:
         return _with_lse(route, result)
-    return result[0] if type(result) is tuple else _parts(route, result)[0]
+    return result if isinstance(result, Tensor) else _parts(route, result)[0]
 
 
 def explain(
@@ -188,8 +198,14 @@ def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
 
 
 def _new_route(
-    signature: Any, q: Tensor, problem: Problem, layout: str, backend: str | None, order: str | None
+    signature: Any,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    problem: Problem,
+    layout: str,
+    backend: str | None,
+    order: str | None,
 ) -> Route:
+    q = tensors[0]
     if q.device.type == "meta":
         raise InvalidInput("q, k and v are on the meta device and hold no data; explain() takes them")
     if order is not None:
@@ -202,12 +218,38 @@ def _new_route(
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
         transposed = layout == "bhnd"
-        route = Route(chosen.run, problem, chosen.name, not (transposed or cast or problem.masked), transposed, cast)
+        beside = _beside(signature)
+        route = Route(
+            fits=fits(*tensors),
+            precision=matmul_precision() if q.dtype == torch.float32 else None,
+            beside=beside,
+            depth=0 if beside is None else beside.depth + 1,
+            run=_watched(chosen.run, problem, decision),
+            problem=problem,
+            backend=chosen.name,
+            plain=not (transposed or cast or problem.masked),
+            transposed=transposed,
+            cast=cast,
+        )
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        if not decisions.capturing(problem.device):
+        if signature is not None and not decisions.capturing(problem.device):
             _routes[signature] = route
     return route
+
+
+def _watched(run: Callable[..., Result], problem: Problem, decision: Decision) -> Callable[..., Result]:
+    if not sentinel_share():
+        return run
+    from attn_dispatch import sentinel  # what most never use
+
+    return sentinel.watched(run, problem, decision)
+
+
+def _beside(signature: Any) -> Route | None:
+    """The routes that the next one is put before; none where they are too many to go through."""
+    found = _routes.get(signature)
+    return found if found is not None and found.depth < MOST_LIKE - 1 else None
 
 
 def _run_prepared(
@@ -274,10 +316,6 @@ def _frozen(value: Any) -> Any:
         return tuple(plain)
     except TypeError:
         return plain
-
-
-def _autocast() -> tuple[torch.dtype | None, ...]:
-    return autocast_dtype("cpu"), autocast_dtype("cuda")
 
 
 def _outside_graph(*args: Any, **kwargs: Any) -> Any:

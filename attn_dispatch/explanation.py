@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from attn_dispatch.store import Decision, Row
+from attn_dispatch.store import Decision, Drift, Row
 from attn_dispatch.units import align, gib, milliseconds
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
@@ -17,8 +17,10 @@ SLOW_START = 10  #: times the median; a first call that took longer is remarked 
 class CandidateReport:
     """One backend in one order. Times in milliseconds, `first_ms` that of the call that was checked, with all that is
     built once: plans, masks, kernels. `error` is the largest absolute error of out, unit-normal inputs, against
-    float64. `status` is one of `chosen, slower, tie, not_installed, unsupported, over_memory, failed, incorrect,
-    quarantined, not_measured`; `reason` says why.
+    float64. `ratio` is the time over the chosen one's, paired round by round, with its interval; `break_even` the calls
+    after which a dearer first call is paid back; `cold_ms` the time with a cold L2 cache, `host_ms` what the host takes
+    to start the work, both on CUDA only. `status` is one of `chosen, slower, tie, not_installed, unsupported,
+    over_memory, failed, incorrect, quarantined, not_measured`; `reason` says why.
     """
 
     backend: str
@@ -31,6 +33,14 @@ class CandidateReport:
     peak_bytes: int | None = None
     error: float | None = None
     first_ms: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    break_even: float | None = None
+    cold_ms: float | None = None
+    host_ms: float | None = None
+    rounds: int | None = None
+    version: str | None = None
 
     @classmethod
     def of(cls, row: Row) -> CandidateReport:
@@ -38,11 +48,28 @@ class CandidateReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DriftReport:
+    """What live calls took: median and 95 % interval in milliseconds, of how many, and when (UTC)."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    samples: int
+    seen: str
+
+    @classmethod
+    def of(cls, drift: Drift) -> DriftReport:
+        return cls(**{name: getattr(drift, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Which backend and order run a call.
 
     `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where no backend
-    can run it. `key` names the decision in the store. `problem` and `device` are for reading.
+    can run it. `key` names the decision in the store. `problem` and `device` are for reading. A learned choice has a
+    `confidence`, the chance that it is the fastest, and the keys of the decisions it rests on, `evidence`. `drift` is
+    what live calls took, in milliseconds, where that left what was measured.
     """
 
     choice: str | None
@@ -52,6 +79,9 @@ class Explanation:
     candidates: tuple[CandidateReport, ...]
     problem: str
     device: str
+    confidence: float | None = None
+    evidence: tuple[str, ...] = ()
+    drift: DriftReport | None = None
 
     @classmethod
     def of(cls, decision: Decision, source: str | None = None) -> Explanation:
@@ -66,6 +96,9 @@ class Explanation:
             candidates=rows,
             problem=decision.title,
             device=device,
+            confidence=decision.confidence,
+            evidence=decision.evidence,
+            drift=None if decision.drift is None else DriftReport.of(decision.drift),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,11 +110,24 @@ class Explanation:
         lines = [
             f"device    {self.device}",
             f"problem   {self.problem}",
-            f"choice    {choice} ({self.source}), key {self.key}",
+            f"choice    {choice} ({self.source}{self._confidence()}), key {self.key}",
+            *self._drifted(),
             "",
             *align([list(HEAD), *self.rows()], LEFT),
         ]
         return "\n".join(lines)
+
+    def _confidence(self) -> str:
+        if self.confidence is None:
+            return ""
+        return f", confidence {self.confidence:.2f} by {len(self.evidence)} measured neighbours"
+
+    def _drifted(self) -> list[str]:
+        if self.drift is None:
+            return []
+        times = f"{milliseconds(self.drift.low_ms)} - {milliseconds(self.drift.high_ms)}"
+        again = "`attn-dispatch profile` measures it again"
+        return [f"drift     live calls take {milliseconds(self.drift.median_ms)} ({times}): {again}"]
 
     def rows(self) -> list[list[str]]:
         """The candidates as cells under `HEAD`."""

@@ -14,6 +14,7 @@ from typing import Any
 SIZES = ("segment_lengths", "left", "right", "grid", "window")  #: of a pattern; all else is its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
 DIGITS = 12
+USUAL = {"offsets": "mod", "heads": "all", "edges": "clip"}  #: of a pattern; not said in a title
 
 
 def describe(problem: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,3 +44,32 @@ def pattern_class(pattern: Mapping[str, Any]) -> dict[str, Any]:
     if "right" in pattern:
         found["ahead"] = pattern["right"] != 0
     return found
+
+
+def title(problem: Mapping[str, Any]) -> str:
+    """The group for a person: `float32 d64 Dilated(r=1,2,4 causal) forward`.
+
+    Raises:
+        KeyError, TypeError: it is not a problem.
+    """
+    found = describe(problem)
+    words = [f"{found['dtype']} d{found['head_dim']}", _pattern_title(found["pattern"])]
+    words += ["forward + backward" if found["needs_grad"] else "forward"]
+    words += (
+        ["seq_lens"] * found["has_seq_lens"] + ["key_mask"] * found["has_key_mask"] + ["dropout"] * found["dropout"]
+    )
+    words += [f"ranks {found['ranks']}"] * (found["ranks"] > 1) + [found["device"]] * (found["device"] != "cpu")
+    return " ".join(words)
+
+
+def _pattern_title(pattern: Mapping[str, Any]) -> str:
+    words = [f"{pattern['axes']}-D"] if "axes" in pattern else []
+    if set(pattern.get("dilation_rates", ())):
+        words.append("r=" + ",".join(map(str, pattern["dilation_rates"])))
+    if set(pattern.get("dilation", (1,))) != {1}:
+        words.append("dilation=" + ",".join(map(str, pattern["dilation"])))
+    causal = pattern.get("is_causal", not pattern.get("ahead", True))
+    axes = causal if isinstance(causal, list | tuple) else [causal]
+    words += ["causal" if all(axes) else "causal=" + ",".join(str(int(axis)) for axis in axes)] * any(axes)
+    words += [f"{name}={pattern[name]}" for name, usual in USUAL.items() if pattern.get(name, usual) != usual]
+    return f"{pattern['kind']}({' '.join(words)})"

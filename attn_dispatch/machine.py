@@ -15,8 +15,9 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_dispatch.memory import (
     CGROUP,
@@ -25,6 +26,7 @@ from attn_dispatch.memory import (
     cgroup_levels,
     cuda_devices,
     cuda_identity,
+    host_memory,
     host_psutil,
     memory_limits,
     read_text,
@@ -34,6 +36,8 @@ from attn_dispatch.memory import (
 if TYPE_CHECKING:
     import torch
 
+_MARK = re.compile(r"\((r|tm)\)")
+_NOT_SLUG = re.compile(r"[^a-z0-9.]+")
 _MIB = 1 << 20
 _GIB = 1 << 30
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -76,6 +80,14 @@ class Cpu:
         counts = f"{self.cores} cores, {self.threads} threads, {sets}"
         caches = f"L2 {_mib(self.l2_bytes)}, L3 {_mib(self.l3_bytes)}"
         return f"cpu: {self.model}, {counts}, {caches}, {self.total_bytes / _GIB:.1f} GiB"
+
+
+class Chip(NamedTuple):
+    """What the fingerprint needs of `Cpu`, which is known sooner than the rest."""
+
+    model: str
+    instruction_sets: tuple[str, ...]
+    cores: int
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,12 @@ def hardware() -> Hardware:
 
 def silicon(device: torch.device | str) -> str:
     """`silicon_of` a device of this machine. Raises InvalidInput for one that is not here."""
-    return silicon_of(_find(device))
+    where = resolve(device)
+    if where.type == "cuda":
+        return silicon_of(_gpus()[where.index])
+    import torch
+
+    return _cpu_silicon(_chip(), torch.get_num_threads())
 
 
 def silicon_of(item: Cpu | Gpu) -> str:
@@ -149,14 +166,19 @@ def silicon_of(item: Cpu | Gpu) -> str:
     is rounded up to an eighth of a power of two, so that boards of one kind agree whatever the driver reserves.
     """
     if isinstance(item, Cpu):
-        sets = set(item.instruction_sets)
-        widest = "-".join(sorted(sets - {_IMPLIED.get(name) for name in sets})) or "baseline"
-        return f"cpu-{_slug(item.model)}-{widest}-{item.cores}c-{item.threads}t"
+        return _cpu_silicon(Chip(item.model, item.instruction_sets, item.cores), item.threads)
     chip = f"sm{item.capability[0]}{item.capability[1]}-{item.sm_count}sm"
     l2 = "unknown" if item.l2_bytes is None else f"{item.l2_bytes / _MIB:g}mib"
     step = 1 << max(0, item.total_bytes.bit_length() - 4)
     memory = math.ceil(item.total_bytes / step) * step / _GIB
     return f"cuda-{chip}-{l2}-l2-{memory:g}gib{'-mig' if item.mig else ''}"
+
+
+@cache
+def _cpu_silicon(chip: Chip, threads: int) -> str:
+    sets = set(chip.instruction_sets)
+    widest = "-".join(sorted(sets - {_IMPLIED.get(name) for name in sets})) or "baseline"
+    return f"cpu-{_slug(chip.model)}-{widest}-{chip.cores}c-{threads}t"
 
 
 def provenance(device: torch.device | str) -> dict[str, str]:
@@ -166,10 +188,11 @@ def provenance(device: torch.device | str) -> dict[str, str]:
     """
     import torch
 
-    found = _find(device)
+    where = resolve(device)
+    gpu = _gpus()[where.index] if where.type == "cuda" else None
     return {
-        "name": found.model if isinstance(found, Cpu) else found.name,
-        "driver": "none" if isinstance(found, Cpu) else found.driver or "unknown",
+        "name": _chip().model if gpu is None else gpu.name,
+        "driver": "none" if gpu is None else gpu.driver or "unknown",
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "none",
         "python": platform.python_version(),
@@ -218,24 +241,37 @@ def _cpu() -> Cpu:
 
 @cache
 def _read_cpu(root: Path = CGROUP, proc: Path = PROC, caches: Path = _CACHES) -> Cpu:
-    psutil = host_psutil()
-    fields = _cpuinfo(proc)
+    chip = _chip(root, proc)
     return Cpu(
-        model=_model(fields),
-        instruction_sets=_instruction_sets(fields),
-        cores=_usable_cores(root, proc),
-        physical_cores=psutil.cpu_count(logical=False),
+        model=chip.model,
+        instruction_sets=chip.instruction_sets,
+        cores=chip.cores,
+        physical_cores=host_psutil().cpu_count(logical=False),
         threads=0,
         l2_bytes=_cache_bytes("2", caches),
         l3_bytes=_cache_bytes("3", caches),
-        total_bytes=min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits(root, proc))]),
+        total_bytes=min([host_memory(proc)[0], *(limit for limit, _ in memory_limits(root, proc))]),
     )
 
 
+@cache
+def _chip(root: Path = CGROUP, proc: Path = PROC) -> Chip:
+    fields = _cpuinfo(proc)
+    return Chip(_model(fields), _instruction_sets(fields), _usable_cores(root, proc))
+
+
 def _cpuinfo(proc: Path) -> dict[str, str]:
-    first = (read_text(proc / "cpuinfo") or "").partition("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
+    pairs = (line.partition(":") for line in _first_block(proc / "cpuinfo"))
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _first_block(path: Path) -> list[str]:
+    """The lines before the first empty one: the rest repeats them for every other core."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return list(takewhile(str.strip, file))
+    except OSError:
+        return []
 
 
 def _model(fields: dict[str, str]) -> str:
@@ -243,7 +279,7 @@ def _model(fields: dict[str, str]) -> str:
     if "CPU part" in fields:
         return f"{name or 'ARM'} {fields.get('CPU implementer')}-{fields['CPU part']}"
     # A hypervisor often passes a family name alone ("AMD EPYC"), which several generations share.
-    if name and not re.search(r"\d", name.partition("@")[0]):
+    if name and not any(map(str.isdecimal, name.partition("@")[0])):
         return f"{name} family {fields.get('cpu family')} model {fields.get('model')}"
     return name or platform.processor() or platform.machine() or "unknown"
 
@@ -265,9 +301,11 @@ def _usable_cores(root: Path, proc: Path) -> int:
 
 
 def _cpu_quota(level: Path) -> int | None:
-    v1 = f"{read_text(level / 'cpu.cfs_quota_us')} {read_text(level / 'cpu.cfs_period_us')}"
-    quota, period = (read_text(level / "cpu.max") or v1).split()
-    return None if quota in {"max", "-1", "None"} else math.ceil(int(quota) / int(period))
+    quota, _, period = (read_text(level / "cpu.max") or read_text(level / "cpu.cfs_quota_us") or "max").partition(" ")
+    if quota in {"max", "-1"}:
+        return None
+    period = period or read_text(level / "cpu.cfs_period_us") or ""
+    return math.ceil(int(quota) / int(period)) if period else None
 
 
 def _cache_bytes(wanted: str, caches: Path) -> int | None:
@@ -300,8 +338,7 @@ def _gpu(index: int, props: Any) -> Gpu:
 
 
 def _slug(model: str) -> str:
-    plain = re.sub(r"\((r|tm)\)", "", model.lower())
-    return re.sub(r"[^a-z0-9.]+", "-", plain).strip("-.")[:60] or "unknown"
+    return _NOT_SLUG.sub("-", _MARK.sub("", model.lower())).strip("-.")[:60] or "unknown"
 
 
 def _mib(size: int | None) -> str:

@@ -7,6 +7,7 @@ module, which never imports it.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = ("MemTotal", "MemAvailable")
+_UNLIMITED = 1 << 62  #: bytes; past this a cgroup's limit only says in version 1 that there is none
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
@@ -54,20 +57,44 @@ def resolve(device: torch.device | str) -> torch.device:
 
 
 def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
-    rooms: list[int] = [host_psutil().virtual_memory().available, *(room for _, room in memory_limits(root, proc))]
-    if (left := _address_space_left()) is not None:
+    rooms = [host_memory(proc)[1], *(room for _, room in memory_limits(root, proc))]
+    if (left := _address_space_left(proc)) is not None:
         rooms.append(left)
     return max(0, min(rooms))
 
 
-def _address_space_left() -> int | None:
+def host_memory(proc: Path = PROC) -> tuple[int, int]:
+    """RAM in bytes, all of it and what is free, as psutil gives them; it takes long to load, and the file says both."""
+    lines = (line.partition(":") for line in (read_text(proc / "meminfo") or "").splitlines())
+    sizes = {name: int(size.removesuffix("kB")) << 10 for name, _, size in lines if name in _MEMINFO}
+    total, available = (sizes.get(name, 0) for name in _MEMINFO)
+    if 0 < available <= total:
+        return total, available
+    memory = host_psutil().virtual_memory()  # not Linux, a kernel before 3.14, or a container that hides some of it
+    return memory.total, memory.available
+
+
+def _address_space_left(proc: Path = PROC) -> int | None:
+    limit = _address_space_limit(proc)
+    return None if limit is None else limit - _mapped_bytes(proc)
+
+
+def _address_space_limit(proc: Path) -> int | None:
+    """RLIMIT_AS in bytes, or None for no limit."""
+    lines = (read_text(proc / "self" / "limits") or "").splitlines()
+    for words in (line.split() for line in lines if line.startswith("Max address space")):
+        return None if words[3] == "unlimited" else int(words[3])
     if sys.platform == "win32":
         return None
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    mapped: int = host_psutil().Process().memory_info().vms
-    return None if soft == resource.RLIM_INFINITY else soft - mapped
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _mapped_bytes(proc: Path) -> int:
+    pages = (read_text(proc / "self" / "statm") or "").split()
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else int(host_psutil().Process().memory_info().vms)
 
 
 def memory_limits(root: Path, proc: Path) -> Iterator[tuple[int, int]]:
@@ -75,7 +102,7 @@ def memory_limits(root: Path, proc: Path) -> Iterator[tuple[int, int]]:
     for level in cgroup_levels("memory", root, proc):
         # memory.high does not kill, but a process above it is throttled until its timings mean nothing.
         limits = [limit for name in _MEMORY_LIMITS if (limit := _integer(level / name)) is not None]
-        if limits:
+        if limits and min(limits) < _UNLIMITED:
             yield min(limits), min(limits) - _unreclaimable(level)
 
 
@@ -94,7 +121,7 @@ def cgroup_levels(controller: str, root: Path, proc: Path) -> Iterator[Path]:
         mounts = (root / names, root / controller) if names else (root / "unified",)
         base = next((mount for mount in mounts if mount.is_dir()), root)
         # A path that climbs out lies above this namespace's root, which is then all that can be seen.
-        parts = [] if ".." in path.split("/") else path.strip("/").split("/")
+        parts = [] if ".." in path.split("/") else [part for part in path.split("/") if part]
         yield from (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 

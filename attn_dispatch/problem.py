@@ -25,6 +25,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("bnhd", "bhnd")
 PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood)}
+# Without the function around it that is written in Python: asked on every call.
+_float32_matmul_precision: Callable[[], str] = getattr(
+    torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision
+)
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ def normal_device(device: torch.device | str) -> torch.device:
 def matmul_precision() -> str:
     """How float32 products may be rounded: what torch says, by whichever of its two interfaces it was set."""
     try:
-        return torch.get_float32_matmul_precision()
+        return _float32_matmul_precision()
     except RuntimeError:
         # Set by the newer one, after which the older one refuses to answer.
         places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from attn_dispatch import decisions, dispatch, tuner
+from attn_dispatch import decisions, dispatch, stored
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recording import read_record
+from attn_dispatch.settings import mode
 
 LEAST_S = 0.05  #: seconds that a problem gets however little of the budget is left
 
@@ -45,7 +47,7 @@ def profile(
     Raises:
         InvalidInput: the mode is `off`, which touches no disk; or the budget is not a positive number.
     """
-    if decisions.mode() == "off":
+    if mode() == "off":
         raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which touches no disk: profile has nowhere to keep decisions")
     if budget_s is not None and not budget_s > 0:
         raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
@@ -114,13 +116,18 @@ def problem_of(
 
 
 def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    decision = None if force else decisions.stored(problem)
+    """What holds is left alone, unless live calls told otherwise; what changed is measured by itself."""
+    budget_ms = math.inf if share_s is None else share_s * 1e3
+    kept = stored.look_up(problem, budget_ms)
+    if kept is not None and kept.holds and kept.decision.drift is None and not force:
+        return Explanation.of(kept.decision)
+    if kept is not None and (force or kept.decision.drift is not None):
+        kept = stored.Found(kept.decision, kept.choice)  # all of it
+    decision = decisions.measure(problem, share_s, kept)
     if decision is None:
-        with decisions.undisturbed(problem.device):
-            decision = tuner.decide(problem, share_s)
-        if decision is not None:
-            dispatch.adopt(problem, decision)
-    return decisions.explain_problem(problem) if decision is None else Explanation.of(decision)
+        return decisions.explain_problem(problem)
+    dispatch.adopt(problem, decision)
+    return Explanation.of(decision)
 
 
 def _share(end: float | None, left: int) -> float | None:

@@ -49,6 +49,11 @@ def register(backend: Backend) -> None:
     _added[name] = backend
 
 
+def registered() -> list[Backend]:
+    """Those that this process has added."""
+    return list(_added.values())
+
+
 def names() -> tuple[str, ...]:
     """Every backend's name, the preferred first."""
     plugged = [name for name in _entry_points() if name not in _added]

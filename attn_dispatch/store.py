@@ -1,77 +1,81 @@
 """Decisions on disk: one small JSON file each, written by atomic rename, read when asked for.
 
-    <cache folder>/v1/<silicon>/<key>.json
+    <cache folder>/v2/<silicon>/<group>/<key>.json
 
-The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder. A file that is damaged, foreign or of another
-schema is a miss and is said once. Beneath the user's decisions lie those shipped with the package. No torch here:
+The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder; past $ATTN_DISPATCH_CACHE_MB those that have not
+been used for longest are removed. A file that is damaged, foreign or of a later schema is a miss and is said once; what
+version 1 wrote is read where it lies. Beneath the user's decisions lie those shipped with the package. No torch here:
 `inspect` must start at once.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import re
-import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from functools import cache
-from importlib.resources import files
+from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 import platformdirs
+from msgspec.structs import replace
 
+from attn_dispatch import files
+from attn_dispatch.bundle import Refused, read_bundle
+from attn_dispatch.entry import (
+    MOST_BYTES,
+    SCHEMA,
+    SILICON,
+    Damaged,
+    Decision,
+    Drift,
+    Row,
+    address_fits,
+    decode,
+    encode,
+    time_of,
+)
+from attn_dispatch.errors import InvalidInput
 from attn_dispatch.logging import say_once
+from attn_dispatch.merge import merge
+from attn_dispatch.missed import MISSED, note_missed
+from attn_dispatch.older import decode_one
 
-SCHEMA = 1
-MISSED = "missed.jsonl"
-KEY = re.compile(r"[0-9a-f]{20}")
-SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
-UNREADABLE = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+__all__ = [
+    "MISSED",
+    "SCHEMA",
+    "Decision",
+    "Drift",
+    "Row",
+    "Store",
+    "cache_folder",
+    "decode",
+    "encode",
+    "merge",
+    "note_missed",
+    "shipped",
+]
 
+DEFAULT_MB = 256.0
+EACH = 256  #: puts of a process from one clean-up to the next
+OLD = "v1"
+NO_GROUP, NO_KEY = "0" * 12, "0" * 20  #: where only the others' form matters
+LONG_AGO = "1970-01-01T00:00:00+00:00"
+AHEAD = timedelta(days=1)  #: no clock is that wrong by mere neglect
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one candidate. Times in milliseconds, `error` the largest absolute error of out."""
-
-    backend: str
-    order: str
-    status: str
-    reason: str = ""
-    version: str | None = None
-    median_ms: float | None = None
-    low_ms: float | None = None
-    high_ms: float | None = None
-    first_ms: float | None = None
-    rounds: int | None = None
-    peak_bytes: int | None = None
-    error: float | None = None
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Which candidate runs a problem, and what is known of the others."""
-
-    schema: int = SCHEMA
-    key: str
-    silicon: str
-    title: str
-    problem: dict[str, Any]
-    choice: str
-    order: str
-    source: str
-    candidates: tuple[Row, ...]
-    versions: dict[str, str | None]
-    provenance: dict[str, str]
-    created: str
-    budget_ms: float | None = None
-    elapsed_ms: float = 0.0
+_touched: set[str] = set()
+_puts: Counter[Path] = Counter()
 
 
-class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """Many decisions in one file, as shipped."""
+class Added(NamedTuple):
+    """Where a decision was put, and what that changed."""
 
-    schema: int
-    decisions: tuple[Decision, ...]
+    path: Path
+    how: Literal["added", "merged", "unchanged"]
 
 
 class Store:
@@ -79,45 +83,112 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.root = folder / f"v{SCHEMA}"
 
-    def path(self, silicon: str, key: str) -> Path:
+    def path(self, silicon: str, group: str, key: str) -> Path:
         """Where a decision is kept.
 
         Raises:
-            ValueError: not a key or a fingerprint; paths cannot escape the folder.
+            ValueError: not a key, a group or a fingerprint; paths cannot escape the folder.
         """
-        if not KEY.fullmatch(key) or not SILICON.fullmatch(silicon):
-            raise ValueError(f"not a store address: {silicon!r}, {key!r}")
-        return self.folder / f"v{SCHEMA}" / silicon / f"{key}.json"
+        if not address_fits(silicon, group, key):
+            raise ValueError(f"not a store address: {silicon!r}, {group!r}, {key!r}")
+        return self.root / silicon / group / f"{key}.json"
 
-    def get(self, silicon: str, key: str) -> Decision | None:
+    def get(self, silicon: str, group: str, key: str) -> Decision | None:
         """The stored decision, or None."""
-        path = self.path(silicon, key)
-        found = _read(path)
+        path = self.path(silicon, group, key)
+        found = _read(path, silicon, group, key)
         if found is None:
-            return None
-        if (found.silicon, found.key) != (silicon, key):
-            say_once(f"ignored {path}: it holds another problem's decision")
-            return None
+            return self._old(silicon, group, key)
+        _touch(path)
         return found
 
     def put(self, decision: Decision) -> Path | None:
-        """Write a decision; the path, or None where the folder cannot be written (said once)."""
-        path = self.path(decision.silicon, decision.key)
+        """Write a decision, merged with what is there; the path, or None where it cannot be kept (said once).
+
+        Raises:
+            ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
+        """
+        path = self.path(decision.silicon, decision.group, decision.key)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, msgspec.json.format(msgspec.json.encode(decision), indent=1))
+            return self.add(decision).path
         except OSError as error:
             say_once(f"decisions are not kept: {path.parent} cannot be written ({error.strerror or error})")
-            return None
-        return path
+        except Damaged as error:
+            say_once(f"the decision for {decision.title} is not kept: {error}")
+        return None
+
+    def add(self, decision: Decision) -> Added:
+        """`put` for those who want to know.
+
+        Raises:
+            OSError: it cannot be written. Damaged: it could not be read back.
+        """
+        most = _most_bytes()
+        path = self.path(decision.silicon, decision.group, decision.key)
+        encode(decision)  # nothing is made for one that cannot be kept
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.parent):
+            there = _read(path, decision.silicon, decision.group, decision.key)
+            old = there or self._old(decision.silicon, decision.group, decision.key)
+            content = _together(decision, old)
+            unchanged = there is not None and content == encode(there)
+            if unchanged:
+                _touch(path)
+            else:
+                files.write(path, content)
+        _puts[self.folder] += 1
+        if _puts[self.folder] % EACH == 1:
+            files.tidy(self.root, most, keep=path)
+        return Added(path, "unchanged" if unchanged else "added" if old is None else "merged")
+
+    def amend(self, decision: Decision, **changes: Any) -> None:
+        """Change fields of a stored decision that say nothing of what was measured; nothing where another has taken
+        its place. Where it cannot be written, it stays as it was.
+        """
+        path = self.path(decision.silicon, decision.group, decision.key)
+        with suppress(OSError, Damaged), files.locked(path.parent):
+            there = _read(path, decision.silicon, decision.group, decision.key)
+            if there is not None and there.created == decision.created:
+                files.write(path, encode(replace(there, **changes)))
+
+    def group(self, silicon: str, group: str) -> list[Decision]:
+        """Every readable decision of a group, by key."""
+        folder = self.path(silicon, group, NO_KEY).parent
+        found = {each.key: each for each in _old_groups(self.folder, silicon).get(group, ())}
+        for name in _names(folder):
+            key = name.removesuffix(".json")
+            if key != name and address_fits(silicon, group, key):
+                each = _read(f"{folder}/{name}", silicon, group, key)
+                found.update({} if each is None else {key: each})
+        return [found[key] for key in sorted(found)]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision, by silicon and key."""
-        for path in sorted(self.folder.glob(f"v{SCHEMA}/*/*.json")):
-            found = _read(path)
+        for silicon in sorted({*_names(self.root), *_names(self.folder / OLD)}):
+            if SILICON.fullmatch(silicon):
+                yield from self._all_of(silicon)
+
+    def _all_of(self, silicon: str) -> Iterator[tuple[Path, Decision]]:
+        folder = f"{self.root}/{silicon}"
+        now = [(name, group) for group in _names(folder) for name in _names(f"{folder}/{group}")]
+        old = [(name, "") for name in _names(self.folder / OLD / silicon)]
+        seen = ""
+        for name, group in sorted(now + old, key=lambda pair: (pair[0], not pair[1], pair[1])):
+            key = name.removesuffix(".json")
+            if key == name or not address_fits(silicon, group or NO_GROUP, key) or (not group and seen == key):
+                continue
+            path = f"{folder}/{group}/{name}" if group else f"{self.folder}/{OLD}/{silicon}/{name}"
+            found = _read(path, silicon, group, key) if group else _read_old(path, silicon, key)
             if found is not None:
-                yield path, found
+                seen = key
+                yield Path(path), found
+
+    def _old(self, silicon: str, group: str, key: str) -> Decision | None:
+        """What version 1 wrote under this address."""
+        found = _read_old(f"{self.folder}/{OLD}/{silicon}/{key}.json", silicon, key)
+        return found if found is not None and found.group == group else None
 
 
 def cache_folder() -> Path:
@@ -126,67 +197,117 @@ def cache_folder() -> Path:
     return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
 
 
-def note_missed(folder: Path, problem: dict[str, Any]) -> None:
-    """Append a problem that could not be measured when it was met; `profile --from` takes the file."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / MISSED).open("ab") as file:
-            file.write(msgspec.json.encode(problem) + b"\n")
-    except OSError as error:
-        say_once(f"misses are not noted: {folder} cannot be written ({error.strerror or error})")
-
-
 @cache
 def shipped(silicon: str) -> dict[str, Decision]:
     """The decisions that came with the package for this silicon, by key."""
     if not SILICON.fullmatch(silicon):
         return {}
-    source = files("attn_dispatch.profiles").joinpath(f"{silicon}.json")
+    source = package_files("attn_dispatch.profiles").joinpath(f"{silicon}.json")
+    found = {}
     try:
-        bundle = msgspec.json.decode(source.read_bytes(), type=Bundle)
+        for each in read_bundle(source.read_bytes()):
+            if isinstance(each, Refused):
+                say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")
+            elif each.silicon == silicon:
+                found[each.key] = replace(each, source="shipped")
     except FileNotFoundError:
         return {}
-    except UNREADABLE as error:
+    except (OSError, Damaged) as error:
         say_once(f"ignored the shipped profile {source}: {error}")
-        return {}
-    usable = bundle.decisions if bundle.schema == SCHEMA else ()
-    mine = (decision for decision in usable if decision.silicon == silicon)
-    return {decision.key: msgspec.structs.replace(decision, source="shipped") for decision in mine}
+    return found
 
 
-def _read(path: Path) -> Decision | None:
+def _together(given: Decision, old: Decision | None) -> bytes:
+    """The content of the file after a put."""
+    given = _timely(given)
+    if old is not None and old != given:
+        with suppress(Damaged):  # each rules the other's choice out: the one at hand holds
+            return encode(merge(_dated(_timely(old)), _dated(given)))
+    return encode(given)
+
+
+def _timely(decision: Decision) -> Decision:
+    """A time that has not come was told by a wrong clock, and would win over all that is measured: it counts as the
+    oldest.
+    """
+    latest = datetime.now(UTC) + AHEAD
+    if any(time_of(row.measured) > latest for row in decision.candidates):
+        rows = (replace(r, measured=LONG_AGO) if time_of(r.measured) > latest else r for r in decision.candidates)
+        decision = replace(decision, candidates=tuple(rows))
+    return replace(decision, created=LONG_AGO) if time_of(decision.created) > latest else decision
+
+
+def _dated(decision: Decision) -> Decision:
+    """Rows that do not say when they were measured are as old as their decision, as long as it is theirs alone."""
+    rows = (row if row.measured else replace(row, measured=decision.created) for row in decision.candidates)
+    return replace(decision, candidates=tuple(rows))
+
+
+def _most_bytes() -> float:
+    """$ATTN_DISPATCH_CACHE_MB, in bytes."""
+    text = os.environ.get("ATTN_DISPATCH_CACHE_MB", "")
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Decision)
-    except FileNotFoundError:
-        return None
-    except UNREADABLE as error:
-        say_once(f"ignored {path}: {error}")
-        return None
-    if found.schema != SCHEMA:
-        say_once(f"ignored {path}: schema {found.schema}, this version reads {SCHEMA}")
+        value = float(text) if text else DEFAULT_MB
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise InvalidInput(f"$ATTN_DISPATCH_CACHE_MB must be a number > 0, got {text!r}")
+    return value * 1e6
+
+
+def _touch(path: Path) -> None:
+    """Note that a file is in use, once in a process."""
+    name = str(path)
+    if name not in _touched:
+        _touched.add(name)
+        with suppress(OSError):
+            os.utime(name)
+
+
+def _names(folder: Path | str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _read(path: Path | str, silicon: str, group: str, key: str) -> Decision | None:
+    found = _content(path, decode)
+    if found is not None and (found.silicon, found.group, found.key) != (silicon, group, key):
+        say_once(f"ignored {path}: it holds another problem's decision")
         return None
     return found
 
 
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing: readers see the old file or the new one, whenever the writer dies."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+def _read_old(path: str, silicon: str, key: str) -> Decision | None:
+    # A file in place of the folder is said once, of the place where decisions are kept now.
+    found = _content(path, decode_one, absent=(FileNotFoundError, NotADirectoryError))
+    if found is not None and (found.silicon, found.key) != (silicon, key):
+        say_once(f"ignored {path}: it holds another problem's decision")
+        return None
+    return found
+
+
+def _content(
+    path: Path | str, read: Callable[[bytes], Decision], absent: tuple[type[OSError], ...] = (FileNotFoundError,)
+) -> Decision | None:
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are its owner's alone; a cache may be shared
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+        return read(files.read(path, MOST_BYTES))
+    except absent:
+        return None
+    except (OSError, Damaged) as error:
+        say_once(f"ignored {path}: {error}")
+        return None
 
 
 @cache
-def _umask() -> int:
-    """The process's mask, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _old_groups(folder: Path, silicon: str) -> dict[str, list[Decision]]:
+    """What version 1 wrote, read once in a process."""
+    found: dict[str, list[Decision]] = {}
+    for name in _names(folder / OLD / silicon):
+        key = name.removesuffix(".json")
+        if key != name and address_fits(silicon, NO_GROUP, key):
+            each = _read_old(f"{folder}/{OLD}/{silicon}/{name}", silicon, key)
+            if each is not None:
+                found.setdefault(each.group, []).append(each)
+    return found

@@ -1,321 +1,341 @@
 """From a problem to a decision: refusals, memory, the gate, timing in turns. Every failure is data.
 
-The static heuristic's choice is always a candidate and runs first. A candidate that another one beats significantly
-cannot be chosen; among the rest the order of preference decides, so that noise does not.
+The incumbent, which is the stored decision or else the static choice, is always a candidate and runs first; only a
+significant win replaces it (see `choice`). With a decision to start from, only what changed is measured again, beside
+the best of what did not.
 """
 
 from __future__ import annotations
 
+import math
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import torch
+import msgspec
 
-from attn_dispatch import measure, registry
-from attn_dispatch.candidates import Candidate, candidates, versions
+from attn_dispatch import choice, measure, registry
+from attn_dispatch.admission import Admitted, Gatekeeper, Rejected, flops, one_line
+from attn_dispatch.candidates import Candidate, candidates, environment_now
 from attn_dispatch.example import Example, example_bytes, make
-from attn_dispatch.logging import logger
+from attn_dispatch.group import group_of
+from attn_dispatch.heat import ENOUGH_ROUNDS, Heat
+from attn_dispatch.logging import say_once
 from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row
-from attn_dispatch.verify import Gate
 
 GENEROUS = 2.0  #: how many times the incumbent's rate a candidate is believed capable of, before it is tried
 
 
-def decide(problem: Problem, budget_s: float | None) -> Decision | None:
+def decide(
+    problem: Problem,
+    budget_s: float | None,
+    *,
+    prior: Decision | None = None,
+    changed: Collection[str] | None = None,
+    first: str | None = None,
+) -> Decision | None:
     """Measure and choose.
 
     Args:
-        budget_s: seconds that trials may take; None for no limit.
+        budget_s: seconds that trials may take; None for no limit. Working out what results should be, and what a
+            backend does once on a machine, come on top.
+        prior: the decision so far. Its choice is the incumbent; rows of backends that are not measured are kept.
+        changed: with `prior`, the backends to measure, beside the best of the others; None for all.
+        first: who is tried first where there is no `prior`, by default the static choice: of a problem that takes
+            long, the first may be the only one that there is time for.
 
     Returns:
         The decision, or None where nothing could be measured: no candidate, or no memory for a trial.
+
+    Raises:
+        BackendFailed: a candidate left the device unusable.
     """
     # The reference works on a few widened rows: the example is all that is held beside one candidate's call.
     found = candidates(problem, beside=example_bytes(problem))
-    if all(candidate.row is not None for candidate in found):
+    first = first if prior is None else prior.choice
+    runners = _runners(problem, found, prior, changed, first)
+    if not runners:
         return None
-    start = time.perf_counter()
-    trial = _Trial(problem, found, budget_s, start)
+    trial = _Trial(problem, found, runners, budget_s, prior)
     trial.run()
     chosen = trial.choose()
     trial.release()
-    if chosen is None:
-        return None
-    elapsed_ms = (time.perf_counter() - start) * 1e3
-    decision = trial.decision(chosen, elapsed_ms)
-    logger.info("%s: %s in %s order, measured in %.0f ms", problem, chosen, NATURAL, elapsed_ms)
-    return decision
+    return None if chosen is None else trial.decision(chosen)
+
+
+def _runners(
+    problem: Problem,
+    found: list[Candidate],
+    prior: Decision | None,
+    changed: Collection[str] | None,
+    first: str | None,
+) -> list[Candidate]:
+    """Who is measured: the first, then those with the least work, since they are likely to win."""
+    able = {candidate.name: candidate for candidate in found if candidate.row is None}
+    names = set(able)
+    if prior is not None and changed is not None:
+        names &= {*changed, prior.choice, *_anchor(prior, able.keys() - set(changed))}
+    if not names:
+        return []
+    if first not in names:
+        first = next(name for name in able if name in names)
+    rest = [able[name] for name in able if name in names - {first}]
+    return [able[first], *sorted(rest, key=lambda each: flops(each, problem) or 0)]
+
+
+def _anchor(prior: Decision, names: Collection[str]) -> list[str]:
+    """The best of what did not change: what is measured anew has its ratio to this one, taken in the same minute."""
+    timed = [row for row in prior.candidates if row.backend in names and row.median_ms is not None]
+    best = min(timed, key=lambda row: (row.backend != prior.choice, row.median_ms), default=None)
+    return [] if best is None else [best.backend]
 
 
 @dataclass
 class _Trial:
     problem: Problem
     found: list[Candidate]
+    runners: list[Candidate]
     budget_s: float | None
-    start: float
-    rows: dict[str, Row] = field(default_factory=dict)
-    passed: dict[str, Candidate] = field(default_factory=dict)
-    call_ms: dict[str, float] = field(default_factory=dict)
-    turns: measure.Turns | None = None
+    prior: Decision | None
+    start: float = field(default_factory=time.perf_counter)
+    outside_s: float = 0.0
+    rows: dict[str, Row] = field(default_factory=dict[str, Row])
+    admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
+    beside: tuple[Problem, ...] = ()  #: other problems that candidates were run on
+    heat: Heat | None = None
     chosen: str | None = None
 
     def run(self) -> None:
-        problem = self.problem
-        example = make(problem)
-        gate = Gate.of(example)
-        incumbent: tuple[Candidate, float] | None = None
-        for candidate in self._by_work():
-            if candidate.row is not None:
-                self.rows[candidate.name] = candidate.row
+        example = make(self.problem)
+        gate = Gatekeeper(example)
+        self.outside_s += gate.outside_s
+        for candidate in self.runners:
+            reason, need_s = self._too_long(candidate, gate)
+            if reason:
+                self.rows[candidate.name] = _row(candidate, "not_measured", reason, need_ms=_ms(need_s))
                 continue
-            reason = None if incumbent is None else self._too_long(candidate, *incumbent)
-            if reason is not None:
-                self.rows[candidate.name] = self._row(candidate, "not_measured", reason)
-                continue
-            call_ms = self._gate(candidate, gate)
-            if call_ms is not None and incumbent is None:
-                incumbent = candidate, call_ms
+            before_s = gate.outside_s
+            self._admit(candidate, gate)
+            self.outside_s += gate.outside_s - before_s
+        self.beside = gate.case_problems
         del gate
-        self._race(example, incumbent)
-
-    def _by_work(self) -> list[Candidate]:
-        """The static choice, then those with the least work: what is likely to win comes before the budget is gone."""
-        able = [candidate for candidate in self.found if candidate.row is None]
-        unable = [candidate for candidate in self.found if candidate.row is not None]
-        rest = sorted(able[1:], key=lambda candidate: _flops(candidate, self.problem) or 0)
-        return unable + able[:1] + rest
+        self._race(example)
 
     def release(self) -> None:
         """Drop what the trial left behind; not what the chosen backend took long to make and is about to need."""
-        for candidate in self.found:
-            forget, release = (getattr(candidate.backend, each, None) for each in ("forget", "release"))
-            if candidate.row is not None or (forget is not None and candidate.name == self.chosen):
-                continue
-            if forget is not None:
-                forget(self.problem)
-            elif release is not None:
-                release()
+        for candidate in self.runners:
+            try:
+                self._clear(candidate)
+            except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+                say_once(f"{candidate.name} does not let go of what it keeps: {one_line(error)}")
+
+    def _clear(self, candidate: Candidate) -> None:
+        forget, release = (getattr(candidate.backend, each, None) for each in ("forget", "release"))
+        if forget is not None:
+            for problem in (*self.beside, *[self.problem] * (candidate.name != self.chosen)):
+                forget(problem)
+        elif release is not None:
+            release()
+
+    def _pacemaker(self) -> Candidate | None:
+        """Of those admitted, the one that ran first."""
+        return next((candidate for candidate in self.runners if candidate.name in self.admitted), None)
+
+    def _incumbent(self) -> str | None:
+        """Who is replaced only by a significant win: what was decided before, else the static choice."""
+        if self.prior is not None and self.prior.choice in self.admitted:
+            return self.prior.choice
+        return next((candidate.name for candidate in self.found if candidate.name in self.admitted), None)
 
     def _remaining_s(self) -> float | None:
-        return None if self.budget_s is None else self.budget_s - (time.perf_counter() - self.start)
+        spent = time.perf_counter() - self.start - self.outside_s
+        return None if self.budget_s is None else self.budget_s - spent
 
-    def _too_long(self, candidate: Candidate, incumbent: Candidate, incumbent_ms: float) -> str | None:
-        """Why a candidate is not tried: what it builds first, or its arithmetic alone, would take the budget's rest."""
-        remaining = self._remaining_s()
-        if remaining is None:
-            return None
+    def _too_long(self, candidate: Candidate, gate: Gatekeeper) -> tuple[str, float]:
+        """Why a candidate is not tried, and the seconds that it would have needed: what it builds first, or its
+        arithmetic alone, would take the rest of the budget.
+        """
+        pacemaker, remaining = self._pacemaker(), self._remaining_s()
+        if remaining is None or pacemaker is None:
+            return "", 0.0
         left_s = max(remaining, 0.0)
-        first_s = _first_call_ms(candidate, self.problem) / 1e3
+        first_s = gate.builds_ms(candidate) / 1e3
         if first_s > left_s:
             return (
-                f"its first call takes about {first_s:.3g} s more than a later one, with {left_s:.3g} s of the budget "
-                f"left: `attn-dispatch profile --full` measures it"
-            )
-        flops = [_flops(each, self.problem) for each in (candidate, incumbent)]
-        if flops[0] is None or flops[1] is None:
-            return None
-        ratio = flops[0] / flops[1]
-        least_s = incumbent_ms / 1e3 * ratio / GENEROUS
-        if least_s <= left_s:
-            return None
-        return (
-            f"{ratio:.3g} times {incumbent.name}'s work: at least {least_s:.3g} s at {GENEROUS:g} times its "
-            f"rate, with {left_s:.3g} s of the budget left"
-        )
+                f"its first calls, the checks' too, take about {first_s:.3g} s more than later ones, with "
+                f"{left_s:.3g} s of the budget left: `attn-dispatch profile --full` measures it"
+            ), first_s
+        work = [flops(each, self.problem) for each in (candidate, pacemaker)]
+        if work[0] is None or work[1] is None:
+            return "", 0.0
+        ratio = work[0] / work[1]
+        least_s = self.admitted[pacemaker.name].call_ms / 1e3 * ratio / GENEROUS
+        need_s = first_s + least_s * GENEROUS * ENOUGH_ROUNDS
+        if least_s > left_s:
+            return (
+                f"{ratio:.3g} times {pacemaker.name}'s work: at least {least_s:.3g} s at {GENEROUS:g} times its "
+                f"rate, with {left_s:.3g} s of the budget left"
+            ), need_s
+        rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
+        if ratio > GENEROUS and rounds_s + least_s > left_s:
+            return (
+                f"{ratio:.3g} times {pacemaker.name}'s work, and the {left_s:.3g} s that are left of the budget are "
+                f"needed to tell the others apart"
+            ), need_s
+        return "", 0.0
 
-    def _gate(self, candidate: Candidate, gate: Gate) -> float | None:
-        """Run at full size and compare; milliseconds of that call, or None where it may not win.
-
-        A backend that has something to build first is run once more: what a compiler takes is no part of a call.
-        """
-        device = self.problem.device
-        try:
-            self._prepare(candidate)
-            builds = _first_call_ms(candidate, self.problem) > 0
-            result, peak, first_ms = _checked_run(candidate, gate, device)
-            call_ms = first_ms
-            if builds:
-                del result
-                result, peak, call_ms = _checked_run(candidate, gate, device)
-            verdict = gate.check(result)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a fact about the kernel
-            self.rows[candidate.name] = self._row(candidate, "failed", _one_line(error))
-            traceback.clear_frames(error.__traceback__)  # they hold what the kernel had allocated
-            measure.release(device)
-            return None
-        status = "incorrect" if verdict.failures else "not_measured"
-        self.rows[candidate.name] = self._row(
+    def _admit(self, candidate: Candidate, gate: Gatekeeper) -> None:
+        found = self._prepare(candidate) or gate.admit(candidate)
+        if isinstance(found, Admitted):
+            self.admitted[candidate.name] = found
+            return
+        self.rows[candidate.name] = _row(
             candidate,
-            status,
-            "; ".join(verdict.failures),
-            first_ms=first_ms,
-            peak_bytes=peak,
-            error=verdict.error if verdict.error < float("inf") else None,
+            found.status,
+            found.reason,
+            first_ms=found.first_ms,
+            peak_bytes=found.peak_bytes,
+            error=found.error,
         )
-        if verdict.failures:
-            logger.warning("%s gives wrong results for %s: %s", candidate.name, self.problem, verdict.failures)
-            return None
-        self.passed[candidate.name] = candidate
-        self.call_ms[candidate.name] = call_ms
-        return call_ms
 
-    def _prepare(self, candidate: Candidate) -> None:
+    def _prepare(self, candidate: Candidate) -> Rejected | None:
         """What is done once on a machine is no part of this problem's budget."""
         prepare = getattr(candidate.backend, "prepare", None)
-        if prepare is not None:
-            start = time.perf_counter()
+        if prepare is None:
+            return None
+        start = time.perf_counter()
+        try:
             prepare()
-            self.start += time.perf_counter() - start
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
+            return Rejected("failed", one_line(error))
+        finally:
+            self.outside_s += time.perf_counter() - start
+        return None
 
-    def _race(self, example: Example, incumbent: tuple[Candidate, float] | None) -> None:
+    def _race(self, example: Example) -> None:
+        incumbent = self._incumbent()
         if incumbent is None:
             return
-        calls = {name: example.call(candidate.backend) for name, candidate in self.passed.items()}
-        device, remaining = self.problem.device, self._remaining_s()
-        if len(calls) == 1 and remaining is not None and remaining <= 0:
-            # Nobody to compare with, and the run that was checked has taken the time there was: it is the sample.
-            name, call_ms = incumbent[0].name, incumbent[1]
-            self.turns = measure.Turns({name: measure.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
-            return
-        self.turns = measure.time_in_turns(
-            calls,
-            budget_s=remaining,
-            synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
-            keep=(incumbent[0].name,),
-            first_ms=self.call_ms,
-        )
+        runners = {each.name: (each, self.admitted[each.name]) for each in self.found if each.name in self.admitted}
+        self.heat = Heat(self.problem, runners, incumbent, self.budget_s)
+        self.heat.run(example, self._remaining_s())
 
     def choose(self) -> str | None:
-        """The first in the order of preference that no other candidate beats significantly."""
-        if self.turns is None:
-            return None
-        timings = {name: t for name, t in self.turns.timings.items() if name not in self.turns.dropped}
-        ordered = [candidate.name for candidate in self.found if candidate.name in timings]
-        unbeaten = (
-            name
-            for name in ordered
-            if not any(measure.faster(timings[rival], timings[name]) for rival in ordered if rival != name)
-        )
-        # "Significantly faster" need not be transitive: where everyone is beaten by someone, the median decides.
-        fastest = min(ordered, key=lambda name: timings[name].median_ms, default=None)
-        self.chosen = next(unbeaten, fastest)
+        self.chosen = None if self.heat is None else self.heat.choose()
         return self.chosen
 
-    def decision(self, chosen: str, elapsed_ms: float) -> Decision:
-        where = silicon(self.problem.device)
+    def decision(self, chosen: str) -> Decision:
+        where, plain = silicon(self.problem.device), self.problem.to_dict()
         return Decision(
             key=self.problem.key(where),
             silicon=where,
+            group=group_of(plain),
             title=str(self.problem),
-            problem=self.problem.to_dict(),
+            problem=plain,
             choice=chosen,
             order=NATURAL,
             source="measured",
             candidates=tuple(self._final_rows()),
-            versions=versions(),
             provenance=provenance(self.problem.device),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=_now(),
             budget_ms=None if self.budget_s is None else self.budget_s * 1e3,
-            elapsed_ms=round(elapsed_ms, 3),
+            elapsed_ms=_ms(time.perf_counter() - self.start),
+            environment=environment_now(),
         )
 
     def _final_rows(self) -> Iterator[Row]:
-        assert self.turns is not None
-        assert self.chosen is not None
-        best = self.turns.timings[self.chosen]
+        assert self.heat is not None
+        earlier = {} if self.prior is None else {row.backend: row for row in self.prior.candidates}
+        failures, left_out = self.heat.turns.failures, self.heat.left_out()
         for candidate in self.found:
-            row = self.rows[candidate.name]
-            timing = self.turns.timings.get(candidate.name)
-            if candidate.name in self.turns.failures:
-                yield self._row(candidate, "failed", _one_line(self.turns.failures[candidate.name]))
-            elif timing is None:
-                yield row
-            elif candidate.name in self.turns.cold:
-                # One cold call, with all that is built once, is no measure of the calls to come.
-                yield self._cold(candidate, row)
+            name = candidate.name
+            if name in failures:
+                yield _row(candidate, "failed", one_line(failures[name]))
+            elif name in self.heat.outcomes:
+                yield self._timed(candidate, self.heat.outcomes[name], self.heat.turns.timings[name])
+            elif name in left_out:
+                yield self._left_out(candidate, left_out[name])
+            elif name in self.rows:
+                yield self._persistent(self.rows[name], earlier.get(name))
+            elif candidate.row is not None:
+                yield candidate.row
             else:
-                yield self._timed(candidate, row, timing, best)
+                yield self._kept(earlier[name], self.heat)
 
-    def _timed(self, candidate: Candidate, row: Row, timing: measure.Timing, best: measure.Timing) -> Row:
-        assert self.turns is not None
-        slower = candidate.name in self.turns.dropped or measure.faster(best, timing)
-        status = "chosen" if candidate.name == self.chosen else "slower" if slower else "tie"
-        return self._row(
+    def _timed(self, candidate: Candidate, outcome: choice.Outcome, timing: measure.Timing) -> Row:
+        admitted = self.admitted[candidate.name]
+        return _row(
             candidate,
-            status,
-            self._remark(candidate.name, status, timing.median_ms / best.median_ms),
+            outcome.status,
+            outcome.reason,
             median_ms=timing.median_ms,
             low_ms=timing.low_ms,
             high_ms=timing.high_ms,
-            first_ms=row.first_ms,
+            fastest_ms=min(timing.samples_ms),
+            first_ms=admitted.first_ms,
+            host_ms=timing.host_ms,
+            cold_ms=timing.cold_ms,
             rounds=len(timing.samples_ms),
-            peak_bytes=row.peak_bytes,
-            error=row.error,
+            ratio=outcome.ratio,
+            ratio_low=outcome.ratio_low,
+            ratio_high=outcome.ratio_high,
+            break_even=_finite(outcome.break_even),
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
         )
 
-    def _cold(self, candidate: Candidate, row: Row) -> Row:
-        assert self.turns is not None
-        ratio = self.turns.dropped[candidate.name]
-        return self._row(
+    def _left_out(self, candidate: Candidate, ratio: float) -> Row:
+        """One cold call, with all that is built once, is no measure of the calls to come."""
+        admitted = self.admitted[candidate.name]
+        return _row(
             candidate,
             "not_measured",
-            f"its first call took {ratio:.1f} times as long as the fastest's, and the budget was gone",
-            first_ms=row.first_ms,
-            peak_bytes=row.peak_bytes,
-            error=row.error,
+            f"its first call took {ratio:.1f} times as long as the fastest's, and the budget was short",
+            first_ms=admitted.first_ms,
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
         )
 
-    def _remark(self, name: str, status: str, ratio: float) -> str:
-        assert self.turns is not None
-        if name in self.turns.dropped:
-            return f"{self.turns.dropped[name]:.1f} times the fastest after one round, not tried again"
-        if status == "tie" and not 0.9 < ratio < 1.1:
-            return f"{len(self.turns.timings[name].samples_ms)} rounds are too few to tell"
-        return ""
+    def _persistent(self, row: Row, earlier: Row | None) -> Row:
+        """What was put off again is thought to need twice as long: it is not tried for ever."""
+        if row.need_ms is None or earlier is None or earlier.need_ms is None:
+            return row
+        return msgspec.structs.replace(row, need_ms=max(row.need_ms, 2 * earlier.need_ms))
 
-    def _row(self, candidate: Candidate, status: str, reason: str, **measured: float | None) -> Row:
-        version = registry.version_of(candidate.backend)
-        return Row(
-            backend=candidate.name,
-            order=candidate.order,
-            status=status,
-            reason=reason,
-            version=version,
-            **measured,  # type: ignore[arg-type]
-        )
+    def _kept(self, row: Row, heat: Heat) -> Row:
+        """A row that was not measured again, told against what is chosen now."""
+        assert self.chosen is not None
+        if row.status not in ("chosen", "slower", "tie") or row.low_ms is None:
+            return row
+        best = heat.turns.timings[self.chosen]
+        status = "slower" if row.low_ms > best.high_ms else "tie"
+        return msgspec.structs.replace(row, status=status, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
 
 
-def _checked_run(
-    candidate: Candidate, gate: Gate, device: torch.device
-) -> tuple[dict[str, torch.Tensor], int | None, float]:
-    """What the gate compares, the peak of memory in bytes, and milliseconds."""
-    _synchronize(device)
-    start = time.perf_counter()
-    result, peak = measure.peak_bytes(lambda: gate.run(candidate.backend), device)
-    _synchronize(device)
-    return result, peak, (time.perf_counter() - start) * 1e3
+def _row(candidate: Candidate, status: str, reason: str, **measured: float | None) -> Row:
+    return Row(
+        backend=candidate.name,
+        order=candidate.order,
+        status=status,
+        reason=reason,
+        version=registry.version_of(candidate.backend),
+        workspace_bytes=candidate.workspace_bytes,
+        measured=_now(),
+        **measured,  # type: ignore[arg-type]
+    )
 
 
-def _flops(candidate: Candidate, problem: Problem) -> int | None:
-    count = getattr(candidate.backend, "flops", None)
-    return None if count is None else int(count(problem))
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
 
 
-def _first_call_ms(candidate: Candidate, problem: Problem) -> float:
-    estimate = getattr(candidate.backend, "first_call_ms", None)
-    return 0.0 if estimate is None else float(estimate(problem))
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

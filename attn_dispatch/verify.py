@@ -213,7 +213,8 @@ class _Sample:
         least = terms * last * torch.finfo(problem.dtype).smallest_normal
         rounded = {name: least + last * _largest(value) for name, value in exact.items()}
         rounded["out"] += growth * _largest(torch.einsum("bhqk,bkhd->bqhd", p, values))
-        rounded["lse"] = growth + sums * _largest(exact["lse"])
+        # Kernels that exponentiate to base 2 multiply scores by log2 e and lse by ln 2, which are rounded themselves.
+        rounded["lse"] = growth + 2 * sums * _largest(exact["lse"])
         if self.grad is not None:
             grad = self.grad.double().abs()
             delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].abs()).unsqueeze(-1)

@@ -229,7 +229,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     """Contiguous; an axis of one entry, whose stride means nothing, has the usual one."""
-    return x.reshape(-1).view(x.shape)
+    return x.contiguous().reshape(-1).view(x.shape)
 
 
 def _masks(tensors: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:

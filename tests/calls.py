@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch import counters, decisions, dispatch, registry
+from attn_dispatch import counters, decisions, dispatch, registry, stored
 from attn_dispatch.backends import manual
 from attn_dispatch.contract import Refusal
 from attn_dispatch.explanation import Explanation
@@ -41,8 +42,13 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 def forget() -> None:
     """As a new process would start."""
-    for table in (dispatch._routes, decisions._decided, decisions._counts):
+    for table in (dispatch._routes, decisions._decided, decisions._counts, decisions._pace, stored._evidence):
         table.clear()
+
+
+def later() -> str:
+    """A time after everything that was measured so far."""
+    return (datetime.now(UTC) + timedelta(minutes=1)).isoformat()
 
 
 def counted(**expected: int) -> bool:

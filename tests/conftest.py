@@ -7,6 +7,7 @@ backend refuses the CPU, as it does for users.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attn_dispatch import decisions, dispatch, logging, registry, store
+from attn_dispatch import admission, decisions, dispatch, logging, registry, store, stored
 from attn_dispatch.backends import flex
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
@@ -55,9 +56,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder that is not there yet, the default settings, and empty tables."""
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "decisions"))
-    for name in ("ATTN_DISPATCH_MODE", "ATTN_DISPATCH_BUDGET_MS", "TRITON_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
-    for table in (dispatch._routes, decisions._decided, decisions._counts, registry._added):
+    for name in [*os.environ, "TRITON_INTERPRET"]:
+        if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
+            monkeypatch.delenv(name, raising=False)
+    for table in (
+        dispatch._routes,
+        decisions._decided,
+        decisions._counts,
+        decisions._pace,
+        stored._evidence,
+        admission._passed,
+        registry._added,
+    ):
         table.clear()
     for cached in (logging.say_once, store.shipped):
         cached.cache_clear()

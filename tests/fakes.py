@@ -13,12 +13,13 @@ import pytest
 from attn_dispatch import machine, memory
 
 MIB, GIB = 1 << 20, 1 << 30
+CUDA = (memory.cuda_devices, memory.cuda_identity)
 SILICON = "cpu-made-up-8c-8t"
 
 
 def forget() -> None:
     """Drop everything that the two modules read once."""
-    for cached in (machine._gpus, machine._read_cpu, memory._nvml, memory.cuda_devices, memory.cuda_identity):
+    for cached in (machine._gpus, machine._read_cpu, machine._chip, memory._nvml, *CUDA):
         cached.cache_clear()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_dispatch import attend, dispatch, explain, register
 from attn_dispatch.contract import Refusal
-from attn_dispatch.errors import AttnDispatchError, InvalidInput, NoBackend
+from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.store import cache_folder
 from tests.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, formula, qkv
@@ -58,6 +58,12 @@ def test_masks_are_of_the_call_and_not_of_the_route() -> None:
     with pytest.raises(InvalidInput, match="seq_lens must lie in"):
         attend(q, k, v, seq_lens=torch.tensor([17]))
     assert counted(measured=1)
+
+
+def test_what_is_no_result_is_said() -> None:
+    register(Plugin(change=lambda out, lse: (out,)))
+    with pytest.raises(BackendFailed, match="planted returned a tuple, neither out nor"):
+        attend(*qkv(), backend="planted")
 
 
 BRANCHES: dict[str, Callable[[], tuple[Any, Any]]] = {

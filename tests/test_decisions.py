@@ -20,7 +20,7 @@ from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import InvalidInput, NotDecided
 from attn_dispatch.pattern import Dense, Window
 from attn_dispatch.store import Store, cache_folder
-from tests.calls import Plugin, close, counted, forget, formula, qkv, status
+from tests.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -56,7 +56,7 @@ def test_a_second_process_does_not_measure() -> None:
     source, choice, key, counts, values = json.loads(done.stdout)
     found = explain(q, k, v)
     assert (source, choice, key) == ("measured", found.choice, found.key)
-    assert counts == {"measured": 0, "loaded": 1, "shipped": 0, "heuristic": 0, "forced": 0}
+    assert counts == {"measured": 0, "loaded": 1, "shipped": 0, "learned": 0, "heuristic": 0, "forced": 0}
     assert torch.equal(torch.tensor(values), out)
     assert done.stderr == ""
 
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(
         attend(q, k, v)
     assert counted(measured=1)
     warnings = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
-    assert len(warnings) == 2  # reading, and writing
+    assert len(warnings) == 4  # reading decisions and quarantines, writing a decision and a marker
 
 
 # --- modes and budgets ------------------------------------------------------------------------------------------------
@@ -194,14 +194,18 @@ def test_a_plugin_that_is_gone_or_renewed_makes_decisions_stale(set_mode: Callab
     forget()
     assert explain(q, k, v).source == "measured"
     plugin.release_name = "2"
-    assert explain(q, k, v).source == "heuristic"
+    found = explain(q, k, v)
+    assert (found.source, found.choice in BUILT_IN) == ("measured", True)
+    assert "measured with version 1, which has changed" in next(
+        row.reason for row in found.candidates if row.backend == "planted"
+    )
     attend(q, k, v)
-    assert counted(heuristic=1)
+    assert counted(loaded=1)
     plugin.release_name = "1"
     forget()
-    assert explain(q, k, v).source == "measured"
+    assert explain(q, k, v).choice == "planted"
     registry._added.clear()
-    assert explain(q, k, v).source == "heuristic"
+    assert explain(q, k, v).choice == found.choice
 
 
 def test_a_choice_that_refuses_by_now_is_not_taken(set_mode: Callable[[str], None]) -> None:
@@ -213,7 +217,8 @@ def test_a_choice_that_refuses_by_now_is_not_taken(set_mode: Callable[[str], Non
     plugin.reasons = [Refusal("moon", "not at full moon")]
     set_mode("predict")
     found = explain(q, k, v)
-    assert (found.source, found.choice, status(found, "planted")) == ("heuristic", "sdpa", "unsupported")
+    assert (found.source, status(found, "planted")) == ("measured", "unsupported")
+    assert found.choice in BUILT_IN
 
 
 def test_a_decision_that_cannot_run_now_is_kept(set_mode: Callable[[str], None], tmp_path: Path) -> None:
@@ -229,7 +234,7 @@ def test_a_decision_that_cannot_run_now_is_kept(set_mode: Callable[[str], None],
         set_mode(setting)
         forget()
         assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
-        assert counted(heuristic=1)
+        assert counted(loaded=1)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
 
 

@@ -144,6 +144,12 @@ def test_cores_under_cgroup_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert machine._usable_cores(tmp_path, tmp_path) == cores
 
 
+def test_a_quota_without_its_period_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "cpu.cfs_quota_us", 150000)
+    assert machine._cpu_quota(tmp_path) is None
+    assert machine._cpu_quota(tmp_path / "elsewhere") is None
+
+
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +339,20 @@ def test_real_machine() -> None:
     found = machine.hardware()
     assert found.cpu.cores >= 1
     assert found.cpu.model
+    assert machine.silicon("cpu") == machine.silicon_of(found.cpu)
+    assert machine.provenance("cpu")["name"] == found.cpu.model
     assert set(machine.provenance("cpu")) == {"name", "driver", "torch", "cuda", "python", "platform"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil is what knows")
+def test_what_every_process_asks_needs_no_psutil() -> None:
+    """It takes longer to load than a decision to be read and taken."""
+    code = (
+        "import torch, sys; from attn_dispatch import machine, memory; before = set(sys.modules);"
+        "machine.silicon('cpu'); memory.available_bytes('cpu'); machine.provenance('cpu');"
+        "assert not {'psutil', 'pynvml', 'resource'} & (set(sys.modules) - before)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_import_is_cheap() -> None:

@@ -7,42 +7,36 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
 
-from attn_dispatch import measure
+from attn_dispatch import intervals, measure
 from attn_dispatch.measure import Interval, Timing, Turns
+from tools.simulated import Machine
 
 DRAWS = 300
 
 
-class Machine:
-    """A clock that only the calls move on, by their planted cost with noise."""
+class Doubling:
+    """A stopwatch that reads twice the time, a quarter of a millisecond of the host, and three times where cold."""
 
-    def __init__(self, noise: float = 0.0, seed: int = 0, slow_from_s: float = math.inf) -> None:
-        self.now_s = 0.0
-        self.log: list[str] = []
-        self._noise = noise
-        self._random = random.Random(seed)
-        self._slow_from_s = slow_from_s
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
 
-    def clock(self) -> float:
-        return self.now_s
+    def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
+        start_s = self.machine.clock()
+        for _ in range(repeats):
+            call()
+        return max((self.machine.clock() - start_s) * 2e3 / repeats, 1.0)
 
-    def call(self, name: str, cost_ms: float, first_ms: float | None = None) -> Callable[[], None]:
-        costs_ms = iter([cost_ms if first_ms is None else first_ms])
+    def host_ms(self, call: Callable[[], object]) -> float | None:
+        call()
+        return 0.25
 
-        def run() -> None:
-            self.log.append(name)
-            drift = 2.0 if self.now_s >= self._slow_from_s else 1.0
-            self.now_s += next(costs_ms, cost_ms) / 1e3 * drift * max(self._random.gauss(1.0, self._noise), 0.01)
-
-        return run
-
-    def race(self, costs_ms: dict[str, float], budget_s: float | None = None, **options: Any) -> Turns:
-        calls = {name: self.call(name, cost_ms) for name, cost_ms in costs_ms.items()}
-        return measure.time_in_turns(calls, budget_s=budget_s, clock=self.clock, **options)
+    def cold_ms(self, call: Callable[[], object]) -> float | None:
+        return self.mean_ms(call) * 1.5
 
 
 def winner(turns: Turns) -> str:
@@ -85,6 +79,16 @@ def test_median_interval_of_few_samples_is_their_range() -> None:
 def test_median_interval_refuses(samples: list[float], confidence: float) -> None:
     with pytest.raises(ValueError, match="median_interval"):
         measure.median_interval(samples, confidence)
+
+
+def test_median_interval_of_more_samples_than_a_float_has_powers() -> None:
+    interval = measure.median_interval(range(2001))
+    # Normal approximation of the sign test: 1000 -+ 1.96 * sqrt(2001) / 2.
+    assert (interval.low, interval.high) == pytest.approx((956, 1044), abs=1)
+
+
+def test_timing_plus_adds_to_every_sample_alone() -> None:
+    assert Timing((1.0, 2.0), 9.0, 3.0, 4.0).plus(0.5) == Timing((1.5, 2.5), 9.0, 3.0, 4.0)
 
 
 def test_timing_summarises_its_samples() -> None:
@@ -130,7 +134,7 @@ def test_same_seed_gives_the_same_result_and_another_seed_another_order() -> Non
 
 def test_every_round_runs_each_survivor_once() -> None:
     machine = Machine(0.03)
-    turns = machine.race({"a": 1.0, "b": 1.1, "c": 1.2}, target=0.0, max_rounds=7)
+    turns = machine.race({"a": 1.0, "b": 1.1, "c": 1.2}, min_rounds=7, max_rounds=7)
     rounds = [machine.log[i : i + 3] for i in range(0, len(machine.log), 3)]
     assert rounds[0] == ["a", "b", "c"]
     assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
@@ -159,6 +163,26 @@ def test_hopeless_is_dropped_with_its_one_sample() -> None:
     assert machine.log.count("slow") == 2
     assert turns.rounds == len(turns.timings["fast"].samples_ms) == 5
     assert not turns.cold
+
+
+def test_disturbed_warm_run_drops_nobody() -> None:
+    """The first call was quick, so the slow second one was no property of the candidate."""
+    machine = Machine()
+    costs_ms = iter([1.0, 10.0])
+    calls = {"a": machine.call("a", 1.0), "b": lambda: machine.call("b", next(costs_ms, 1.0))()}
+    turns = measure.time_in_turns(calls, budget_s=None, clock=machine.clock)
+    assert not turns.dropped
+    assert list(turns.timings["b"].samples_ms) == pytest.approx([10.0] + [1.0] * (turns.rounds - 1))
+
+
+@pytest.mark.parametrize(("costs_ms", "dropped"), [([900.0, 10.0, 1.0], False), ([900.0, 10.0, 10.0], True)])
+def test_who_built_something_runs_once_more_before_it_is_dropped(costs_ms: list[float], dropped: bool) -> None:
+    machine = Machine()
+    planted = iter(costs_ms)
+    calls = {"a": machine.call("a", 1.0), "b": lambda: machine.call("b", next(planted, 1.0))()}
+    turns = measure.time_in_turns(calls, budget_s=None, clock=machine.clock)
+    assert ("b" in turns.dropped) == dropped
+    assert (len(turns.timings["b"].samples_ms) == 1) == dropped
 
 
 def test_keep_and_no_limit_are_never_dropped() -> None:
@@ -247,9 +271,15 @@ def test_collector_is_off_while_timed_and_stays_off_for_who_had_it_off() -> None
 @pytest.mark.parametrize("budget_s", [0.05, 0.2, 1.0])
 def test_budget_is_respected(budget_s: float) -> None:
     machine = Machine(0.03)
-    turns = machine.race({"a": 4.0, "b": 5.0, "c": 6.0}, budget_s=budget_s, target=0.0, max_rounds=1000)
+    turns = machine.race({"a": 4.0, "b": 4.0, "c": 4.0}, budget_s=budget_s, resolution=0.0)
     assert 0.5 * budget_s < turns.elapsed_s <= 1.03 * budget_s
     assert turns.elapsed_s == pytest.approx(machine.now_s)
+
+
+def test_budget_is_respected_where_calls_are_repeated() -> None:
+    for seed in range(10):
+        turns = Machine(0.03, seed).race({"a": 0.001, "b": 0.001}, budget_s=0.01, min_rounds=1000)
+        assert 0.5 * 0.01 < turns.elapsed_s <= 1.005 * 0.01
 
 
 def test_each_survivor_has_a_round_whatever_the_budget() -> None:
@@ -261,6 +291,97 @@ def test_each_survivor_has_a_round_whatever_the_budget() -> None:
 def test_settled_candidates_end_at_min_rounds_and_noisy_ones_at_max_rounds() -> None:
     assert Machine(0.001).race({"a": 1.0, "b": 1.1}, min_rounds=8).rounds == 8
     assert Machine(0.3).race({"a": 1.0, "b": 1.1}, max_rounds=12).rounds == 12
+
+
+def test_beaten_ones_retire_and_the_close_ones_race_on() -> None:
+    turns = Machine(0.03).race({"a": 1.0, "b": 1.0, "far": 1.5})
+    rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
+    assert turns.retired == {"far"}
+    assert 5 <= rounds["far"] <= 12
+    assert rounds["a"] == rounds["b"] == turns.rounds > 50
+    assert turns.timings["far"].median_ms == pytest.approx(1.5, rel=0.05)
+
+
+def test_who_surely_does_not_beat_the_incumbent_retires() -> None:
+    turns = Machine(0.01).race({"old": 1.0, "tie": 1.0, "near": 0.98}, keep=("old",), max_rounds=100, resolution=0.0)
+    rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
+    assert turns.retired == {"tie"}
+    assert rounds["tie"] < rounds["near"] == turns.rounds == 100
+
+
+def test_somebody_races_on_where_everyone_is_beaten() -> None:
+    """Each beats the next one in two thirds of all rounds."""
+    machine = Machine()
+    costs_ms = {"a": cycle((1.0, 2.0, 3.0)), "b": cycle((2.0, 3.0, 1.0)), "c": cycle((2.9, 0.9, 1.9))}
+    calls = {name: lambda each=each: machine.call("", next(each))() for name, each in costs_ms.items()}
+    turns = measure.time_in_turns(calls, budget_s=None, clock=machine.clock, min_rounds=120)
+    assert turns.retired == {"a", "b"}
+
+
+def test_incumbent_races_until_all_who_are_left_surely_beat_it() -> None:
+    turns = Machine(0.03).race({"old": 1.5, "a": 1.0, "b": 1.0}, keep=("old",))
+    rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
+    assert turns.retired == {"old"}
+    assert measure.surely_faster(turns.timings["a"], turns.timings["old"])
+    assert rounds["old"] < rounds["a"] == rounds["b"]
+
+
+def test_incumbent_that_beats_everyone_is_never_retired() -> None:
+    turns = Machine(0.03).race({"old": 1.0, "a": 1.5, "b": 2.0}, keep=("old",))
+    assert turns.retired == {"a", "b"}
+    assert len(turns.timings["old"].samples_ms) == turns.rounds
+
+
+def test_lone_survivor_ends_once_its_median_is_fine_enough() -> None:
+    assert Machine(0.01).race({"a": 1.0}).rounds == 5
+    assert 5 < Machine(0.03).race({"a": 1.0}).rounds <= 30
+    assert 24 <= Machine(0.5).race({"a": 1.0}).rounds <= 30
+
+
+@pytest.mark.parametrize(("cost_ms", "least", "most"), [(0.2, 500, 1000), (2.0, 300, 300), (1000.0, 24, 24)])
+def test_dear_calls_get_fewer_rounds_whatever_the_budget(cost_ms: float, least: int, most: int) -> None:
+    turns = Machine(0.3).race({"a": cost_ms, "b": cost_ms}, resolution=0.0)
+    assert least <= turns.rounds <= most
+
+
+def test_extra_cost_counts_in_comparisons_and_in_no_sample() -> None:
+    costs_ms, extra_ms = {"dear first": 1.0, "plain": 5.0}, {"dear first": 20.0}
+    turns = Machine().race(costs_ms, extra_ms=extra_ms)
+    assert turns.dropped == {"dear first": pytest.approx(4.2)}
+    assert list(turns.timings["dear first"].samples_ms) == pytest.approx([1.0])
+    turns = Machine().race(costs_ms, extra_ms={"dear first": 6.0})
+    assert not turns.dropped
+    assert turns.retired == {"dear first"}
+    assert list(Machine().race(costs_ms).dropped) == ["plain"]
+
+
+def test_any_stopwatch_will_do_and_survivors_get_their_extras() -> None:
+    machine = Machine()
+    timings = measure.time_in_turns(
+        {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
+        budget_s=None,
+        clock=machine.clock,
+        stopwatch=Doubling(machine),
+    ).timings
+    assert (timings["a"].median_ms, timings["a"].host_ms, timings["a"].cold_ms) == pytest.approx((2.0, 0.25, 3.0))
+    assert (timings["far"].median_ms, timings["far"].host_ms, timings["far"].cold_ms) == (4.0, None, None)
+
+
+def test_extras_wait_for_no_budget_and_their_failure_ends_a_candidate() -> None:
+    machine = Machine()
+    turns = measure.time_in_turns(
+        {"a": machine.call("a", 1.0)}, budget_s=0.002, clock=machine.clock, stopwatch=Doubling(machine)
+    )
+    assert (turns.timings["a"].host_ms, turns.timings["a"].cold_ms) == (None, None)
+    error = RuntimeError("illegal memory access")
+    calls = {"a": failing(error, after=6)}
+    turns = measure.time_in_turns(calls, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
+    assert (turns.failures, turns.timings) == ({"a": error}, {})
+
+
+def test_extras_are_unknown_to_the_hosts_clock() -> None:
+    timing = Machine().race({"a": 1.0}).timings["a"]
+    assert (timing.host_ms, timing.cold_ms) == (None, None)
 
 
 def test_fast_calls_are_repeated_within_a_sample() -> None:
@@ -316,7 +437,7 @@ def is_faster(costs_ms: dict[str, float], seed: int, margin: float = 0.02, **opt
     return measure.faster(turns.timings["new"], turns.timings["old"], margin)
 
 
-@pytest.mark.parametrize("options", [{}, {"target": 0.0}, {"max_rounds": 5}, {"max_rounds": 2}, {"max_rounds": 1}])
+@pytest.mark.parametrize("options", [{}, {"max_rounds": 25}, {"max_rounds": 5}, {"max_rounds": 2}, {"max_rounds": 1}])
 def test_equal_candidates_are_not_faster(options: dict[str, Any]) -> None:
     equal = {"new": 1.0, "old": 1.0}
     assert share(not is_faster(equal, seed, **options) for seed in range(DRAWS)) >= 0.99
@@ -325,13 +446,13 @@ def test_equal_candidates_are_not_faster(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("cost_ms", "margin"), [(0.95, 0.0), (0.93, 0.02)])
 def test_faster_candidate_is_found_in_25_rounds(cost_ms: float, margin: float) -> None:
     costs_ms = {"new": cost_ms, "old": 1.0}
-    assert share(is_faster(costs_ms, seed, margin, target=0.0) for seed in range(DRAWS)) >= 0.95
+    assert share(is_faster(costs_ms, seed, margin, min_rounds=25, max_rounds=25) for seed in range(DRAWS)) >= 0.95
 
 
 def test_common_drift_cancels_out() -> None:
     for seed in range(50):
         machine = Machine(0.01, seed, slow_from_s=0.026)
-        turns = machine.race({"new": 1.0, "old": 1.0, "better": 0.9}, target=0.0, seed=seed)
+        turns = machine.race({"new": 1.0, "old": 1.0, "better": 0.9}, min_rounds=25, max_rounds=25, seed=seed)
         new, old, better = (turns.timings[name] for name in ("new", "old", "better"))
         assert old.high_ms > 1.9 * old.low_ms
         assert not measure.faster(new, old)
@@ -344,3 +465,69 @@ def test_faster_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
     baseline = Timing((1.0,) * rounds, 1.0)
     assert measure.faster(Timing((0.999 - guard,) * rounds, 1.0), baseline)
     assert not measure.faster(Timing((1.001 - guard,) * rounds, 1.0), baseline)
+
+
+@pytest.mark.parametrize(("rounds", "share_of_range"), [(4, 0.0), (5, 0.5), (6, 0.25), (10, 1 / 64), (11, 0.0)])
+def test_sure_interval_of_few_rounds_is_widened(rounds: int, share_of_range: float) -> None:
+    ratios = [0.9 + 0.1 * index / (rounds - 1) for index in range(rounds)]
+    interval = measure.sure_interval(Timing(tuple(ratios), 1.0), Timing((1.0,) * rounds, 1.0))
+    wider = 0.1 * share_of_range
+    assert (interval.low, interval.high) == pytest.approx((0.9 - wider, 1.0 + wider))
+
+
+@pytest.mark.parametrize("n", range(11, 60))
+def test_sure_interval_is_the_shortest_with_exact_coverage(n: int) -> None:
+    interval = measure.sure_interval(Timing(tuple(range(1, n + 1)), 1.0), Timing((1.0,) * n, 1.0))
+    rank = int(interval.low)
+    assert interval.high == n + 1 - rank
+    assert exact_coverage(n, rank) >= 0.999 > exact_coverage(n, rank + 1)
+
+
+VERDICTS: list[tuple[list[float], float, str]] = [
+    ([0.97] * 11, 0.0, "faster"),
+    ([0.97] * 5, 0.0, "open"),
+    ([0.95] * 5, 0.0, "faster"),
+    ([0.98] * 5, 0.0, "not"),
+    ([0.979, 0.982] * 10, 0.0, "open"),
+    ([0.979, 0.982] * 10, 0.0015, "close"),
+    ([0.979, 0.982] * 5, 0.0015, "open"),
+]
+
+
+@pytest.mark.parametrize(("ratios", "resolution", "verdict"), VERDICTS)
+def test_verdict(ratios: list[float], resolution: float, verdict: str) -> None:
+    candidate, baseline = Timing(tuple(ratios), 1.0), Timing((1.0,) * len(ratios), 1.0)
+    assert intervals.verdict(candidate, baseline, 0.02, resolution + 1e-12) == verdict
+    assert measure.surely_faster(candidate, baseline) == (verdict == "faster")
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_one_look_at_few_rounds_errs_seldom(noise: float) -> None:
+    """At the worst place: a true ratio right at the margin."""
+    machine = Machine(noise, seed=1)
+    for rounds in (5, 7, 9, 12):
+        turns = [
+            machine.race({"old": 1.0, "new": 0.98}, min_rounds=rounds, max_rounds=rounds, seed=seed)
+            for seed in range(1000)
+        ]
+        errors = share(measure.surely_faster(each.timings["new"], each.timings["old"]) for each in turns)
+        # 0.0033 by Student's t at 5 rounds, less later on, and three standard errors of 1,000 draws.
+        assert errors <= 0.0033 + 0.0055
+
+
+@pytest.mark.parametrize(
+    ("rounds", "guard"), [(1, 0.64), (3, 0.16), (4, 0.08), (5, 0.04), (7, 0.04), (8, 0.02), (11, 0.02)]
+)
+def test_last_look_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
+    baseline = Timing((1.0,) * rounds, 1.0)
+    # Ratios apart, so that no interval is surely below the margin before there are 11.
+    near, far = (tuple(1.0 - guard + step - 0.5 * (i % 2) for i in range(rounds)) for step in (0.001, -0.001))
+    assert measure.faster_at_last(Timing(far, 1.0), baseline)
+    assert not measure.faster_at_last(Timing(near, 1.0), baseline)
+
+
+def test_last_look_is_content_with_99_percent() -> None:
+    # 12 rounds, one of which is no gain: ranks 2 and 11 bound the median with 0.9936, and 1 and 12 with 0.9995.
+    candidate, baseline = Timing((0.9,) * 11 + (1.1,), 1.0), Timing((1.0,) * 12, 1.0)
+    assert measure.faster_at_last(candidate, baseline)
+    assert not measure.surely_faster(candidate, baseline)

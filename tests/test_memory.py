@@ -13,6 +13,8 @@ from attn_dispatch import machine, memory
 from attn_dispatch.errors import InvalidInput
 from tests.fakes import GIB, GTX1080, H100, MIB, SLICE, cuda_memory, fake_cuda, fake_nvml, forget, write
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
@@ -28,7 +30,7 @@ def _fresh() -> Iterator[None]:
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with 100 GiB free and no address space limit."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100 * GIB, total=128 * GIB))
-    monkeypatch.setattr(memory, "_address_space_left", lambda: None)
+    monkeypatch.setattr(memory, "_address_space_left", lambda proc: None)
 
 
 def v2_level(level: Path, limit: object, used: int = 0, inactive: int = 0) -> None:
@@ -94,6 +96,7 @@ def test_v1_unlimited_and_no_cgroups_at_all(tmp_path: Path) -> None:
     assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
     write(tmp_path / "self" / "cgroup", "4:memory:/")
     write(tmp_path / "memory" / "memory.limit_in_bytes", 9223372036854771712)
+    assert not list(memory.memory_limits(tmp_path, tmp_path))
     assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
 
 
@@ -105,14 +108,81 @@ def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "getrlimit", lambda _: (vms + GIB, resource.RLIM_INFINITY))
     assert 0 < memory._host_available(tmp_path, tmp_path) < GIB + 256 * MIB
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert memory._address_space_left() is None
+    assert memory._address_space_left(tmp_path) is None
 
 
-def test_available_bytes_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1, total=2))
-    assert memory.available_bytes("cpu") == 1
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2, total=2))
-    assert memory.available_bytes("cpu") == 2
+def test_address_space_as_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the module that asks for it, which takes as long to load as the rest of the answer."""
+    monkeypatch.setattr("os.sysconf", lambda name: 4096)
+    write(tmp_path / "self" / "statm", "262144 100 50 1 0 200 0")
+    write(tmp_path / "self" / "limits", limits_file(3 * GIB))
+    assert memory._address_space_left(tmp_path) == 2 * GIB
+    write(tmp_path / "self" / "limits", limits_file("unlimited"))
+    assert memory._address_space_left(tmp_path) is None
+
+
+def limits_file(address_space: object) -> str:
+    row = "{:<26}{:<21}{:<21}{:<10}".format
+    return "\n".join(
+        (
+            row("Limit", "Soft Limit", "Hard Limit", "Units"),
+            row("Max stack size", 8388608, "unlimited", "bytes"),
+            row("Max address space", address_space, "unlimited", "bytes"),
+        )
+    )
+
+
+@pytest.mark.usefixtures("roomy")
+def test_available_bytes_is_not_cached(tmp_path: Path) -> None:
+    for free in (1, 2):
+        write(tmp_path / "meminfo", meminfo(2, free))
+        assert memory._host_available(tmp_path, tmp_path) == free << 10
+
+
+def meminfo(total: object, available: object) -> str:
+    return f"MemTotal: {total} kB\nMemFree:        7 kB\nMemAvailable:    {available} kB\nHugePages_Total: 0"
+
+
+@linux
+def test_host_memory_is_what_psutil_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both read the same copy: what is free changes between two looks."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    write(tmp_path / "meminfo", text.strip())
+    psutil = memory.host_psutil()
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    said = psutil.virtual_memory()
+    monkeypatch.setattr(memory, "host_psutil", lambda: pytest.fail("psutil was asked"))
+    assert memory.host_memory(tmp_path) == (said.total, said.available)
+
+
+@linux
+def test_mapped_memory_is_what_psutil_says() -> None:
+    process = memory.host_psutil().Process()
+    before, said, after = (
+        memory._mapped_bytes(memory.PROC),
+        process.memory_info().vms,
+        memory._mapped_bytes(memory.PROC),
+    )
+    assert min(before, after) <= said <= max(before, after)
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize(
+    "text",
+    ["", "MemTotal: 5 kB", meminfo(5, 0), meminfo(5, 6), "MemTotal: 0 kB\nMemAvailable: 0 kB"],
+    ids=["empty", "old", "none", "more-than-all", "hidden"],
+)
+def test_psutil_is_asked_where_the_file_does_not_say(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "meminfo", text)
+    assert memory.host_memory(tmp_path) == (128 * GIB, 100 * GIB)
+
+
+def test_a_level_is_looked_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/")
+    assert list(memory.cgroup_levels("memory", tmp_path, tmp_path)) == [tmp_path]
+    write(tmp_path / "self" / "cgroup", "0::/a/b")
+    levels = [tmp_path / "a" / "b", tmp_path / "a", tmp_path]
+    assert list(memory.cgroup_levels("memory", tmp_path, tmp_path)) == levels
 
 
 def test_cpu_memory_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,53 +5,24 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from attn_dispatch import candidates, decisions, store
+from attn_dispatch import candidates, files, store, stored
+from attn_dispatch.bundle import write_bundle
+from attn_dispatch.entry import canonical, encode
+from attn_dispatch.group import group_of
 from attn_dispatch.machine import silicon
 from attn_dispatch.problem import Problem
-from attn_dispatch.store import Bundle, Decision, Row, Store
+from attn_dispatch.store import Decision, Row, Store
+from tests.entries import GROUP, KEY, OTHER, chosen, decision, encoded, files_in, plant, written
 from tests.fakes import SILICON
-
-KEY = "0123456789abcdef0123"
-OTHER = "f" * 20
-
-
-def decision(**changes: Any) -> Decision:
-    row = Row(backend="sdpa", order="natural", status="chosen", version="1.2", median_ms=0.1 + 0.2, rounds=7)
-    values: dict[str, Any] = {
-        "key": KEY,
-        "silicon": SILICON,
-        "title": "dense Ω",
-        "problem": {"batch": 1, "strides": ["bnhd"]},
-        "choice": "sdpa",
-        "order": "natural",
-        "source": "measured",
-        "candidates": (row, Row(backend="other", order="natural", status="not_installed", reason='no "other"')),
-        "versions": {"sdpa": "1.2", "other": None},
-        "provenance": {"torch": "2"},
-        "created": "2025-01-01T00:00:00+00:00",
-    }
-    return Decision(**(values | changes))
-
-
-def written(**changes: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(decision())
-    return plain | changes
-
-
-def encoded(**changes: Any) -> bytes:
-    return msgspec.json.encode(written(**changes))
 
 
 @pytest.fixture
@@ -65,32 +36,25 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def plant(folder: Path, content: bytes) -> Path:
-    path = Store(folder).path(SILICON, KEY)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    return path
-
-
 # --- reading and writing ----------------------------------------------------------------------------------------------
 
 
 def test_what_is_put_is_got(folder: Path) -> None:
     given = decision(budget_ms=2000.0, elapsed_ms=12.5)
-    assert Store(folder).put(given) == folder / "v1" / SILICON / f"{KEY}.json"
-    assert Store(folder).get(SILICON, KEY) == given
+    assert Store(folder).put(given) == folder / "v2" / SILICON / GROUP / f"{KEY}.json"
+    assert Store(folder).get(SILICON, GROUP, KEY) == given
 
 
 def test_the_later_one_holds(folder: Path) -> None:
-    for choice in ("sdpa", "other"):
-        Store(folder).put(decision(choice=choice))
-    found = Store(folder).get(SILICON, KEY)
+    for choice, created in (("sdpa", "2025-01-01T00:00:00"), ("other", "2025-01-01T00:00:01")):
+        Store(folder).put(decision(created=created, **chosen(choice)))
+    found = Store(folder).get(SILICON, GROUP, KEY)
     assert found is not None
     assert found.choice == "other"
 
 
 def test_nothing_is_there_at_first(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    assert Store(folder).get(SILICON, KEY) is None
+    assert Store(folder).get(SILICON, GROUP, KEY) is None
     assert list(Store(folder).all()) == []
     assert not folder.exists()
     assert warnings() == []
@@ -109,13 +73,6 @@ def test_all_passes_over_damaged_files(folder: Path, warnings: Callable[[], list
     Store(folder).put(decision(key=OTHER))
     assert [each.key for _, each in Store(folder).all()] == [OTHER]
     assert len(warnings()) == 1
-
-
-def test_fields_of_a_later_version_are_passed_over(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    plant(folder, encoded(colour="red", candidates=[written()["candidates"][0] | {"colour": "red"}]))
-    found = Store(folder).get(SILICON, KEY)
-    assert found == decision(candidates=decision().candidates[:1])
-    assert warnings() == []
 
 
 @pytest.mark.parametrize(
@@ -141,8 +98,8 @@ def test_fields_of_a_later_version_are_passed_over(folder: Path, warnings: Calla
 )
 def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> None:
     calls: list[Callable[[], object]] = [
-        lambda: Store(folder).path(silicon, key),
-        lambda: Store(folder).get(silicon, key),
+        lambda: Store(folder).path(silicon, GROUP, key),
+        lambda: Store(folder).get(silicon, GROUP, key),
         lambda: Store(folder).put(decision(silicon=silicon, key=key)),
     ]
     for call in calls:
@@ -153,7 +110,7 @@ def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> N
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
-WHOLE = encoded()
+WHOLE = encode(decision())
 DAMAGED: dict[str, bytes] = {
     "empty": b"",
     "not-json": b"decision",
@@ -165,12 +122,30 @@ DAMAGED: dict[str, bytes] = {
     "list": b"[]",
     "null": b"null",
     "no-fields": b"{}",
-    "missing-field": msgspec.json.encode({k: v for k, v in written().items() if k != "choice"}),
+    "missing-field": encoded(without="choice"),
     "wrong-type": encoded(choice=3),
     "wrong-row": encoded(candidates=[{"backend": "sdpa"}]),
-    "nan": WHOLE.replace(b'"elapsed_ms":0.0', b'"elapsed_ms":NaN'),
-    "older-schema": encoded(schema=0),
-    "later-schema": encoded(schema=2),
+    "nan": WHOLE.replace(b'"rounds":7', b'"rounds":NaN'),
+    "older-schema": encoded(schema=1),
+    "later-schema": encoded(schema=3),
+    "schema-of-another-kind": encoded(schema="2"),
+    "no-checksum": canonical(written()),
+    "other-checksum": WHOLE.replace(b'"checksum":"', b'"checksum":"0'),
+    "checksum-of-another-kind": canonical({**written(), "checksum": 3}),
+    "other-time": WHOLE.replace(b"0.30000000000000004", b"0.3"),
+    "no-choice": encoded(choice="", order=""),
+    "choice-without-row": encoded(choice="manual"),
+    "choice-in-another-order": encoded(order="hilbert"),
+    "choice-that-is-slower": encoded(candidates=[written()["candidates"][0] | {"status": "slower"}]),
+    "two-choices": encoded(candidates=[row | {"status": "chosen"} for row in written()["candidates"]]),
+    "two-rows-of-one": encoded(candidates=written()["candidates"][:1] + written()["candidates"][1:] * 2),
+    "no-time": encoded(created="yesterday"),
+    "row-without-time": encoded(candidates=[written()["candidates"][0] | {"measured": "then"}]),
+    "infinite": encoded().replace(b'"rounds":7', b'"rounds":1e999'),
+    "many-digits": encoded().replace(b'"rounds":7', b'"rounds":' + b"7" * 10_000),
+    "huge": WHOLE + b" " * (1 << 24),
+    "other-group": encoded(group="f" * 12),
+    "no-group": encoded(group="../../etc"),
     "other-key": encoded(key=OTHER),
     "other-silicon": encoded(silicon="cpu-other"),
     "nested": WHOLE.replace(b'"batch":1', b'"batch":' + b"[" * 1_000_000),
@@ -185,17 +160,17 @@ def test_the_damage_is_damage() -> None:
 def test_damage_is_a_miss_and_said_once(folder: Path, content: bytes, warnings: Callable[[], list[str]]) -> None:
     path = plant(folder, content)
     for _ in range(2):
-        assert Store(folder).get(SILICON, KEY) is None
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
     (text,) = warnings()
     assert f"ignored {path}: " in text
     Store(folder).put(decision())
-    assert Store(folder).get(SILICON, KEY) == decision()
+    assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
 
 def test_a_folder_in_place_of_a_file(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    Store(folder).path(SILICON, KEY).mkdir(parents=True)
+    Store(folder).path(SILICON, GROUP, KEY).mkdir(parents=True)
     for _ in range(2):
-        assert Store(folder).get(SILICON, KEY) is None
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
     assert len(warnings()) == 1
     for _ in range(2):
         assert Store(folder).put(decision()) is None
@@ -205,7 +180,7 @@ def test_a_folder_in_place_of_a_file(folder: Path, warnings: Callable[[], list[s
 def test_a_file_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
     folder.write_text("not a folder")
     for _ in range(2):
-        assert Store(folder).get(SILICON, KEY) is None
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
         assert Store(folder).put(decision()) is None
     assert list(Store(folder).all()) == []
     read, write = warnings()
@@ -219,12 +194,14 @@ def test_a_file_that_cannot_be_read(
 ) -> None:
     path = plant(folder, WHOLE)
 
-    def refuse(self: Path) -> bytes:
-        raise OSError(code, os.strerror(code), str(self))
+    def refuse(name: str, most: int) -> bytes:
+        if str(name) != str(path):
+            raise FileNotFoundError
+        raise OSError(code, os.strerror(code), str(name))
 
-    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    monkeypatch.setattr(files, "_read", refuse)
     for _ in range(2):
-        assert Store(folder).get(SILICON, KEY) is None
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
         assert list(Store(folder).all()) == []
     (text,) = warnings()
     assert f"ignored {path}: " in text
@@ -268,9 +245,9 @@ def test_a_writer_that_is_stopped_leaves_the_old_file(
 
     monkeypatch.setattr(target, interrupt)
     with pytest.raises(stop):
-        Store(folder).put(decision(choice="other"))
-    assert files_in(folder) == [Store(folder).path(SILICON, KEY)]
-    assert Store(folder).get(SILICON, KEY) == decision()
+        Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other")))
+    assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
+    assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
 
 def test_a_full_disk_leaves_the_old_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,9 +257,9 @@ def test_a_full_disk_leaves_the_old_file(folder: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    assert Store(folder).put(decision(choice="other")) is None
-    assert files_in(folder) == [Store(folder).path(SILICON, KEY)]
-    assert Store(folder).get(SILICON, KEY) == decision()
+    assert Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other"))) is None
+    assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
+    assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
 
 def test_what_a_killed_writer_left_is_not_seen(folder: Path, warnings: Callable[[], list[str]]) -> None:
@@ -291,13 +268,9 @@ def test_what_a_killed_writer_left_is_not_seen(folder: Path, warnings: Callable[
     command = [sys.executable, "-c", killed, str(folder), "one", "1"]
     assert subprocess.run(command, input=WHOLE, check=False, timeout=60).returncode == 9
     assert len(files_in(folder)) == 1
-    assert Store(folder).get(SILICON, KEY) is None
+    assert Store(folder).get(SILICON, GROUP, KEY) is None
     assert list(Store(folder).all()) == []
     assert warnings() == []
-
-
-def files_in(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def test_problems_that_were_missed_are_noted(folder: Path) -> None:
@@ -320,14 +293,16 @@ WRITES = 200
 WRITER = """
 import sys
 from pathlib import Path
+from datetime import UTC, datetime
 import msgspec
-from attn_dispatch.store import Decision, Store
+from attn_dispatch.store import Store, decode
 
 store, name = Store(Path(sys.argv[1])), sys.argv[2]
-given = msgspec.json.decode(sys.stdin.buffer.read(), type=Decision)
+given = decode(sys.stdin.buffer.read())
 for i in range(int(sys.argv[3])):
     title = f"{name} {i} " + "x" * (i * 97 % 5000)
-    assert store.put(msgspec.structs.replace(given, title=title)) is not None
+    created = datetime.now(UTC).isoformat()
+    assert store.put(msgspec.structs.replace(given, title=title, created=created)) is not None
 """
 
 
@@ -344,7 +319,7 @@ def start_writer(folder: Path, name: str) -> subprocess.Popen[bytes]:
 def titles_seen(folder: Path, writers: list[subprocess.Popen[bytes]]) -> Iterator[str]:
     there = False
     while any(writer.poll() is None for writer in writers):
-        found = Store(folder).get(SILICON, KEY)
+        found = Store(folder).get(SILICON, GROUP, KEY)
         assert found is not None or not there, "a decision that was there is gone"
         if found is not None:
             there = True
@@ -361,8 +336,8 @@ def test_readers_see_whole_files_while_others_write(folder: Path, warnings: Call
         assert writer.returncode == 0
     assert warnings() == []
     assert len(seen) > 1
-    assert files_in(folder) == [Store(folder).path(SILICON, KEY)]
-    found = Store(folder).get(SILICON, KEY)
+    assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
+    found = Store(folder).get(SILICON, GROUP, KEY)
     assert found is not None
     assert found.title.split()[1] == str(WRITES - 1)
 
@@ -401,13 +376,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which shipped profiles are looked for."""
     package = tmp_path / "profiles"
     package.mkdir()
-    monkeypatch.setattr(store, "files", lambda name: package)
+    monkeypatch.setattr(store, "package_files", lambda name: package)
     return package
 
 
-def ship(package: Path, *decisions: Decision, schema: int = store.SCHEMA, silicon: str = SILICON) -> None:
-    bundle = Bundle(schema=schema, decisions=decisions)
-    (package / f"{silicon}.json").write_bytes(msgspec.json.encode(bundle))
+def ship(package: Path, *decisions: Decision, silicon: str = SILICON) -> None:
+    (package / f"{silicon}.json").write_bytes(write_bundle(decisions))
 
 
 def test_shipped_decisions(package: Path) -> None:
@@ -421,9 +395,21 @@ def test_nothing_is_shipped_for_most(package: Path, warnings: Callable[[], list[
     assert warnings() == []
 
 
-def test_a_shipped_profile_of_another_schema(package: Path) -> None:
-    ship(package, decision(), schema=2)
+def test_a_shipped_profile_of_a_later_schema(package: Path, warnings: Callable[[], list[str]]) -> None:
+    content = write_bundle([decision()]).replace(b'{"schema":2,', b'{"schema":3,', 1)
+    (package / f"{SILICON}.json").write_bytes(content)
     assert store.shipped(SILICON) == {}
+    (text,) = warnings()
+    assert "schema 3" in text
+
+
+def test_a_shipped_decision_that_is_damaged(package: Path, warnings: Callable[[], list[str]]) -> None:
+    content = write_bundle([decision(), decision(key=OTHER)]).replace(b"dense", b"dance", 1)
+    (package / f"{SILICON}.json").write_bytes(content)
+    assert list(store.shipped(SILICON)) == [OTHER]
+    (text,) = warnings()
+    assert f"decision 1, key {KEY!r}" in text
+    assert "checksum" in text
 
 
 def test_a_shipped_profile_that_is_damaged(package: Path, warnings: Callable[[], list[str]]) -> None:
@@ -436,7 +422,7 @@ def test_a_shipped_profile_that_is_damaged(package: Path, warnings: Callable[[],
 
 
 def test_only_profiles_are_shipped(package: Path) -> None:
-    (package.parent / "secret.json").write_bytes(msgspec.json.encode(Bundle(schema=1, decisions=(decision(),))))
+    (package.parent / "secret.json").write_bytes(write_bundle([decision()]))
     assert store.shipped("../secret") == {}
 
 
@@ -452,6 +438,16 @@ def test_the_real_package_is_looked_into() -> None:
     assert store.shipped(SILICON) == {}
 
 
+def rows(choice: str) -> tuple[Row, ...]:
+    """Of every backend that there is now."""
+    versions = candidates.versions().items()
+    status = {choice: "chosen"}
+    return tuple(
+        Row(backend=name, order="natural", status=status.get(name, "not_measured"), version=version)
+        for name, version in versions
+    )
+
+
 def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
     x = torch.zeros(1, 8, 1, 4)
     problem = Problem.of(x, x, x)
@@ -459,14 +455,14 @@ def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
     common = {
         "key": problem.key(where),
         "silicon": where,
-        "versions": candidates.versions(),
+        "group": group_of(problem.to_dict()),
         "problem": problem.to_dict(),
     }
-    ship(package, decision(choice="manual", **common), silicon=where)
-    found = decisions.stored(problem)
+    ship(package, decision(choice="manual", candidates=rows("manual"), **common), silicon=where)
+    found = stored.read(problem)
     assert found is not None
     assert (found.choice, found.source) == ("manual", "shipped")
-    Store(store.cache_folder()).put(decision(choice="sdpa_mask", **common))
-    found = decisions.stored(problem)
+    Store(store.cache_folder()).put(decision(choice="sdpa_mask", candidates=rows("sdpa_mask"), **common))
+    found = stored.read(problem)
     assert found is not None
     assert (found.choice, found.source) == ("sdpa_mask", "measured")

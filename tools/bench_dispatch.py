@@ -1,4 +1,5 @@
-"""What attend() adds on a hit to calling the backend directly, and what importing the package costs.
+"""What attend() adds to calling the backend directly, on a hit and in a process whose decision is on disk, and what
+importing the package costs.
 
 python -m tools.bench_dispatch
 """
@@ -22,7 +23,7 @@ from attn_dispatch.contract import Refusal
 from attn_dispatch.measure import median_interval
 from tools.common import parser, write
 
-CALLS, ROUNDS = 2000, 31
+CALLS, ROUNDS = 200, 201
 SHAPE = (1, 16, 2, 16)
 
 
@@ -44,15 +45,19 @@ class Nothing:
         return q
 
 
-def overhead(name: str, **arguments: Any) -> dict[str, float]:
-    """Microseconds that attend() adds: paired runs in turns, each the mean of many calls."""
+def overhead(name: str, call: str, **arguments: Any) -> dict[str, float]:
+    """Microseconds that attend() adds: paired runs in turns, each the mean of many calls.
+
+    Args:
+        call: the call of attend, as one would write it, of what is in `arguments` and q, k, v and `name`.
+    """
     q, k, v = (torch.randn(SHAPE) for _ in range(3))
     problem = Problem.of(q, k, v, **arguments)
-    attend(q, k, v, backend=name, **arguments)
-    run = registry.load(name).run
-    with_attend = timeit.Timer(lambda: attend(q, k, v, backend=name, **arguments))
-    direct = timeit.Timer(lambda: run(q, k, v, problem))
+    there = {"attend": attend, "run": registry.load(name).run, "q": q, "k": k, "v": v, "name": name, **arguments}
+    with_attend = timeit.Timer(call, globals=there)
+    direct = timeit.Timer("run(q, k, v, problem)", globals={**there, "problem": problem})
     added, alone = [], []
+    with_attend.timeit(CALLS)
     for _ in range(ROUNDS):
         alone.append(direct.timeit(CALLS) / CALLS * 1e6)
         added.append(with_attend.timeit(CALLS) / CALLS * 1e6 - alone[-1])
@@ -63,6 +68,47 @@ def overhead(name: str, **arguments: Any) -> dict[str, float]:
         "high_us": interval.high,
         "direct_us": statistics.median(alone),
     }
+
+
+# Collected before, since going through all that torch holds takes as long as everything else together, and falls due
+# in one of the two or the other by how much each happened to allocate.
+READY = """
+import gc, time, torch
+from attn_dispatch import Dense, Problem, attend, counters, explain, registry
+q, k, v = (torch.randn({shape}) for _ in range(3))
+gc.collect()
+"""
+FIRST = "start = time.perf_counter(); {call}; print((time.perf_counter() - start) * 1e3)"
+BY_ATTEND = FIRST.format(call="attend(q, k, v, Dense())") + "; assert counters()['loaded'] == 1"
+DIRECT = "problem = Problem.of(q, k, v, Dense()); run = registry.load({choice!r}).run; gc.collect(); " + FIRST.format(
+    call="run(q, k, v, problem)"
+)
+DECIDE = "attend(q, k, v, Dense()); print(explain(q, k, v, Dense()).choice)"
+
+
+def warm_first(pairs: int = 15) -> dict[str, Any]:
+    """Milliseconds that attend() adds to the first call in a new process that has loaded torch and this package, where
+    the decision is on disk: pairs of processes, one with each call.
+    """
+    choice = fresh(DECIDE).strip()
+    added, alone = [], []
+    for _ in range(pairs):
+        alone.append(float(fresh(DIRECT.format(choice=choice))))
+        added.append(float(fresh(BY_ATTEND)) - alone[-1])
+    interval = median_interval(added)
+    return {
+        "choice": choice,
+        "added_ms": statistics.median(added),
+        "low_ms": interval.low,
+        "high_ms": interval.high,
+        "direct_ms": statistics.median(alone),
+    }
+
+
+def fresh(code: str) -> str:
+    """What a new process prints."""
+    code = READY.format(shape=SHAPE) + code
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def import_ms(statement: str, rounds: int = 15) -> Callable[[], float]:
@@ -82,11 +128,18 @@ def main() -> None:
     arguments = parser(__doc__, "dispatch.json").parse_args()
     os.environ["ATTN_DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()
     register(Nothing())
+    dense = "attend(q, k, v, pattern, backend=name)"
+    dilated = (
+        "attend(q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,"
+        " backend=name)"
+    )
+    branches = {"segment_lengths": (8, 16), "dilation_rates": (1, 2), "is_causal": True}
     figures = {
         "shape": SHAPE,
-        "dense_sdpa": overhead("sdpa", pattern=Dense()),
-        "dense_nothing": overhead("nothing", pattern=Dense()),
-        "dilated_nothing": overhead("nothing", segment_lengths=(8, 16), dilation_rates=(1, 2), is_causal=True),
+        "dense_sdpa": overhead("sdpa", dense, pattern=Dense()),
+        "dense_nothing": overhead("nothing", dense, pattern=Dense()),
+        "dilated_nothing": overhead("nothing", dilated, **branches),
+        "warm_first_ms": warm_first(),
         "import_after_torch_ms": import_ms("import attn_dispatch")(),
         "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend")(),
     }

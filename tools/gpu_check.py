@@ -87,12 +87,12 @@ def conformance(output: Path) -> int:
 
 def measure(output: Path, seconds: float) -> dict[str, Any]:
     """Decide as many problems as fit, and keep them as results and as a profile."""
-    import msgspec
     import torch
 
     from attn_dispatch import profile
+    from attn_dispatch.bundle import write_bundle
     from attn_dispatch.machine import silicon
-    from attn_dispatch.store import SCHEMA, Bundle, Store, cache_folder
+    from attn_dispatch.store import Store, cache_folder
 
     end = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []
@@ -107,11 +107,10 @@ def measure(output: Path, seconds: float) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - one kernel that breaks the device must not lose the rest
             rows.append({"problem": str(problem), "failed": f"{type(error).__name__}: {error}"})
         (output / "routes.json").write_text(json.dumps(rows, indent=1))
-    decisions = tuple(decision for _, decision in Store(cache_folder()).all())
     where = silicon(torch.device("cuda", 0))
-    bundle = Bundle(schema=SCHEMA, decisions=tuple(d for d in decisions if d.silicon == where))
-    (output / f"{where}.json").write_bytes(msgspec.json.format(msgspec.json.encode(bundle), indent=1))
-    return {"silicon": where, "problems": len(asked), "measured": len(bundle.decisions), "rows": len(rows)}
+    decisions = [decision for _, decision in Store(cache_folder()).all() if decision.silicon == where]
+    (output / f"{where}.json").write_bytes(write_bundle(decisions))
+    return {"silicon": where, "problems": len(asked), "measured": len(decisions), "rows": len(rows)}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.common import RESULTS
+from tools.support import table as support_table
 
 README = RESULTS.parent.parent / "README.md"
 
@@ -159,8 +160,13 @@ def explained() -> str:
     return f"```\n{load('explain')['text']}\n```"
 
 
+def support() -> str:
+    """From the backends' own refusals, no measurement."""
+    return "\n".join(support_table())
+
+
 def filled(text: str) -> str:
-    for name, content in (("figures", figures()), ("explain", explained())):
+    for name, content in (("figures", figures()), ("explain", explained()), ("support", support())):
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
         if count != 1:

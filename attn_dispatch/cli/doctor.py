@@ -1,15 +1,21 @@
-"""Say what this machine is, which backends can be used on it and why not the others, and where decisions live."""
+"""Say what this machine is, which backends can be used on it and why not the others, what is in quarantine, and where
+decisions live.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from attn_dispatch.cli.output import print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.quarantine import Entry, Quarantine, silicons
 from attn_dispatch.store import MISSED, Store, cache_folder
 from attn_dispatch.units import align, gib
 
@@ -19,14 +25,18 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch doctor
-  attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'"""
+  attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
+  attn-dispatch doctor --lift flash
+      let a backend that was put in quarantine be tried again; nothing else is looked at"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines of this backend, or 'all'")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.lift is not None:
+        return _lift(args.lift, as_json=args.json)
     from attn_dispatch.machine import hardware
 
     found = hardware()
@@ -34,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         "hardware": found.to_dict(),
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
         "backends": _backends(),
+        "quarantines": [_plain(entry) for entry in _quarantined(cache_folder())],
         **_settings(),
     }
     if args.json:
@@ -41,6 +52,37 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(found, report)))
     return 0
+
+
+def _lift(name: str, *, as_json: bool) -> int:
+    folder = cache_folder()
+    wanted = None if name == "all" else name
+    lifted = [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).lift(wanted)]
+    left = _quarantined(folder)
+    if as_json:
+        print_json({"lifted": list(map(_plain, lifted)), "quarantines": list(map(_plain, left))})
+    for entry in () if as_json else lifted:
+        print(f"lifted    {_called(entry)} on {entry.silicon}: {entry.reason}")
+    stuck = [entry for entry in left if wanted in (None, entry.backend)]
+    if lifted and not stuck:
+        return 0
+    names = ", ".join(dict.fromkeys(entry.backend for entry in left)) or "nothing"
+    what = "not all was lifted" if lifted else "nothing was lifted"
+    print(f"attn-dispatch doctor: {what} for {name!r}; in quarantine: {names}", file=sys.stderr)
+    return 1
+
+
+def _quarantined(folder: Path) -> list[Entry]:
+    return [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).entries()]
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(entry)
+    return plain
+
+
+def _called(entry: Entry) -> str:
+    return f"{entry.backend} {entry.version}" if entry.version else entry.backend
 
 
 def _device(device: str) -> dict[str, Any]:
@@ -94,7 +136,7 @@ def _unusable(backend: Backend) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    from attn_dispatch.decisions import budget_ms, mode
+    from attn_dispatch.settings import budget_ms, mode
 
     folder = cache_folder()
     return {
@@ -115,12 +157,12 @@ def _writable(folder: Path) -> bool:
 
 def _missed(path: Path) -> dict[str, Any]:
     """The problems that were met where they could not be measured and are still not decided."""
-    from attn_dispatch.decisions import stored
     from attn_dispatch.recording import read_record
+    from attn_dispatch.stored import read
 
     count, reason = 0, ""
     try:
-        count = sum(stored(problem) is None for problem in read_record(path))
+        count = sum(read(problem) is None for problem in read_record(path))
     except FileNotFoundError:
         pass
     except (OSError, UnicodeDecodeError, AttnDispatchError) as error:
@@ -143,6 +185,8 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         "",
         *align([["backend", "version", "usable"], *map(_backend_cells, report["backends"])], {0, 1, 2}),
         "",
+        *_quarantine_lines(report["quarantines"]),
+        "",
         f"decisions {report['decisions']} in {report['folder']}{unwritable}",
         f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
         f"budget    {report['budget_ms']:g} ms for an unseen problem   ($ATTN_DISPATCH_BUDGET_MS)",
@@ -157,3 +201,18 @@ def _device_cells(item: Mapping[str, Any]) -> list[str]:
 
 def _backend_cells(item: Mapping[str, Any]) -> list[str]:
     return [item["name"], item["version"] or "-", "yes" if item["usable"] else f"no: {item['reason']}"]
+
+
+def _quarantine_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not items:
+        return ["quarantine none"]
+    head = ["quarantine", "version", "kind", "of", "since (UTC)", "silicon", "problem", "reason"]
+    rows = align([head, *map(_quarantine_cells, items)], set(range(len(head))))
+    return [*rows, "'attn-dispatch doctor --lift NAME' lets a backend be tried again"]
+
+
+def _quarantine_cells(item: Mapping[str, Any]) -> list[str]:
+    scope = item["scope"] or "all"
+    since = item["created"][:16].replace("T", " ")
+    title = " ".join(item["title"].split())
+    return [item["backend"], item["version"] or "-", item["kind"], scope, since, item["silicon"], title, item["reason"]]

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from attn_dispatch.cli import regrets
 from attn_dispatch.cli.output import print_json, table
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.store import Decision, Store, cache_folder
@@ -15,17 +16,23 @@ from attn_dispatch.store import Decision, Store, cache_folder
 EXAMPLE = """examples:
   attn-dispatch inspect
   attn-dispatch inspect --key 3f9a
-      all that is known of one decision: its key is the first column of the table"""
+      all that is known of one decision: its key is the first column of the table
+  attn-dispatch inspect --regret
+      each decision predicted from the others of its group: how much slower the learned choice is than the best"""
 
 Found = tuple[Path, Decision]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with this")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with this")
+    one.add_argument("--regret", action="store_true", help="how far learned choices are from the best, by group")
 
 
 def run(args: argparse.Namespace) -> int:
     folder = cache_folder()
+    if args.regret:
+        return regrets.run(folder, args.json)
     prefix = args.key.strip().lower()
     found = [pair for pair in Store(folder).all() if pair[1].key.startswith(prefix)]
     found.sort(key=lambda pair: pair[1].created, reverse=True)
@@ -61,8 +68,14 @@ def _print_groups(found: list[Found]) -> None:
         devices = dict.fromkeys(explanation.device for explanation in explanations)
         print(*(f"device    {device}" for device in devices), f"silicon   {silicon}", "", sep="\n")
         print(*table(explanations, [_when(decision) for _, decision in pairs]), "", sep="\n")
-        print(f"kept in   {pairs[0][0].parent}", "", sep="\n")
+        print(f"kept in   {_place(pairs[0])}", "", sep="\n")
     print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows all that is known of one")
+
+
+def _place(pair: Found) -> Path:
+    """The folder of its silicon."""
+    path, decision = pair
+    return next(folder for folder in path.parents if folder.name == decision.silicon)
 
 
 def _when(decision: Decision) -> str:

@@ -58,9 +58,10 @@ def _cells(explanation: Explanation) -> list[str]:
     name = explanation.choice if explanation.order == "natural" else f"{explanation.choice} {explanation.order}"
     chosen = next((c for c in explanation.candidates if c.status == "chosen"), None)
     others = [c for c in explanation.candidates if c is not chosen]
+    source = explanation.source + (", drifted" if explanation.drift is not None else "")
     if chosen is None or chosen.median_ms is None:
-        return [*start, name, explanation.source, "-", "-", "not measured"]
-    return [*start, name, explanation.source, milliseconds(chosen.median_ms), *_rival(chosen.median_ms, others)]
+        return [*start, name, source, "-", "-", "not measured"]
+    return [*start, name, source, milliseconds(chosen.median_ms), *_rival(chosen.median_ms, others)]
 
 
 def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, str]:

@@ -145,9 +145,11 @@ def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
 
 def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
     """The folders that hold these decisions."""
+    from attn_dispatch.group import group_of
     from attn_dispatch.machine import silicon
     from attn_dispatch.store import Store, cache_folder
 
     store = Store(cache_folder())
-    paths = (store.path(silicon(problem.device), explanation.key) for problem, explanation in zip(problems, found))
-    return list(dict.fromkeys(path.parent for path in paths if path.is_file()))
+    addresses = ((silicon(p.device), group_of(p.to_dict()), each.key) for p, each in zip(problems, found))
+    paths = (store.path(*address) for address in addresses)
+    return list(dict.fromkeys(path.parent.parent for path in paths if path.is_file()))

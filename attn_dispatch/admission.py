@@ -1,0 +1,253 @@
+"""Whether a candidate may race: first contact under guard, hard cases, the problem itself, and what it took.
+
+Whatever goes wrong is data: a status and a reason, and for what must not be met again a quarantine of this version.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from attn_dispatch import guard, measure, registry
+from attn_dispatch.candidates import Candidate
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.example import Example
+from attn_dispatch.group import group_of
+from attn_dispatch.hazards import HardCase, class_key, hard_cases
+from attn_dispatch.logging import logger
+from attn_dispatch.machine import silicon
+from attn_dispatch.memory import available_bytes
+from attn_dispatch.problem import Problem
+from attn_dispatch.quarantine import Entry, Kind, Quarantine, contact
+from attn_dispatch.settings import timeout_s
+from attn_dispatch.store import cache_folder
+from attn_dispatch.verify import Gate
+
+T = TypeVar("T")
+
+PATIENCE = 20.0  #: how many times slower than in its hard cases a backend may be before it counts as hung
+COMPILED_CASES = 2  #: large scores, and uneven lengths with rows without keys
+
+# Seconds per operation in the hard cases of a class that a version has passed in this process.
+_passed: dict[tuple[str, str | None, object], float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """It may race. Milliseconds of the first call, and of the call that was checked; bytes; largest error of out."""
+
+    first_ms: float
+    call_ms: float
+    peak_bytes: int | None
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """It may not: `failed` or `incorrect`, and why."""
+
+    status: str
+    reason: str
+    first_ms: float | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+
+
+@dataclass
+class Gatekeeper:
+    """The gate of one trial. `outside_s` are the seconds that are no part of the problem's budget: working out what
+    results should be, and hard cases, which a version passes once for a class of problems.
+    """
+
+    example: Example
+    outside_s: float = field(init=False)
+    _gate: Gate = field(init=False)
+    _cases: tuple[HardCase, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        start = time.perf_counter()
+        self._gate = Gate.of(self.example)
+        self._cases = hard_cases(self.problem)
+        self.outside_s = time.perf_counter() - start
+
+    @property
+    def problem(self) -> Problem:
+        return self.example.problem
+
+    @property
+    def case_problems(self) -> tuple[Problem, ...]:
+        return tuple(case.problem for case in self._cases)
+
+    def builds_ms(self, candidate: Candidate) -> float:
+        """What it says it takes to build before its first results, here and for the hard cases still to be passed."""
+        asked = [self.problem, *(case.problem for case in self._cases_for(candidate))]
+        return sum(first_call_ms(candidate, problem) for problem in asked)
+
+    def admit(self, candidate: Candidate) -> Admitted | Rejected:
+        """Run and compare.
+
+        Raises:
+            BackendFailed: the device is lost, and no other candidate can run in this process.
+        """
+        version = registry.version_of(candidate.backend)
+        where, title = silicon(self.problem.device), str(self.problem)
+        needed = candidate.needed_bytes
+        try:
+            with contact(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
+                return self._admit(candidate, version, needed)
+        except Exception as error:
+            text = one_line(error)
+            kind = self._kind_of(error, needed)
+            traceback.clear_frames(error.__traceback__)  # they hold what the kernel had allocated
+            measure.release(self.problem.device)
+            if kind != "hung" and guard.device_lost(self.problem.device):
+                self._quarantine(candidate, version, "died", f"the device was lost: {text}")
+                raise BackendFailed(f"{candidate.name} left {self.problem.device} unusable: {text}") from error
+            if kind is not None:
+                self._quarantine(candidate, version, kind, text)
+            return Rejected("failed", text)
+
+    def _admit(self, candidate: Candidate, version: str | None, needed: int) -> Admitted | Rejected:
+        failures, rate = self._hard_cases(candidate, version)
+        if failures:
+            return self._incorrect(candidate, version, failures)
+        limit_s = timeout_s() + 10 * first_call_ms(candidate, self.problem) / 1e3
+        limit_s += PATIENCE * rate * work(candidate, self.problem)
+        builds = first_call_ms(candidate, self.problem) > 0
+        result, peak, first_ms = self._checked_run(candidate, limit_s)
+        call_ms = first_ms
+        # What a compiler takes is no part of a call, nor of its memory on a CPU, where the process is measured.
+        if builds or guard.lied(peak, needed, self.problem.device.type) is not None:
+            del result
+            result, peak, call_ms = self._checked_run(candidate, limit_s)
+        verdict = self._gate.check(result)
+        error = verdict.error if verdict.error < float("inf") else None
+        if verdict.failures:
+            return self._incorrect(candidate, version, verdict.failures, first_ms, peak, error)
+        lie = guard.lied(peak, needed, self.problem.device.type)
+        if lie is not None:
+            self._quarantine(candidate, version, "memory", lie)
+            return Rejected("failed", lie, first_ms, peak, error)
+        return Admitted(first_ms, call_ms, peak, verdict.error)
+
+    def _cases_for(self, candidate: Candidate) -> list[HardCase]:
+        """The hard cases that this version has not passed in this process, but for those that it refuses. What compiles
+        for every problem is held to fewer of them.
+        """
+        key = candidate.name, registry.version_of(candidate.backend), class_key(self.problem)
+        if key in _passed:
+            return []
+        cases = [case for case in self._cases if not case.refused_by(candidate.backend)]
+        return cases[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else cases
+
+    def _hard_cases(self, candidate: Candidate, version: str | None) -> tuple[list[str], float]:
+        """What is wrong, and the seconds that an operation takes in the slowest of them."""
+        key = candidate.name, version, class_key(self.problem)
+        if key in _passed:
+            return [], _passed[key]
+        rate = 0.0
+        for case in self._cases_for(candidate):
+            limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
+            start = time.perf_counter()
+            found = self._guarded(partial(case.run, candidate.backend), limit_s)
+            took_s = time.perf_counter() - start
+            rate = max(rate, took_s / work(candidate, case.problem))
+            # What is compiled for them takes as long as what is compiled for the problem itself.
+            self.outside_s += 0.0 if hasattr(candidate.backend, "first_call_ms") else took_s
+            failures = list(case.check(found).failures)
+            if failures:
+                return failures, rate
+        _passed[key] = rate
+        return [], rate
+
+    def _checked_run(self, candidate: Candidate, limit_s: float) -> tuple[dict[str, torch.Tensor], int | None, float]:
+        """What the gate compares, the peak of memory in bytes, and milliseconds."""
+        device = self.problem.device
+
+        def run() -> tuple[dict[str, torch.Tensor], int | None, float]:
+            synchronize(device)
+            start = time.perf_counter()
+            result, peak = measure.peak_bytes(lambda: self._gate.run(candidate.backend), device)
+            synchronize(device)
+            return result, peak, (time.perf_counter() - start) * 1e3
+
+        return self._guarded(run, limit_s)
+
+    def _guarded(self, call: Callable[[], T], limit_s: float) -> T:
+        """Within limits of time and memory."""
+
+        def capped() -> T:
+            with guard.capped(self.problem.device):
+                return call()
+
+        return guard.run_guarded(capped, limit_s)
+
+    def _incorrect(
+        self,
+        candidate: Candidate,
+        version: str | None,
+        failures: list[str] | tuple[str, ...],
+        first_ms: float | None = None,
+        peak: int | None = None,
+        error: float | None = None,
+    ) -> Rejected:
+        reason = "; ".join(failures)
+        logger.warning("%s gives wrong results for %s: %s", candidate.name, self.problem, reason)
+        self._quarantine(candidate, version, "incorrect", reason, group_of(self.problem.to_dict()))
+        return Rejected("incorrect", reason, first_ms, peak, error)
+
+    def _kind_of(self, error: Exception, needed: int) -> Kind | None:
+        """The kind of quarantine that an exception asks for, or None."""
+        if isinstance(error, guard.TimedOut):
+            return "hung"
+        # There was room for what it announced, and there is: it must have asked for more.
+        if guard.is_memory_error(error) and needed <= available_bytes(self.problem.device):
+            return "memory"
+        return None
+
+    def _quarantine(self, candidate: Candidate, version: str | None, kind: Kind, reason: str, scope: str = "") -> None:
+        if candidate.name == registry.LAST_RESORT:
+            return  # there is nothing else to fall back on
+        where = silicon(self.problem.device)
+        entry = Entry(
+            backend=candidate.name,
+            version=version,
+            silicon=where,
+            kind=kind,
+            scope=scope,
+            reason=reason,
+            title=str(self.problem),
+        )
+        Quarantine(cache_folder(), where).add(entry)
+
+
+def work(candidate: Candidate, problem: Problem) -> float:
+    """Operations, at least 1: as the backend counts them, else those of all pairs of queries and keys."""
+    count = flops(candidate, problem)
+    pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
+    return max(1.0, float(count if count is not None else 4 * pairs * problem.head_dim))
+
+
+def flops(candidate: Candidate, problem: Problem) -> int | None:
+    count = getattr(candidate.backend, "flops", None)
+    return None if count is None else int(count(problem))
+
+
+def first_call_ms(candidate: Candidate, problem: Problem) -> float:
+    estimate = getattr(candidate.backend, "first_call_ms", None)
+    return 0.0 if estimate is None else float(estimate(problem))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,60 @@
+"""What `inspect --regret` prints: one line for each group of problems, and one for all."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from attn_dispatch.cli.output import KEY_DIGITS, print_json
+from attn_dispatch.regret import GroupRegret, regret, total
+from attn_dispatch.store import Store
+from attn_dispatch.units import align
+
+HEAD = ("problems", "predicted", "alone", "mean", "p95", "worst", "at", "within 2 %", "claimed")
+LEFT = {0, 6}
+NOTHING = (
+    "too little evidence: no two decisions of one group timed the same candidates, two or more; "
+    "'attn-dispatch profile' measures more"
+)
+ENOUGH = 5  #: predictions, before a group's figures say something
+
+
+def run(folder: Path, as_json: bool) -> int:
+    """Print the regret of the decisions in a folder; the exit code."""
+    groups = regret(decision for _, decision in Store(folder).all())
+    whole = total(groups)
+    if as_json:
+        everything = {name: value for name, value in whole.to_dict().items() if name not in ("silicon", "group")}
+        print_json({"folder": str(folder), "groups": [group.to_dict() for group in groups], "total": everything})
+        return 0
+    for silicon, members in groupby(groups, key=lambda group: group.silicon):
+        print(f"silicon   {silicon}", "", *table(list(members)), "", sep="\n")
+    if len(groups) > 1:
+        print(*table([whole]), "", sep="\n")
+    print(*_remarks(groups, whole), sep="\n")
+    return 0
+
+
+def table(groups: list[GroupRegret]) -> list[str]:
+    """Regrets beyond the fastest that was measured, in per cent of its time."""
+    return align([list(HEAD), *map(_cells, groups)], LEFT)
+
+
+def _cells(group: GroupRegret) -> list[str]:
+    start = [group.title, str(group.count), str(group.alone)]
+    mean, p95, worst, claimed = group.mean, group.p95, group.worst, group.confidence
+    if mean is None or p95 is None or worst is None or claimed is None:
+        return [*start, "-", "-", "-", "-", "-", "-"]
+    where = worst.key[:KEY_DIGITS] if worst.regret > 0 else "-"
+    shares = [f"{100 * value:.1f} %" for value in (mean, p95, worst.regret)]
+    return [*start, *shares, where, f"{100 * group.hits / group.count:.0f} %", f"{100 * claimed:.0f} %"]
+
+
+def _remarks(groups: list[GroupRegret], whole: GroupRegret) -> list[str]:
+    if not whole.count:
+        return [NOTHING]
+    few = sum(group.count < ENOUGH for group in groups)
+    lines = ["each decision predicted from the others of its group; claimed: the mean of the choices' confidence"]
+    if few:
+        lines.append(f"too little evidence in {few} of {len(groups)} groups: fewer than {ENOUGH} predictions")
+    return lines

@@ -1,0 +1,331 @@
+"""A marker on disk for as long as a backend is tried, so that a process that dies of it is not forgotten.
+
+    <cache folder>/quarantine/<silicon>/<digest>-<token>.mark
+
+The process holds an exclusive lock on its marker (flock): a marker that nobody holds and that was not taken away
+belongs to a process that died. The lock ends with its process, in containers and across them, and over NFS where locks
+are passed on. Where a file system has no such locks, a marker is dead when its process is gone, or, if that ran on
+another machine or in another container, after an hour.
+
+A process that is merely told to stop in the meantime (SIGTERM, SIGHUP: schedulers, `timeout`, a closed terminal) says
+so in its marker. Forked children let go of the lock; those that C code forks without telling Python keep it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import fcntl
+import os
+import re
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from attn_dispatch import sealed
+from attn_dispatch.logging import say_once
+
+FOREIGN_S = 3600.0  #: seconds after which an unlocked marker of a process that cannot be looked up is dead
+SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+PROC = Path("/proc")
+_OVER = b"over\n"
+
+_held: dict[Path, int] = {}  # markers of this process, with the descriptors that hold their locks
+_noted: set[int] = set()  # signals whose arrival is being written into a marker
+_changing = threading.Lock()  # of these two
+
+
+class Process(msgspec.Struct, frozen=True):
+    """Which process: a pid means nothing without its start (in clock ticks), its namespace and the machine's boot."""
+
+    pid: int
+    start: str
+    namespace: str
+    boot: str
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """What was tried, by whom. `began` is in seconds since 1970; `patience_s` as in `contact`."""
+
+    backend: str
+    version: str | None
+    silicon: str
+    title: str
+    scope: str
+    process: Process
+    locked: bool
+    began: float
+    patience_s: float | None = None
+
+
+class Dead(msgspec.Struct, frozen=True, kw_only=True):
+    """A marker whose process is gone: `told_to_stop` where that was by a signal, `after_s` seconds into the trial."""
+
+    path: Path
+    marker: Marker
+    told_to_stop: bool
+    after_s: float
+
+
+@contextmanager
+def contact(
+    folder: Path,
+    silicon: str,
+    backend: str,
+    version: str | None,
+    title: str,
+    scope: str = "",
+    *,
+    patience_s: float | None = None,
+) -> Iterator[None]:
+    """Keep a marker on disk while a backend is tried on a problem.
+
+    Args:
+        folder: the cache folder. Where it cannot be written, that is said once and the trial goes on unmarked.
+        scope: what is kept out if the process dies: "" for the whole version, or a group's digits.
+        patience_s: a process told to stop later than this into the trial (seconds) is taken to have hung in it.
+            None: it never is.
+
+    Raises:
+        ValueError: not a fingerprint.
+    """
+    place = place_of(folder, silicon)
+    path = place / f"{digest(backend, version, scope)}-{secrets.token_hex(6)}.mark"
+    try:
+        try:
+            _mark(path, backend, version, silicon, title, scope, patience_s)
+        except OSError as error:
+            say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
+        yield
+    finally:
+        _unmark(path)
+
+
+def place_of(folder: Path, silicon: str) -> Path:
+    """Where one silicon's quarantines are kept. Raises ValueError: paths cannot escape the folder."""
+    if not SILICON.fullmatch(silicon):
+        raise ValueError(f"not a fingerprint: {silicon!r}")
+    return folder / "quarantine" / silicon
+
+
+def digest(*parts: str | None) -> str:
+    """20 hex digits for what a file is about: any text is safe in its name so."""
+    return sha256(msgspec.json.encode(parts)).hexdigest()[:20]
+
+
+def listed(place: Path, suffix: str) -> list[Path]:
+    """The files of one kind, by name; none where there is no such folder."""
+    try:
+        with os.scandir(place) as found:
+            return sorted(Path(item.path) for item in found if item.name.endswith(suffix))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        say_once(f"{place} cannot be read ({error.strerror or error})")
+        return []
+
+
+def dead(place: Path) -> Iterator[Dead]:
+    """The markers that dead processes left. Each is locked, shared, until the next is asked for: many may look."""
+    for path in listed(place, ".mark"):
+        try:
+            handle = sealed.open_regular(path)
+        except FileNotFoundError:
+            continue  # its process has finished, or another one took note of it
+        except OSError as error:
+            say_once(f"ignored {path}: {error.strerror or error}")
+            continue
+        try:
+            if (found := _examined(path, handle)) is not None:
+                yield found
+        finally:
+            os.close(handle)
+
+
+# --- a marker of this process -----------------------------------------------------------------------------------------
+
+
+def _mark(
+    path: Path, backend: str, version: str | None, silicon: str, title: str, scope: str, patience_s: float | None
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)
+    with _changing:
+        _held[path] = handle
+    marker = Marker(
+        backend=backend,
+        version=version,
+        silicon=silicon,
+        title=title[:4000],
+        scope=scope,
+        process=_this_process(),
+        locked=_lock(handle),  # before there is a word in it: an empty marker means nothing to others
+        began=time.time(),
+        patience_s=patience_s,
+    )
+    line = sealed.seal(marker)
+    if os.write(handle, line) < len(line):
+        raise OSError(0, "no room")
+    os.fsync(handle)
+    with _changing:
+        _note_signals(handle)
+
+
+def _unmark(path: Path) -> None:
+    handle = _held.get(path)
+    if handle is None:
+        return  # never marked, or the parent's
+    with suppress(OSError):
+        os.write(handle, _OVER)  # for those who look at it at this moment, or if it cannot be taken away
+    _remove(path)
+    with _changing:  # known to the very end: if this is interrupted, the regular exit does it again
+        if _held.pop(path, None) is None:
+            return
+        _note_signals(next(iter(_held.values()), None))
+    os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _note_signals(handle: int | None) -> None:
+    """Have a marker tell of the signals that ask a process to end, where nobody else deals with them.
+
+    Python runs its own handlers only when C code returns, so faulthandler's is the one that can be relied on.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if handle is None:
+            if number in _noted:
+                faulthandler.unregister(number)
+        elif number in _noted or _unhandled(number):
+            faulthandler.register(number, file=handle, all_threads=False, chain=True)
+            _noted.add(number)
+    if handle is None:
+        _noted.clear()
+
+
+def _unhandled(number: int) -> bool:
+    """Whether a signal ends the process. Python does not know of handlers that C code has set."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    try:
+        status = (PROC / "self" / "status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return not int(caught, 16) >> (number - 1) & 1
+
+
+def _let_go() -> None:
+    """In a forked child: the parent's markers are the parent's. Closing a copy does not unlock them."""
+    global _changing
+    _changing = threading.Lock()  # another thread of the parent may have held it
+    _note_signals(None)
+    for handle in _held.values():
+        with suppress(OSError):
+            os.close(handle)
+    _held.clear()
+
+
+def _end() -> None:
+    """At a regular exit: a thread that was still trying something did not take the process down."""
+    for path in list(_held):
+        _unmark(path)
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_let_go)
+
+
+# --- markers of others ------------------------------------------------------------------------------------------------
+
+
+def _examined(path: Path, handle: int) -> Dead | None:
+    try:
+        line, finished, _ = sealed.content_of(handle).partition(b"\n")
+        if not finished:
+            if _is_old(handle):  # its process was killed before it tried anything
+                _remove(path)
+            return None
+        marker = sealed.unseal(line, Marker)
+        if not _abandoned(handle, marker):
+            return None
+        note = sealed.content_of(handle)[len(line) + 1 :]  # again: nobody writes any more
+        changed = os.fstat(handle)
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None  # taken away by its process, or by another that took note of it
+    except sealed.UNREADABLE as error:
+        say_once(f"ignored {path}: {error}")
+        return None
+    if there.st_ino != changed.st_ino:
+        return None
+    if note.endswith(_OVER):
+        _remove(path)  # its process had no time for that
+        return None
+    after_s = max(0.0, changed.st_mtime - marker.began)
+    return Dead(path=path, marker=marker, told_to_stop=bool(note), after_s=after_s)
+
+
+def _abandoned(handle: int, marker: Marker) -> bool:
+    if marker.locked:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        else:
+            return True
+    here, there = _this_process(), marker.process
+    if here.boot and (here.boot, here.namespace) == (there.boot, there.namespace):
+        return _start_of(there.pid) != there.start
+    return _is_old(handle)
+
+
+def _is_old(handle: int) -> bool:
+    return abs(time.time() - os.fstat(handle).st_mtime) > FOREIGN_S
+
+
+def _this_process() -> Process:
+    pid = os.getpid()
+    return Process(pid, _start_of(pid), *_machine())
+
+
+@cache
+def _machine() -> tuple[str, str]:
+    """The namespace of this process's pids, and the boot of the machine; empty where there is no telling."""
+    try:
+        namespace = os.readlink(PROC / "self" / "ns" / "pid")
+        return namespace, (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "", ""
+
+
+def _start_of(pid: int) -> str:
+    """When a process started; empty for one that is gone."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    state, start = fields[0], fields[19]
+    return "" if state in "ZX" else start

@@ -1,0 +1,235 @@
+"""One decision as data and as bytes: JSON with sorted keys, a checksum over the rest, and nothing lost in between.
+
+Fields that this version does not know are carried along in `extra` and written back where they stood.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+SCHEMA = 2
+DIGITS = 32  #: of the checksum, hexadecimal
+MOST_BYTES = 1 << 24  #: of one decision; no real one comes near
+KEY = re.compile(r"[0-9a-f]{20}")
+GROUP = re.compile(r"[0-9a-f]{12}")
+SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+NEVER = datetime.min.replace(tzinfo=UTC)
+# OverflowError and ValueError: an integer that is too long to be turned into a number or back.
+WRONG = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
+
+
+class Damaged(ValueError):
+    """These bytes are no decision that may be believed; the message says why."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What became of one candidate. Times in milliseconds, `error` the largest absolute error of out.
+
+    `version` is that of the backend, None where it is not installed. `ratio` is this candidate's time over the chosen
+    one's, paired, with its 95 % interval; `break_even` the calls after which its dearer first call is paid back against
+    the chosen one. `fastest_ms` is the smallest sample, `first_ms` the first call with all that is built once,
+    `host_ms` the host's share of a call, `cold_ms` a call with a cold L2, `need_ms` what measuring would have taken
+    where the budget did not allow it, `measured` the time in UTC.
+    """
+
+    backend: str
+    order: str
+    status: str
+    reason: str = ""
+    version: str | None = None
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    fastest_ms: float | None = None
+    first_ms: float | None = None
+    host_ms: float | None = None
+    cold_ms: float | None = None
+    rounds: int | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    break_even: float | None = None
+    peak_bytes: int | None = None
+    workspace_bytes: int | None = None
+    error: float | None = None
+    need_ms: float | None = None
+    measured: str | None = None
+    extra: dict[str, Any] = {}
+
+
+class Drift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The times of live calls that left the stored interval, and when they were seen (UTC)."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    samples: int
+    seen: str
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Which candidate runs a problem, and what is known of the others.
+
+    `preferred` is the backend and order that were chosen, where a merge has brought a later row that rules them out.
+    """
+
+    schema: int = SCHEMA
+    key: str
+    silicon: str
+    group: str
+    title: str
+    problem: dict[str, Any]
+    choice: str
+    order: str
+    source: str
+    candidates: tuple[Row, ...]
+    provenance: dict[str, str]
+    created: str
+    budget_ms: float | None = None
+    elapsed_ms: float = 0.0
+    environment: str = ""
+    confidence: float | None = None
+    evidence: tuple[str, ...] = ()
+    drift: Drift | None = None
+    preferred: tuple[str, str] | None = None
+    extra: dict[str, Any] = {}
+
+
+FIELDS = frozenset(Decision.__struct_fields__) - {"extra"}
+ROW_FIELDS = frozenset(Row.__struct_fields__) - {"extra"}
+
+_plain_decoder = msgspec.json.Decoder()
+_encoder = msgspec.json.Encoder(order="sorted")
+canonical = _encoder.encode  #: the bytes of plain values that the checksum and the merge go by
+
+
+def encode(decision: Decision) -> bytes:
+    """The decision as it is kept: canonical, with its checksum first.
+
+    Raises:
+        Damaged: it could not be read back: a number is not finite, it has no chosen row, a time is no time.
+    """
+    plain = to_plain(decision)
+    try:
+        body = canonical(plain)
+        if not _is_finite(plain):
+            raise Damaged("it holds a number that is not finite")
+        check(decision)
+    except Damaged:
+        raise
+    except (*WRONG, TypeError) as error:
+        raise Damaged(str(error)) from error
+    if len(body) > MOST_BYTES // 2:
+        raise Damaged(f"{len(body)} bytes, over {MOST_BYTES // 2}")
+    return b'{"checksum":"%b",%b' % (_digest(body), body[1:])
+
+
+def decode(content: bytes) -> Decision:
+    """Read what `encode` wrote, or the same JSON in another spelling.
+
+    Raises:
+        Damaged: it is not that, in any way.
+    """
+    try:
+        plain = _plain_decoder.decode(content)
+        schema = schema_of(plain)
+        if schema != SCHEMA:
+            raise Damaged(f"schema {schema}, this version reads {SCHEMA}")
+        checksum = plain.pop("checksum", None)
+        if not isinstance(checksum, str) or not _fits(checksum, content, plain):
+            raise Damaged("its content does not fit its checksum")
+        found = from_plain(plain)
+        check(found)
+    except Damaged:
+        raise
+    except WRONG as error:
+        raise Damaged(str(error)) from error
+    return found
+
+
+def schema_of(plain: Any) -> int:
+    """The schema of an object. Raises Damaged where it has none."""
+    schema = plain.get("schema") if isinstance(plain, dict) else None
+    if type(schema) is not int:
+        raise Damaged("it is not a decision")
+    return schema
+
+
+def to_plain(decision: Decision) -> dict[str, Any]:
+    """Plain values, unknown fields in their places; without a checksum."""
+    plain: dict[str, Any] = msgspec.to_builtins(decision)
+    plain["schema"] = decision.schema
+    plain["candidates"] = [_flat(row, ROW_FIELDS) for row in plain["candidates"]]
+    return _flat(plain, FIELDS | {"checksum"})
+
+
+def from_plain(plain: dict[str, Any]) -> Decision:
+    """The struct of plain values. Raises msgspec's errors."""
+    rows = plain.get("candidates")
+    if isinstance(rows, list) and not all(isinstance(row, dict) and row.keys() <= ROW_FIELDS for row in rows):
+        plain = {**plain, "candidates": [_deep(row, ROW_FIELDS) if isinstance(row, dict) else row for row in rows]}
+    return msgspec.convert(_deep(plain, FIELDS), Decision)
+
+
+def check(decision: Decision) -> None:
+    """That it makes sense by itself. Raises ValueError (of which Damaged is one)."""
+    if not address_fits(decision.silicon, decision.group, decision.key):
+        raise Damaged("its address is none")
+    chosen = [(row.backend, row.order) for row in decision.candidates if row.status == "chosen"]
+    if chosen != [(decision.choice, decision.order)]:
+        raise Damaged("its choice is not the one row that is chosen")
+    if len({(row.backend, row.order) for row in decision.candidates}) < len(decision.candidates):
+        raise Damaged("it has two rows of one candidate")
+    time_of(decision.created)
+    for row in decision.candidates:
+        time_of(row.measured)
+
+
+def address_fits(silicon: str, group: str, key: str) -> bool:
+    """Whether these name a place in the store, and none outside it."""
+    return bool(KEY.fullmatch(key) and GROUP.fullmatch(group) and SILICON.fullmatch(silicon))
+
+
+def time_of(text: str | None) -> datetime:
+    """An ISO time, in UTC where it does not say; None is before all others. Raises ValueError."""
+    if text is None:
+        return NEVER
+    found = datetime.fromisoformat(text)
+    return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _flat(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    extra = plain.pop("extra", {})
+    return {**{name: value for name, value in extra.items() if name not in known}, **plain}
+
+
+def _deep(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    if plain.keys() <= known:
+        return plain
+    extra = {name: value for name, value in plain.items() if name not in known}
+    return {**{name: value for name, value in plain.items() if name in known}, "extra": extra}
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _fits(checksum: str, content: bytes, plain: dict[str, Any]) -> bool:
+    head = b'{"checksum":"%b",' % checksum.encode()
+    if content.startswith(head) and _digest(b"{" + content[len(head) :]) == checksum.encode():
+        return True  # as it was written: no need to sort anything
+    return _digest(canonical(plain)) == checksum.encode()
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest()[:DIGITS].encode()

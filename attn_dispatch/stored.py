@@ -1,0 +1,174 @@
+"""What is on disk for a problem, and what of it still holds.
+
+Each row of a decision has the version of its backend. A row holds where that is the version there is now. What changed
+is measured again, by itself; until then it is a prior, and is told as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from attn_dispatch import learned, registry
+from attn_dispatch.candidates import Candidate, candidate, candidates, environment_now, versions
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.group import group_of
+from attn_dispatch.logging import say_once
+from attn_dispatch.machine import provenance, silicon
+from attn_dispatch.problem import Problem
+from attn_dispatch.store import Decision, Row, Store, cache_folder, shipped
+
+TIMED = ("chosen", "slower", "tie")
+
+# Decisions of a group as they were first read, and those made since: by silicon and group.
+_evidence: dict[tuple[str, str], learned.Evidence] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A decision that is kept.
+
+    `choice` is the backend to run now: the one decided, or where that cannot run or has changed, the best of the rows
+    that hold; None where none does. `changed` are the backends whose rows are missing or of another version.
+    """
+
+    decision: Decision
+    choice: str | None
+    changed: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether it can be gone by as it is."""
+        return self.choice == self.decision.choice and not self.changed
+
+
+def look_up(problem: Problem, budget_ms: float) -> Found | None:
+    """The decision on disk, or the shipped one.
+
+    Args:
+        budget_ms: candidates that were not measured for want of time count as changed where this would be enough.
+    """
+    decision = read(problem)
+    if decision is None:
+        return None
+    waiting = _waiting(decision, budget_ms)
+    if not waiting and decision.environment == environment_now():
+        with suppress(InvalidInput):  # a backend that is registered elsewhere
+            if candidate(problem, decision.choice).row is None:
+                return Found(decision, decision.choice)
+    return _compare(problem, decision, waiting)
+
+
+def read(problem: Problem) -> Decision | None:
+    """What is kept under the problem's key, as it is, if it is this problem's."""
+    where, plain = silicon(problem.device), problem.to_dict()
+    key, group = problem.key(where), group_of(plain)
+    for decision in (Store(cache_folder()).get(where, group, key), shipped(where).get(key)):
+        if decision is not None and _same(problem, decision, where, key):
+            return decision
+    return None
+
+
+def _same(problem: Problem, decision: Decision, where: str, key: str) -> bool:
+    """A file's name is a hash; what it says it decides must have that hash too."""
+    try:
+        told = Problem.from_dict(decision.problem, problem.device).key(where)
+    except ValueError:
+        told = ""
+    if told != key:
+        say_once(f"ignored the decision {decision.key}: it is for another problem than it says")
+    return told == key
+
+
+def _compare(problem: Problem, decision: Decision, waiting: set[str]) -> Found:
+    able = {each.name: each for each in candidates(problem) if each.row is None}
+    rows = {row.backend: row for row in decision.candidates}
+    changed = {name for name in able if not _current(rows.get(name), able[name])}
+    holding = {name: rows[name] for name in able.keys() - changed if rows[name].status in TIMED}
+    choice = decision.choice if decision.choice in holding else _best(holding)
+    return Found(decision, choice, tuple(sorted(changed | (waiting & able.keys()))))
+
+
+def _current(row: Row | None, candidate: Candidate) -> bool:
+    """Whether a row says something of the backend as it is now. What could not run then was not measured."""
+    if row is None or row.version != registry.version_of(candidate.backend):
+        return False
+    return row.status in (*TIMED, "failed", "incorrect", "not_measured")
+
+
+def _best(rows: Mapping[str, Row]) -> str | None:
+    timed = {name: row.median_ms for name, row in rows.items() if row.median_ms is not None}
+    return min(timed, key=lambda name: timed[name], default=None)
+
+
+def _waiting(decision: Decision, budget_ms: float) -> set[str]:
+    rows = decision.candidates
+    return {row.backend for row in rows if row.need_ms is not None and row.need_ms <= budget_ms}
+
+
+def refresh(decision: Decision) -> Decision:
+    """The same, known to hold in the surroundings of now; kept so."""
+    now = environment_now()
+    if decision.source == "measured":
+        Store(cache_folder()).amend(decision, environment=now)
+    return msgspec.structs.replace(decision, environment=now)
+
+
+def predict(problem: Problem, found: list[Candidate]) -> learned.Prediction | None:
+    """What evidence from other sizes says of a problem that was never measured."""
+    where, plain = silicon(problem.device), problem.to_dict()
+    able = [each.id for each in found if each.row is None]
+    return learned.predict(plain, evidence(where, group_of(plain)), able, versions()) if able else None
+
+
+def evidence(where: str, group: str) -> learned.Evidence:
+    """Every decision of a group: the user's, and the shipped ones of which the user has none."""
+    known = _evidence.get((where, group))
+    if known is None:
+        mine = Store(cache_folder()).group(where, group)
+        keys = {decision.key for decision in mine}
+        given = [d for d in shipped(where).values() if d.group == group and d.key not in keys]
+        known = _evidence[where, group] = learned.Evidence([*given, *mine])
+    return known
+
+
+def note(decision: Decision) -> None:
+    """A decision that was just made is evidence from now on."""
+    known = _evidence.get((decision.silicon, decision.group))
+    if known is not None:
+        known.add(decision)
+
+
+def learned_decision(problem: Problem, said: learned.Prediction, found: list[Candidate], created: str) -> Decision:
+    """A prediction as a decision; it is kept in this process only, since evidence to come may know better."""
+    where, plain = silicon(problem.device), problem.to_dict()
+    return Decision(
+        key=problem.key(where),
+        silicon=where,
+        group=group_of(plain),
+        title=str(problem),
+        problem=plain,
+        choice=said.backend,
+        order=said.order,
+        source="learned",
+        candidates=tuple(_predicted(each, said) for each in found),
+        provenance=provenance(problem.device),
+        created=created,
+        confidence=said.confidence,
+        evidence=said.evidence,
+    )
+
+
+def _predicted(each: Candidate, said: learned.Prediction) -> Row:
+    if each.row is not None:
+        return each.row
+    version = registry.version_of(each.backend)
+    if each.id == (said.backend, said.order):
+        reason = f"by {len(said.evidence)} measured neighbours, confidence {said.confidence:.2f}"
+        return Row(backend=each.name, order=each.order, status="chosen", reason=reason, version=version)
+    ratio = said.ratios.get(each.id)
+    reason = "no neighbour measured it" if ratio is None else f"predicted at {ratio:.2f} times the chosen one's time"
+    return Row(backend=each.name, order=each.order, status="not_measured", reason=reason, version=version)
