@@ -132,6 +132,8 @@ class _Worker:
                 finally:  # `_close` may be what is stopped, and only one of them
                     job.done.set()
                 del job  # while it waits, it holds nothing of the caller's
+            for _ in range(100 * self.stopping):
+                pass  # what it was told too late arrives here: left over, it would keep CPython looking for ever
 
     def _open(self) -> bool:
         """Whether there is still time: on a busy machine it may be over before this thread had its turn."""
@@ -140,10 +142,13 @@ class _Worker:
         return self.running
 
     def _close(self) -> None:
-        """From here on the thread is not told to stop; what it was told too late is taken back."""
+        """From here on the thread is not told to stop.
+
+        What it was told too late must not be taken back: `PyThreadState_SetAsyncExc` with NULL asks every thread to
+        look for an exception that none finds, so that all go on looking, and under a profiler or debugger do no more.
+        """
         with self.ending:
             self.running = False
-        _raise_in(threading.get_ident(), None)
 
     def _next(self) -> _Job[Any] | None:
         while True:
@@ -208,8 +213,8 @@ def retire() -> None:
             worker.thread.join()
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind and ctypes.py_object(kind))
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 class _TorchState:

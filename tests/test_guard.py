@@ -626,3 +626,42 @@ def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not device_lost(CPU)
     assert device_lost(CUDA)
     assert asked == [CUDA]
+
+
+# --- profilers and debuggers ------------------------------------------------------------------------------------------
+
+PROFILED = """
+import cProfile, time
+from attn_dispatch import guard
+
+
+def work():
+    return sum(abs(i) for i in range(1000))
+
+
+def forever():
+    while True:
+        pass
+
+
+profile = cProfile.Profile()
+profile.enable()
+for _ in range(3):
+    assert guard.run_guarded(work, 5) == work()
+for endless in (forever, lambda: time.sleep(0.3)):
+    try:
+        guard.run_guarded(endless, 0.1)
+    except guard.TimedOut:
+        pass
+    work()
+time.sleep(0.5)
+work()
+profile.disable()
+print("done")
+"""
+
+
+def test_profiled_code_goes_on() -> None:
+    """A request to look for an exception that nobody takes makes a traced interpreter look for ever."""
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("done\n", "")
