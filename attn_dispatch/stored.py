@@ -66,10 +66,11 @@ def read(problem: Problem) -> Decision | None:
     """What is kept under the problem's key, as it is, if it is this problem's."""
     where, plain = silicon(problem.device), problem.to_dict()
     key, group = problem.key(where), group_of(plain)
-    for decision in (Store(cache_folder()).get(where, group, key), shipped(where).get(key)):
-        if decision is not None and _same(problem, decision, where, key):
-            return decision
-    return None
+    mine = Store(cache_folder()).get(where, group, key)
+    if mine is not None and _same(problem, mine, where, key):
+        return mine
+    given = shipped(where).get(key)
+    return given if given is not None and _same(problem, given, where, key) else None
 
 
 def _same(problem: Problem, decision: Decision, where: str, key: str) -> bool:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import timeit
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,15 +81,15 @@ gc.collect()
 """
 FIRST = "start = time.perf_counter(); {call}; print((time.perf_counter() - start) * 1e3)"
 BY_ATTEND = FIRST.format(call="attend(q, k, v, Dense())") + "; assert counters()['loaded'] == 1"
-DIRECT = "problem = Problem.of(q, k, v, Dense()); run = registry.load({choice!r}).run; gc.collect(); " + FIRST.format(
-    call="run(q, k, v, problem)"
+DIRECT = "problem = Problem.of(q, k, v, Dense()); gc.collect(); " + FIRST.format(
+    call="registry.load({choice!r}).run(q, k, v, problem)"
 )
 DECIDE = "attend(q, k, v, Dense()); print(explain(q, k, v, Dense()).choice)"
 
 
 def warm_first(pairs: int = 15) -> dict[str, Any]:
     """Milliseconds that attend() adds to the first call in a new process that has loaded torch and this package, where
-    the decision is on disk: pairs of processes, one with each call.
+    the decision is on disk: pairs of processes, one with each call. Both load the backend's module.
     """
     choice = fresh(DECIDE).strip()
     added, alone = [], []
@@ -107,19 +108,28 @@ def warm_first(pairs: int = 15) -> dict[str, Any]:
 
 def fresh(code: str) -> str:
     """What a new process prints."""
-    code = READY.format(shape=SHAPE) + code
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return python(READY.format(shape=SHAPE) + code)
+
+
+@cache
+def compiled() -> str:
+    """A folder for compiled modules, as an installation has them, whatever this process was told."""
+    return tempfile.mkdtemp()
+
+
+def python(code: str) -> str:
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    surroundings["PYTHONPYCACHEPREFIX"] = compiled()
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=surroundings).stdout
 
 
 def import_ms(statement: str, rounds: int = 15) -> Callable[[], float]:
     code = f"import torch, time; t = time.perf_counter(); {statement}; print((time.perf_counter() - t) * 1e3)"
 
     def run() -> float:
-        seen = [
-            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-            for _ in range(rounds)
-        ]
-        return statistics.median(float(one.stdout) for one in seen)
+        python(code)
+        return statistics.median(float(python(code)) for _ in range(rounds))
 
     return run
 
