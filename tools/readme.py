@@ -119,9 +119,47 @@ def others(longnet: Any, dispatch: Any, routes: Any) -> str:
         hit = dispatch[name]
         added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
         rows.append((f"what `attend()` adds on a hit to the call {about}", added, again))
+    warm = dispatch["warm_first_ms"]
+    added = f"{warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to {warm['high_ms']:.1f}) to {warm['direct_ms']:.1f} ms"
+    rows.append(
+        ("what the first `attend()` of a process adds, its decision on disk, to the first direct call", added, again)
+    )
     imported = f"{dispatch['import_attend_after_torch_ms']:.0f} ms"
     rows.append(("`from attn_dispatch import attend`, after torch", imported, again))
     return table(rows)
+
+
+def trust(found: Any) -> str:
+    close, naive, grey = found["choice"]["close"], found["choice"]["close_naive"], found["choice"]["grey_zone"]
+    killed, mutated = found["store"]["killed"], found["store"]["mutated"]
+    rows = [("what may go wrong", "seen"), ("---", "---")]
+    about = f"{found['choice']['retunings']} re-tunings of 5 candidates 0.5 % apart, 3 % noise"
+    flips = f"{close['independent_flips']:.1%} other winners, none more than {close['worst']:.1%} off the best"
+    rows.append((about, f"{flips} (least mean of 5 runs: {naive['independent_flips']:.0%} other winners)"))
+    proven = ", ".join(f"{gain} faster {share:.0%}" for gain, share in grey["noise 3%, calls of 1 ms"].items())
+    rows.append(("how often a faster challenger is proven to be so, 3 % noise, calls of 1 ms", proven))
+    for one in found["learned"]["planted"]:
+        about = f"choices for sizes never measured, planted surfaces with crossovers, {one['per_octave']} per octave"
+        rows.append((about, regrets(one["unseen"]) + "; leave-one-out " + regrets(one["leave_one_out"])))
+    rows.append(("the same, leave-one-out on measurements of this machine", regrets(found["learned"]["real"]["total"])))
+    about = f"{killed['processes']} processes, {killed['decisions']:,} decisions, {killed['kills']} kills"
+    rows.append((about, f"{killed['lost']} lost, {killed['parse_errors']} unreadable"))
+    about = f"{mutated['mutations']:,} damaged and forged decision files"
+    rows.append((about, f"{mutated['crashes']} crashes, {mutated['wrong_accepted']} wrong ones accepted"))
+    storm = found["storm"]
+    about = f"{storm['problems']:,} problems in turn, each met once"
+    rows.append((about, f"{storm['measured']} measured, {storm['learned']:,} learned, in {storm['seconds']:.0f} s"))
+    inspect = found["inspect"]
+    about = f"`attn-dispatch inspect` over {inspect['decisions']:,} decisions; `inspect --help`"
+    rows.append((about, f"{inspect['inspect_s']:.1f} s; {inspect['help_s']:.2f} s"))
+    return "Trust, by `python -m tools.bench_trust`; winners and planted surfaces on a simulated clock.\n\n" + table(
+        rows
+    )
+
+
+def regrets(one: Any) -> str:
+    """How much slower than the best."""
+    return f"{one['mean']:.1%} slower than the best on average, 95 % within {one['p95']:.1%}"
 
 
 def figures() -> str:
@@ -147,6 +185,7 @@ def figures() -> str:
         rivals(found),
         ragged(found),
         plain(found),
+        trust(load("trust")),
         others(longnet, load("dispatch"), load("routes")),
     )
     return "\n\n".join(parts)
