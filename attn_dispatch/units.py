@@ -21,6 +21,20 @@ def milliseconds(value: float) -> str:
     return f"{value:g} ms" if value >= 1 else f"{value * 1000:g} us"
 
 
+def one_line(error: BaseException) -> str:
+    """The kind and the text of an error on one line, whatever it holds."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - an error of somebody else's may fail to tell of itself
+        text = type(error).__name__
+    return printable(" ".join(text.split()))[:500]
+
+
+def printable(text: str) -> str:
+    """Without what no file can hold and no terminal should be told."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
 def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Lines with columns of equal width; the named columns to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
