@@ -40,7 +40,7 @@ PATTERNS: tuple[Pattern, ...] = (
 DTYPES = (torch.float32, torch.bfloat16)
 HEADS, HEAD_DIM = 4, 64
 REAL_OCTAVES = (8, 12)
-REAL_BUDGET_S = 180.0
+REAL_BUDGET_S = 110.0
 
 
 def figures(quick: bool = False) -> dict[str, Any]:
