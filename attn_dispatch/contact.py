@@ -46,8 +46,8 @@ _OVER = b"over\n"
 
 _held: dict[Path, int] = {}  # markers of this process, with the descriptors that hold their locks
 _noted: set[int] = set()  # signals whose arrival is being written into a marker
-_finalized: set[int] = set()  # this process, once multiprocessing is to call `_end`
 _changing = threading.Lock()  # of these two
+_finalized: set[int] = set()  # this process, once multiprocessing is to call `_end`
 
 
 class Process(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ import msgspec
 from attn_dispatch import sealed
 from attn_dispatch.contact import SILICON, Dead, contact, dead, digest, listed, place_of
 from attn_dispatch.logging import say_once
+from attn_dispatch.units import printable
 
 __all__ = ["Entry", "Kind", "Quarantine", "contact", "silicons", "sweep"]
 
@@ -224,7 +225,7 @@ def _printable(entry: Entry) -> Entry:
 
 
 def _one_line(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))[:4000]
+    return printable(" ".join(text.split()))[:4000]
 
 
 def _unlink(path: Path) -> None:

@@ -21,8 +21,16 @@ def milliseconds(value: float) -> str:
     return f"{value:g} ms" if value >= 1 else f"{value * 1000:g} us"
 
 
+def printable(text: str) -> str:
+    """One line without what a terminal would act on: others wrote some of these texts."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else " " if each.isspace() else "?" for each in text)
+
+
 def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Lines with columns of equal width; the named columns to the left, numbers to the right."""
+    """Printable lines with columns of equal width; the named columns to the left, numbers to the right."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
