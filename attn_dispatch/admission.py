@@ -5,6 +5,8 @@ Whatever goes wrong is data: a status and a reason, and for what must not be met
 
 from __future__ import annotations
 
+import importlib
+import math
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import torch
 from attn_dispatch import guard, measure, registry
 from attn_dispatch.candidates import Candidate
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.example import Example
+from attn_dispatch.example import Example, make
 from attn_dispatch.group import group_of
 from attn_dispatch.hazards import HardCase, class_key, hard_cases
 from attn_dispatch.logging import logger
@@ -27,11 +29,13 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.quarantine import Entry, Kind, Quarantine, contact
 from attn_dispatch.settings import timeout_s
 from attn_dispatch.store import cache_folder
+from attn_dispatch.units import one_line
 from attn_dispatch.verify import Gate
 
 T = TypeVar("T")
 
 PATIENCE = 20.0  #: how many times slower than in its hard cases a backend may be before it counts as hung
+PREPARE_PATIENCE = 10.0  #: times the time limit of a call, for what a backend compiles once
 COMPILED_CASES = 2  #: large scores, and uneven lengths with rows without keys
 
 # Seconds per operation in the hard cases of a class that a version has passed in this process.
@@ -50,13 +54,14 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """It may not: `failed` or `incorrect`, and why."""
+    """It may not: `failed` or `incorrect`, and why. `kept_out`: whether its version is quarantined as a whole."""
 
     status: str
     reason: str
     first_ms: float | None = None
     peak_bytes: int | None = None
     error: float | None = None
+    kept_out: bool = False
 
 
 @dataclass
@@ -72,6 +77,8 @@ class Gatekeeper:
 
     def __post_init__(self) -> None:
         start = time.perf_counter()
+        # Loaded by the first kernel that keeps out of compiled graphs: a second or more, which is no backend's time.
+        importlib.import_module("torch._dynamo")
         self._gate = Gate.of(self.example)
         self._cases = hard_cases(self.problem)
         self.outside_s = time.perf_counter() - start
@@ -88,6 +95,20 @@ class Gatekeeper:
         """What it says it takes to build before its first results, here and for the hard cases still to be passed."""
         asked = [self.problem, *(case.problem for case in self._cases_for(candidate))]
         return sum(first_call_ms(candidate, problem) for problem in asked)
+
+    def prepare(self, candidate: Candidate, call: Callable[[], object]) -> Rejected | None:
+        """What a backend does once on a machine; why it cannot be tried, if that fails."""
+        version, where = registry.version_of(candidate.backend), silicon(self.problem.device)
+        limit_s = PREPARE_PATIENCE * timeout_s()
+        try:
+            with contact(cache_folder(), where, candidate.name, version, "what it prepares", patience_s=limit_s):
+                guard.run_guarded(call, limit_s)
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
+            text, hung = one_line(error), isinstance(error, guard.TimedOut)
+            if hung:
+                self._quarantine(candidate, version, "hung", f"preparing: {text}")
+            return Rejected("failed", text, kept_out=hung and candidate.name != registry.LAST_RESORT)
+        return None
 
     def admit(self, candidate: Candidate) -> Admitted | Rejected:
         """Run and compare.
@@ -111,7 +132,7 @@ class Gatekeeper:
                 raise BackendFailed(f"{candidate.name} left {self.problem.device} unusable: {text}") from error
             if kind is not None:
                 self._quarantine(candidate, version, kind, text)
-            return Rejected("failed", text)
+            return Rejected("failed", text, kept_out=kind is not None and candidate.name != registry.LAST_RESORT)
 
     def _admit(self, candidate: Candidate, version: str | None, needed: int) -> Admitted | Rejected:
         failures, rate = self._hard_cases(candidate, version)
@@ -133,7 +154,7 @@ class Gatekeeper:
         lie = guard.lied(peak, needed, self.problem.device.type)
         if lie is not None:
             self._quarantine(candidate, version, "memory", lie)
-            return Rejected("failed", lie, first_ms, peak, error)
+            return Rejected("failed", lie, first_ms, peak, error, kept_out=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, verdict.error)
 
     def _cases_for(self, candidate: Candidate) -> list[HardCase]:
@@ -163,8 +184,29 @@ class Gatekeeper:
             failures = list(case.check(found).failures)
             if failures:
                 return failures, rate
-        _passed[key] = rate
-        return [], rate
+        failures = self._again(candidate)
+        if not failures:
+            _passed[key] = rate
+        return failures, rate
+
+    def _again(self, candidate: Candidate) -> list[str]:
+        """A second call on the same tensors with other values: what the first gave must stay, and not come again."""
+        cases = [case for case in self._cases if not case.refused_by(candidate.backend)]
+        if not cases:
+            return []
+        gate = Gate.of(make(cases[min(1, len(cases) - 1)].problem))
+        limit_s = timeout_s() + 10 * first_call_ms(candidate, gate.example.problem) / 1e3
+        first = self._guarded(partial(gate.run, candidate.backend), limit_s)["out"]
+        known = first.clone()
+        with torch.no_grad():
+            gate.example.v.neg_()
+        second = self._guarded(partial(gate.run, candidate.backend), limit_s)["out"]
+        if not torch.equal(first, known):
+            return ["another call: what the first one returned has changed"]
+        found = gate.check({"out": -second})  # attention is linear in v
+        return [
+            f"another call on the same tensors: {failure}" for failure in found.failures if failure.startswith("out")
+        ]
 
     def _checked_run(self, candidate: Candidate, limit_s: float) -> tuple[dict[str, torch.Tensor], int | None, float]:
         """What the gate compares, the peak of memory in bytes, and milliseconds."""
@@ -182,11 +224,17 @@ class Gatekeeper:
     def _guarded(self, call: Callable[[], T], limit_s: float) -> T:
         """Within limits of time and memory."""
 
+        held: list[int] = []
+
         def capped() -> T:
-            with guard.capped(self.problem.device):
+            with guard.capped(self.problem.device, held):
                 return call()
 
-        return guard.run_guarded(capped, limit_s)
+        try:
+            return guard.run_guarded(capped, limit_s)
+        except guard.TimedOut:
+            guard.lift(held)
+            raise
 
     def _incorrect(
         self,
@@ -234,20 +282,27 @@ def work(candidate: Candidate, problem: Problem) -> float:
     return max(1.0, float(count if count is not None else 4 * pairs * problem.head_dim))
 
 
-def flops(candidate: Candidate, problem: Problem) -> int | None:
-    count = getattr(candidate.backend, "flops", None)
-    return None if count is None else int(count(problem))
+def flops(candidate: Candidate, problem: Problem) -> float | None:
+    """The backend's own count of operations, or None where it gives none that is a number."""
+    return _number(getattr(candidate.backend, "flops", None), problem)
 
 
 def first_call_ms(candidate: Candidate, problem: Problem) -> float:
-    estimate = getattr(candidate.backend, "first_call_ms", None)
-    return 0.0 if estimate is None else float(estimate(problem))
+    """What the backend says its first call takes beyond a later one; 0 where it says nothing that is a number."""
+    return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
+
+
+def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:
+    """A plug-in's estimate, if it is a number >= 0."""
+    if estimate is None:
+        return None
+    try:
+        value = float(estimate(problem))  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.quarantine import Quarantine
 from attn_dispatch.store import Row, cache_folder
-from attn_dispatch.units import gib
+from attn_dispatch.units import gib, one_line, printable
 
 MEMORY_SHARE = 0.8  #: of what is free; the rest is for what the estimate cannot know
 
@@ -61,15 +62,17 @@ def candidate(problem: Problem, name: str) -> Candidate:
 def _candidate(backend: Backend, problem: Problem, free: int, beside: int) -> Candidate:
     def ruled_out(status: str, reason: str) -> Candidate:
         version = registry.version_of(backend)
-        row = Row(backend=backend.name, order=NATURAL, status=status, reason=reason, version=version)
+        row = Row(backend=backend.name, order=NATURAL, status=status, reason=printable(reason), version=version)
         return Candidate(backend, NATURAL, row)
 
     try:
-        refusals = backend.refusals(problem)
+        refusals = list(backend.refusals(problem))
         codes, reason = {refusal.code for refusal in refusals}, "; ".join(refusal.text for refusal in refusals)
-        workspace = 0 if refusals else backend.workspace_bytes(problem)
+        workspace = 0 if refusals else operator.index(backend.workspace_bytes(problem))
+        if workspace < 0:
+            raise ValueError(f"{workspace} bytes")
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
-        return ruled_out("failed", f"refusals or workspace_bytes raised {type(error).__name__}: {error}")
+        return ruled_out("failed", f"refusals or workspace_bytes: {one_line(error)}")
     if refusals:
         status = next((code for code in ("not_installed", "over_memory") if code in codes), "unsupported")
         return ruled_out(status, reason)

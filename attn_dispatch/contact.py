@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -90,6 +91,29 @@ class Dead(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float
 
 
+@dataclass
+class Contact:
+    """A marker that is kept. While its trial rests, a process that dies does not die of it."""
+
+    path: Path
+    size: int = 0
+
+    def rest(self) -> None:
+        """Until `resume`, the trial is over."""
+        handle = _held.get(self.path)
+        if handle is not None:
+            with suppress(OSError):
+                self.size = os.fstat(handle).st_size
+                os.write(handle, _OVER)
+
+    def resume(self) -> None:
+        """The trial goes on."""
+        handle = _held.get(self.path)
+        if handle is not None and self.size:
+            with suppress(OSError):
+                os.ftruncate(handle, self.size)
+
+
 @contextmanager
 def contact(
     folder: Path,
@@ -100,7 +124,7 @@ def contact(
     scope: str = "",
     *,
     patience_s: float | None = None,
-) -> Iterator[None]:
+) -> Iterator[Contact]:
     """Keep a marker on disk while a backend is tried on a problem.
 
     Args:
@@ -119,7 +143,7 @@ def contact(
             _mark(path, backend, version, silicon, title, scope, patience_s)
         except OSError as error:
             say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
-        yield
+        yield Contact(path)
     finally:
         _unmark(path)
 

@@ -6,16 +6,18 @@ pass and its recomputation go the same way.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch import order as orders
 from attn_dispatch import registry, settings, stored
@@ -35,6 +37,8 @@ SURE = 0.9  #: confidence from which a neighbour of nearly the same size is beli
 WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
 
 lock = threading.RLock()  #: held while a decision is made: two threads that meet a new problem measure it once
+# Another thread of the parent may hold it at a fork, and does not exist in the child.
+os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 # By silicon too: another number of threads makes the same processor another machine.
 _decided: dict[tuple[str, Problem], Decision] = {}
@@ -80,7 +84,7 @@ def decide(problem: Problem) -> Decision:
     if decision.source in ("learned", "heuristic"):
         _counts[decision.source] += 1
     logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
-    if not capturing(problem.device):  # what a capture could not measure, the next eager call can
+    if not unsettled(problem.device):  # what a capture could not measure, the next eager call can
         _decided[known] = decision
     return decision
 
@@ -142,10 +146,15 @@ def _as_of_now(decision: Decision, found: list[Candidate]) -> Decision:
 
 
 def _row_now(each: Candidate, kept: Row | None, choice: str) -> Row:
-    told = kept is not None and kept.status in ("incorrect", "failed")  # what it was quarantined for, if it is
-    if each.row is not None and each.name != choice and not (told and each.row.status == "quarantined"):
-        return each.row
-    return kept or Row(backend=each.name, order=each.order, status="not_measured", reason="was not there then")
+    if each.row is not None and each.name != choice:
+        # What it was quarantined for on this very problem says more than that it is.
+        told = kept is not None and kept.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
+        return kept if told and kept is not None else each.row
+    reason = "was not there then"
+    if kept is not None and kept.status in ("over_memory", "quarantined", "unsupported", "not_installed"):
+        reason = f"could not run then: {kept.reason}"
+        kept = None
+    return kept or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)
 
 
 def _locked(problem: Problem, kept: stored.Found | None) -> Decision:
@@ -164,8 +173,8 @@ def _locked(problem: Problem, kept: stored.Found | None) -> Decision:
 
 def _measured(problem: Problem, kept: stored.Found | None, found: list[Candidate]) -> Decision | None:
     """Measure what is not known, where and when that is allowed."""
-    if capturing(problem.device) or torch.compiler.is_compiling():
-        logger.warning("not measured while a graph is captured or traced: %s", problem)
+    if unsettled(problem.device):
+        logger.warning("not measured while a graph is captured or traced, or inside torch.func: %s", problem)
     elif not _pace.allows(settings.trial_seconds()):
         logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
     else:
@@ -187,7 +196,7 @@ def measure(
     from attn_dispatch import tuner  # what measures is loaded when there is something to measure
 
     prior, changed = (None, None) if kept is None else (kept.decision, kept.changed or None)
-    with undisturbed(problem.device):
+    with undisturbed(problem.device), _own_randomness(problem):
         return tuner.decide(problem, budget_s, prior=prior, changed=changed, first=first)
 
 
@@ -281,10 +290,27 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def _own_randomness(problem: Problem) -> AbstractContextManager[None]:
+    """The caller's random numbers go on as if there had been no trial.
+
+    Only for dropout: the generator is the whole process's, and numbers that other threads draw meanwhile come again.
+    """
+    if not problem.dropout_p:
+        return nullcontext()
+    return torch.random.fork_rng([problem.device] if problem.device.type == "cuda" else [])
+
+
+def unsettled(device: torch.device) -> bool:
+    """Whether calls are captured, traced or transformed, so that nothing can be timed: the next plain one decides."""
+    level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)  # private
+    transformed = level is not None and level() is not None
+    return capturing(device) or torch.compiler.is_compiling() or transformed
+
+
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Keep a trial and its caller apart: autocast, inference mode, saved-tensor hooks (as checkpointing sets them) and
-    the default device do not reach the trial, and the caller's random numbers go on as if there had been none.
+    the default device and torch's dispatch modes do not reach the trial.
     """
 
     def as_it_is(tensor: Tensor) -> Tensor:
@@ -295,7 +321,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
         torch.device("cpu"),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        _disable_current_modes(),
     ):
         yield
 

@@ -233,7 +233,7 @@ def _new_route(
         )
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        if signature is not None and not decisions.capturing(problem.device):
+        if signature is not None and not decisions.unsettled(problem.device):
             _routes[signature] = route
     return route
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from attn_dispatch.logging import say_once
 from attn_dispatch.memory import available_bytes, cuda_devices, host_psutil, resolve
-from attn_dispatch.units import gib
+from attn_dispatch.units import gib, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRACE_S = 0.5  #: seconds that a call which was told to stop may take for it
+SLICE_S = 0.25  #: seconds
 IDLE_S = 1.0  #: seconds after which a thread without work ends
 CPU_SLACK = 64 << 20  #: bytes: the peak on a CPU is the whole process's
 CUDA_SLACK = 2 << 20  #: bytes: the caching allocator's rounding
@@ -192,7 +194,7 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
     del call
     try:
         worker.submit(job)
-        in_time = job.done.wait(timeout_s)
+        in_time = _wait(job.done, timeout_s)
     except BaseException:
         worker.stop()
         raise
@@ -202,6 +204,16 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
         raise TimedOut(timeout_s, stopped=job.done.wait(GRACE_S))
     _idle.append(worker)
     return job.outcome()
+
+
+def _wait(done: threading.Event, timeout_s: float | None) -> bool:
+    """Wait in slices: time in which the process is stopped counts as one of them."""
+    left = math.inf if timeout_s is None else timeout_s
+    while left > 0:
+        if done.wait(min(left, SLICE_S)):
+            return True
+        left -= SLICE_S
+    return done.is_set()
 
 
 def retire() -> None:
@@ -253,17 +265,26 @@ class _TorchState:
 
 
 @contextmanager
-def capped(device: torch.device) -> Iterator[None]:
+def capped(device: torch.device, held: list[int] | None = None) -> Iterator[None]:
     """Let no more be allocated than `memory.available_bytes` says there is; past that, allocations raise.
 
     On a CPU the process's address space is bounded (RLIMIT_AS): what is mapped and never touched counts too, and
     programs that are started meanwhile inherit it. GNU's OpenMP ends the process if it cannot start a thread, so the
     pool of the calling thread is started first, and others are given room: enter this in the thread that is to run the
     kernel, inside the call of `run_guarded`. On CUDA it is torch's allocator that is bounded. A tighter limit that is
-    there already stays; where none can be set, there is none.
+    there already stays; where none can be set, there is none. `held` is filled with what `lift` takes.
     """
-    with _capped_allocator(device) if device.type == "cuda" else _capped_address_space(device):
+    with _capped_allocator(device) if device.type == "cuda" else _capped_address_space(device, held):
         yield
+
+
+def lift(held: list[int]) -> None:
+    """End caps from outside: a thread that is left behind does not come to it. `held` is what `capped` was given."""
+    with _capping:
+        for cap in held:
+            if cap in _caps:
+                _caps.remove(cap)
+                _apply_caps()
 
 
 _caps: list[int] = []  # bytes of address space, of every trial that runs now
@@ -272,7 +293,7 @@ _capping = threading.Lock()
 
 
 @contextmanager
-def _capped_address_space(device: torch.device) -> Iterator[None]:
+def _capped_address_space(device: torch.device, held: list[int] | None) -> Iterator[None]:
     global _uncapped
     threads = _started_threads()
     cap = available_bytes(device) + threads * THREAD_BYTES + host_psutil().Process().memory_info().vms
@@ -281,6 +302,8 @@ def _capped_address_space(device: torch.device) -> Iterator[None]:
             if not _caps:
                 _uncapped = resource.getrlimit(resource.RLIMIT_AS)
             _caps.append(cap)
+            if held is not None:
+                held.append(cap)
             _apply_caps()
         yield
     finally:
@@ -356,7 +379,7 @@ def is_memory_error(error: BaseException) -> bool:
     seen: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in seen:
-        text = str(link).lower()
+        text = one_line(link).lower()
         if isinstance(link, kinds) or any(each in text for each in MEMORY_TEXTS):
             return True
         seen.append(link)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from attn_dispatch import choice, guard, measure
+from attn_dispatch import choice, guard, measure, registry
 from attn_dispatch.admission import Admitted
 from attn_dispatch.candidates import Candidate
+from attn_dispatch.contact import Contact, contact
 from attn_dispatch.cuda_timing import CudaStopwatch
 from attn_dispatch.example import Example
+from attn_dispatch.machine import silicon
 from attn_dispatch.problem import Problem
-from attn_dispatch.settings import expected_calls
+from attn_dispatch.settings import expected_calls, timeout_s
+from attn_dispatch.stopwatch import HostStopwatch, Stopwatch
+from attn_dispatch.store import cache_folder
 
 ENOUGH_ROUNDS = 10  #: that tell candidates apart which differ by more than a tenth
 FEW_ROUNDS = 4
@@ -97,15 +102,27 @@ class Heat:
 
     def _rounds(self, calls: Calls, budget_s: float | None) -> measure.Turns:
         device = self.problem.device
-        with guard.capped(device):
+        with guard.capped(device), ExitStack() as stack:
+            marked = {call: stack.enter_context(self._marker(name)) for name, call in calls.items()}
+            stopwatch = CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
             return measure.time_in_turns(
                 calls,
                 budget_s=budget_s,
-                stopwatch=CudaStopwatch(device) if device.type == "cuda" else None,
+                stopwatch=_Marked(stopwatch, marked),
                 keep=(self.incumbent,),
                 first_ms={name: self.runners[name][1].call_ms for name in calls},
                 extra_ms={name: self._plan_share_ms(name) for name in calls},
             )
+
+    @contextmanager
+    def _marker(self, name: str) -> Iterator[Contact]:
+        """One marker for each, which counts only while it is this one's turn."""
+        candidate = self.runners[name][0]
+        where, version = silicon(self.problem.device), registry.version_of(candidate.backend)
+        title = str(self.problem)
+        with contact(cache_folder(), where, name, version, title, patience_s=timeout_s()) as kept:
+            kept.rest()
+            yield kept
 
     def _plan_share_ms(self, name: str) -> float:
         """What a call costs for what the first one built, as far as that is known before the race."""
@@ -122,6 +139,35 @@ class Heat:
         rounds = len(timings[rival].samples_ms)
         seems = timings[rival].median_ms < (1 - PROMISE) * known.median_ms
         return rival if seems and rounds < ENOUGH_ROUNDS and rounds == len(known.samples_ms) else None
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A stopwatch; whose sample it takes is known to the next process, should this one die of it."""
+
+    stopwatch: Stopwatch
+    markers: Mapping[Callable[[], object], Contact]
+
+    def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
+        with self._marked(call):
+            return self.stopwatch.mean_ms(call, repeats)
+
+    def host_ms(self, call: Callable[[], object]) -> float | None:
+        with self._marked(call):
+            return self.stopwatch.host_ms(call)
+
+    def cold_ms(self, call: Callable[[], object]) -> float | None:
+        with self._marked(call):
+            return self.stopwatch.cold_ms(call)
+
+    @contextmanager
+    def _marked(self, call: Callable[[], object]) -> Iterator[None]:
+        marker = self.markers[call]
+        marker.resume()
+        try:
+            yield
+        finally:
+            marker.rest()
 
 
 def _joined(turns: measure.Turns, more: measure.Turns) -> measure.Turns:

@@ -52,6 +52,9 @@ def profile(
     if budget_s is not None and not budget_s > 0:
         raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
     chosen = read_record(problems) if isinstance(problems, str | os.PathLike) else list(problems)
+    for problem in chosen:
+        if not isinstance(problem, Problem):
+            raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
     end = None if budget_s is None else time.monotonic() + budget_s
     found = []
     with _bar(len(chosen), progress) as advance:
@@ -117,6 +120,11 @@ def problem_of(
 
 def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     """What holds is left alone, unless live calls told otherwise; what changed is measured by itself."""
+    with decisions.lock:  # another thread may meet the same problem
+        return _settle_alone(problem, share_s, force)
+
+
+def _settle_alone(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     budget_ms = math.inf if share_s is None else share_s * 1e3
     kept = stored.look_up(problem, budget_ms)
     if kept is not None and kept.holds and kept.decision.drift is None and not force:

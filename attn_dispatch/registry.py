@@ -10,6 +10,7 @@ from typing import cast
 from attn_dispatch.contract import Backend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.logging import say_once
+from attn_dispatch.units import one_line
 
 GROUP = "attn_dispatch.backends"
 #: In the order in which the static heuristic, which measures nothing, tries them: PyTorch's own choice first.
@@ -85,12 +86,17 @@ def backends() -> list[Backend]:
 def version_of(backend: Backend) -> str | None:
     """The backend's version, or None where its package is missing or it cannot say."""
     try:
-        return backend.version()
+        return _plain_text(backend.version())
     except ImportError:  # PackageNotFoundError is one too
         return None
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
-        say_once(f"{backend.name} has no version: {type(error).__name__}: {error}")
+        say_once(f"{backend.name} has no version: {one_line(error)}")
         return None
+
+
+def _plain_text(version: object) -> str | None:
+    """A plain string that can be written: versions are often of classes of their own, such as torch's."""
+    return None if version is None else "".join(c if c.isprintable() else "?" for c in str.__str__(str(version)))
 
 
 @cache

@@ -22,6 +22,7 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row, Store, cache_folder, shipped
 
 TIMED = ("chosen", "slower", "tie")
+PASSING = ("over_memory", "quarantined", "incorrect")  #: what a candidate may be for a while
 
 # Decisions of a group as they were first read, and those made since: by silicon and group.
 _evidence: dict[tuple[str, str], learned.Evidence] = {}
@@ -55,7 +56,9 @@ def look_up(problem: Problem, budget_ms: float) -> Found | None:
     if decision is None:
         return None
     waiting = _waiting(decision, budget_ms)
-    if not waiting and decision.environment == environment_now():
+    # What could not run for the moment, or was kept out, may be able by now.
+    passing = any(row.status in PASSING for row in decision.candidates)
+    if not waiting and not passing and decision.environment == environment_now():
         with suppress(InvalidInput):  # a backend that is registered elsewhere
             if candidate(problem, decision.choice).row is None:
                 return Found(decision, decision.choice)
@@ -97,7 +100,9 @@ def _current(row: Row | None, candidate: Candidate) -> bool:
     """Whether a row says something of the backend as it is now. What could not run then was not measured."""
     if row is None or row.version != registry.version_of(candidate.backend):
         return False
-    return row.status in (*TIMED, "failed", "incorrect", "not_measured")
+    # What gave wrong results is in quarantine; where it can run, that was lifted. The last resort never is kept out.
+    wrong = row.status == "incorrect" and candidate.name == registry.LAST_RESORT
+    return wrong or row.status in (*TIMED, "failed", "not_measured")
 
 
 def _best(rows: Mapping[str, Row]) -> str | None:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from attn_dispatch import choice, measure, registry
-from attn_dispatch.admission import Admitted, Gatekeeper, Rejected, flops, one_line
+from attn_dispatch.admission import Admitted, Gatekeeper, Rejected, flops
 from attn_dispatch.candidates import Candidate, candidates, environment_now
 from attn_dispatch.example import Example, example_bytes, make
 from attn_dispatch.group import group_of
@@ -26,6 +26,7 @@ from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row
+from attn_dispatch.units import one_line, printable
 
 GENEROUS = 2.0  #: how many times the incumbent's rate a candidate is believed capable of, before it is tried
 
@@ -116,7 +117,7 @@ class _Trial:
         for candidate in self.runners:
             reason, need_s = self._too_long(candidate, gate)
             if reason:
-                self.rows[candidate.name] = _row(candidate, "not_measured", reason, need_ms=_ms(need_s))
+                self.rows[candidate.name] = _row(candidate, "not_measured", reason, need_ms=_finite(_ms(need_s)))
                 continue
             before_s = gate.outside_s
             self._admit(candidate, gate)
@@ -170,7 +171,7 @@ class _Trial:
                 f"{left_s:.3g} s of the budget left: `attn-dispatch profile --full` measures it"
             ), first_s
         work = [flops(each, self.problem) for each in (candidate, pacemaker)]
-        if work[0] is None or work[1] is None:
+        if work[0] is None or not work[1]:
             return "", 0.0
         ratio = work[0] / work[1]
         least_s = self.admitted[pacemaker.name].call_ms / 1e3 * ratio / GENEROUS
@@ -189,32 +190,29 @@ class _Trial:
         return "", 0.0
 
     def _admit(self, candidate: Candidate, gate: Gatekeeper) -> None:
-        found = self._prepare(candidate) or gate.admit(candidate)
+        found = self._prepare(candidate, gate) or gate.admit(candidate)
         if isinstance(found, Admitted):
             self.admitted[candidate.name] = found
             return
         self.rows[candidate.name] = _row(
             candidate,
-            found.status,
+            "quarantined" if found.kept_out else found.status,
             found.reason,
             first_ms=found.first_ms,
             peak_bytes=found.peak_bytes,
             error=found.error,
         )
 
-    def _prepare(self, candidate: Candidate) -> Rejected | None:
+    def _prepare(self, candidate: Candidate, gate: Gatekeeper) -> Rejected | None:
         """What is done once on a machine is no part of this problem's budget."""
         prepare = getattr(candidate.backend, "prepare", None)
         if prepare is None:
             return None
         start = time.perf_counter()
         try:
-            prepare()
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
-            return Rejected("failed", one_line(error))
+            return gate.prepare(candidate, prepare)
         finally:
             self.outside_s += time.perf_counter() - start
-        return None
 
     def _race(self, example: Example) -> None:
         incumbent = self._incumbent()
@@ -242,7 +240,7 @@ class _Trial:
             candidates=tuple(self._final_rows()),
             provenance=provenance(self.problem.device),
             created=_now(),
-            budget_ms=None if self.budget_s is None else self.budget_s * 1e3,
+            budget_ms=None if self.budget_s is None else _finite(self.budget_s * 1e3),
             elapsed_ms=_ms(time.perf_counter() - self.start),
             environment=environment_now(),
         )
@@ -264,7 +262,7 @@ class _Trial:
             elif candidate.row is not None:
                 yield candidate.row
             else:
-                yield self._kept(earlier[name], self.heat)
+                yield self._kept(earlier.get(name), candidate, self.heat)
 
     def _timed(self, candidate: Candidate, outcome: choice.Outcome, timing: measure.Timing) -> Row:
         admitted = self.admitted[candidate.name]
@@ -306,9 +304,11 @@ class _Trial:
             return row
         return msgspec.structs.replace(row, need_ms=max(row.need_ms, 2 * earlier.need_ms))
 
-    def _kept(self, row: Row, heat: Heat) -> Row:
+    def _kept(self, row: Row | None, candidate: Candidate, heat: Heat) -> Row:
         """A row that was not measured again, told against what is chosen now."""
         assert self.chosen is not None
+        if row is None:
+            return _row(candidate, "not_measured", "was not there when the trial began")
         if row.status not in ("chosen", "slower", "tie") or row.low_ms is None:
             return row
         best = heat.turns.timings[self.chosen]
@@ -321,7 +321,7 @@ def _row(candidate: Candidate, status: str, reason: str, **measured: float | Non
         backend=candidate.name,
         order=candidate.order,
         status=status,
-        reason=reason,
+        reason=printable(reason),
         version=registry.version_of(candidate.backend),
         workspace_bytes=candidate.workspace_bytes,
         measured=_now(),

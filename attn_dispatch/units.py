@@ -21,11 +21,20 @@ def milliseconds(value: float) -> str:
     return f"{value:g} ms" if value >= 1 else f"{value * 1000:g} us"
 
 
+def one_line(error: BaseException) -> str:
+    """The kind and the text of an error on one line, whatever it holds."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - an error of somebody else's may fail to tell of itself
+        text = type(error).__name__
+    return printable(" ".join(text.split()))[:500]
+
+
 def printable(text: str) -> str:
-    """One line without what a terminal would act on: others wrote some of these texts."""
+    """On one line, without what no file can hold and no terminal should be told."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else " " if each.isspace() else "?" for each in text)
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:

@@ -208,7 +208,8 @@ class _Sample:
         q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
         score = scale * torch.einsum("bqhd,bkhd->bhqk", q, keys).max()
         terms = math.sqrt(problem.head_dim + problem.k_len)
-        growth = last / 2 + sums * (terms + float(score))
+        # A score's products may all be rounded alike, where the scale is multiplied into q or k beforehand.
+        growth = last / 2 + sums * (terms + (1 + math.sqrt(problem.head_dim)) * float(score))
         # Results so small that they underflow have an absolute error besides.
         least = terms * last * torch.finfo(problem.dtype).smallest_normal
         rounded = {name: least + last * _largest(value) for name, value in exact.items()}

@@ -276,7 +276,7 @@ def test_the_slowest_are_left_out_where_time_is_short(alone: Alone) -> None:
     assert decision.choice == "fast"
     assert (row(decision, "far").status, row(decision, "far").median_ms) == ("not_measured", None)
     assert "times as long as the fastest's, and the budget was short" in row(decision, "far").reason
-    assert far.calls <= 2 + COMPILED_CASES
+    assert far.calls <= 2 + COMPILED_CASES + 2
     assert min(row(decision, name).rounds or 0 for name in ("fast", "close")) >= 5
 
 
