@@ -4,17 +4,13 @@ make the same bytes. What is read was written by somebody else: every decision i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 
-from attn_dispatch.entry import MOST_BYTES, SCHEMA, WRONG, Damaged, Decision, canonical, decode, encode
+from attn_dispatch.entry import MOST_BYTES, SCHEMA, WRONG, Damaged, Decision, decode, encode
 from attn_dispatch.older import decode_one
-
-# A control character, as JSON writes it: it could make a terminal show something else than what is there.
-CONTROL = re.compile(rb"(?<!\\)(?:\\\\)*\\(?:u00[01][0-9a-f](?<!u000[9ad])|u007f|b|f)|\x7f|\xc2[\x80-\x9f]")
 
 
 class Refused(NamedTuple):
@@ -63,8 +59,6 @@ def _read(raw: bytes, number: int) -> Decision | Refused:
         outer = msgspec.json.decode(raw, type=Outer)
         what += f", key {outer.key[:20]!r}"
         found = decode_one(raw) if outer.schema == 1 else decode(raw)
-        if CONTROL.search(canonical(found)):
-            raise Damaged("its texts hold control characters")
     except Damaged as error:
         return Refused(what, str(error))
     except WRONG as error:

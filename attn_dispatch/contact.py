@@ -7,8 +7,8 @@ belongs to a process that died. The lock ends with its process, in containers an
 are passed on. Where a file system has no such locks, a marker is dead when its process is gone, or, if that ran on
 another machine or in another container, after an hour.
 
-A process that is merely told to stop in the meantime (SIGTERM, SIGHUP: schedulers, `timeout`, a closed terminal) says
-so in its marker. Forked children let go of the lock; those that C code forks without telling Python keep it.
+A process that is merely told to stop in the meantime (schedulers, `timeout`, a closed terminal) says so in its marker.
+Forked children let go of the lock; those that C code forks without telling Python keep it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,20 +38,30 @@ from attn_dispatch.logging import say_once
 FOREIGN_S = 3600.0  #: seconds after which an unlocked marker of a process that cannot be looked up is dead
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 PROC = Path("/proc")
+MACHINE_ID = Path("/etc/machine-id")
+#: What schedulers, resource limits and people end processes with. A crash of the process's own is none of these.
+TELLING = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGQUIT")
+)
 _OVER = b"over\n"
 
 _held: dict[Path, int] = {}  # markers of this process, with the descriptors that hold their locks
 _noted: set[int] = set()  # signals whose arrival is being written into a marker
 _changing = threading.Lock()  # of these two
+_finalized: set[int] = set()  # this process, once multiprocessing is to call `_end`
 
 
 class Process(msgspec.Struct, frozen=True):
-    """Which process: a pid means nothing without its start (in clock ticks), its namespace and the machine's boot."""
+    """Which process: a pid means nothing without its start (in clock ticks), its namespace and the machine's boot.
+
+    `host` is the same from boot to boot; empty where there is no telling.
+    """
 
     pid: int
     start: str
     namespace: str
     boot: str
+    host: str = ""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,11 +79,15 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dead(msgspec.Struct, frozen=True, kw_only=True):
-    """A marker whose process is gone: `told_to_stop` where that was by a signal, `after_s` seconds into the trial."""
+    """A marker whose process is gone: `told_to_stop` where that was by a signal, `after_s` seconds into the trial.
+
+    `rebooted` where the machine may have been started anew since, which ends every process.
+    """
 
     path: Path
     marker: Marker
     told_to_stop: bool
+    rebooted: bool
     after_s: float
 
 
@@ -202,6 +217,7 @@ def _mark(
     os.fsync(handle)
     with _changing:
         _note_signals(handle)
+    _end_with_multiprocessing()
 
 
 def _unmark(path: Path) -> None:
@@ -236,27 +252,25 @@ def _note_signals(handle: int | None) -> None:
 
     Python runs its own handlers only when C code returns, so faulthandler's is the one that can be relied on.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if handle is None:
-            if number in _noted:
-                faulthandler.unregister(number)
-        elif number in _noted or _unhandled(number):
+    caught = _caught()
+    for number in TELLING:
+        if signal.getsignal(number) is not signal.SIG_DFL:
+            continue  # one that was set during the trial must not be taken away with ours
+        if number in _noted and (handle is None or not caught >> (number - 1) & 1):
+            faulthandler.unregister(number)
+            _noted.discard(number)
+        if handle is not None and (number in _noted or not caught >> (number - 1) & 1):
             faulthandler.register(number, file=handle, all_threads=False, chain=True)
             _noted.add(number)
-    if handle is None:
-        _noted.clear()
 
 
-def _unhandled(number: int) -> bool:
-    """Whether a signal ends the process. Python does not know of handlers that C code has set."""
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return False
+def _caught() -> int:
+    """The signals that have a handler, as bits: Python does not know of those that C code has set."""
     try:
         status = (PROC / "self" / "status").read_text()
     except OSError:
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return not int(caught, 16) >> (number - 1) & 1
+        return -1
+    return int(next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"), 16)
 
 
 def _let_go() -> None:
@@ -268,6 +282,15 @@ def _let_go() -> None:
         with suppress(OSError):
             os.close(handle)
     _held.clear()
+    _finalized.clear()
+
+
+def _end_with_multiprocessing() -> None:
+    """Its children leave without what `atexit` has been told. Late: a child forgets what its parent registered."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and os.getpid() not in _finalized:
+        _finalized.add(os.getpid())
+        util.Finalize(None, _end, exitpriority=-100)  # after its own children were waited for
 
 
 def _end() -> None:
@@ -307,7 +330,7 @@ def _examined(path: Path, handle: int) -> Dead | None:
         _remove(path)  # its process had no time for that
         return None
     after_s = max(0.0, changed.st_mtime - marker.began)
-    return Dead(path=path, marker=marker, told_to_stop=bool(note), after_s=after_s)
+    return Dead(path=path, marker=marker, told_to_stop=bool(note), rebooted=_rebooted(marker.process), after_s=after_s)
 
 
 def _abandoned(handle: int, marker: Marker) -> bool:
@@ -326,6 +349,13 @@ def _abandoned(handle: int, marker: Marker) -> bool:
     return _is_old(handle)
 
 
+def _rebooted(there: Process) -> bool:
+    """Whether this may be the same machine in a later boot; False where a boot is not known."""
+    here = _this_process()
+    another = here.boot and there.boot and here.boot != there.boot
+    return bool(another) and (here.host == there.host or not here.host or not there.host)
+
+
 def _is_old(handle: int) -> bool:
     return abs(time.time() - os.fstat(handle).st_mtime) > FOREIGN_S
 
@@ -336,13 +366,21 @@ def _this_process() -> Process:
 
 
 @cache
-def _machine() -> tuple[str, str]:
-    """The namespace of this process's pids, and the boot of the machine; empty where there is no telling."""
+def _machine() -> tuple[str, str, str]:
+    """The namespace of this process's pids, the machine's boot and the machine; empty where there is no telling."""
     try:
         namespace = os.readlink(PROC / "self" / "ns" / "pid")
-        return namespace, (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return namespace, (PROC / "sys/kernel/random/boot_id").read_text().strip(), _host()
     except OSError:
-        return "", ""
+        return "", "", ""
+
+
+def _host() -> str:
+    try:
+        name = MACHINE_ID.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+    return digest("attn-dispatch", name) if name else ""  # what it is itself is not for others to see
 
 
 def _start_of(pid: int) -> str:

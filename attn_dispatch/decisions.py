@@ -31,6 +31,7 @@ from attn_dispatch.pace import Pace
 from attn_dispatch.problem import Problem
 from attn_dispatch.settings import mode
 from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed
+from attn_dispatch.units import printable
 
 SURE = 0.9  #: confidence from which a neighbour of nearly the same size is believed without measuring
 WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
@@ -112,7 +113,9 @@ def _taken(kept: stored.Found) -> Decision:
     decision = kept.decision
     _counts["loaded" if decision.source == "measured" else "shipped"] += 1
     if kept.choice != decision.choice:
-        logger.warning("%s cannot run now as was decided, %s can: %s", decision.choice, kept.choice, decision.title)
+        logger.warning(
+            "%s cannot run now as was decided, %s can: %s", decision.choice, kept.choice, printable(decision.title)
+        )
     elif not kept.changed and decision.environment != environment_now():
         decision = stored.refresh(decision)
     return _told(stored.Found(decision, kept.choice, kept.changed))

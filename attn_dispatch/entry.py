@@ -101,6 +101,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     extra: dict[str, Any] = {}
 
 
+MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
+NOT_NEGATIVE = (*MEASURED, "break_even", "rounds", "error")
 FIELDS = frozenset(Decision.__struct_fields__) - {"extra"}
 ROW_FIELDS = frozenset(Row.__struct_fields__) - {"extra"}
 
@@ -189,6 +191,17 @@ def check(decision: Decision) -> None:
     time_of(decision.created)
     for row in decision.candidates:
         time_of(row.measured)
+        _check_numbers(row)
+
+
+def _check_numbers(row: Row) -> None:
+    for name in NOT_NEGATIVE:
+        value = getattr(row, name)
+        if value is not None and value < 0:
+            raise Damaged(f"its {name} of {row.backend} is negative")
+    known = [value for value in (row.low_ms, row.median_ms, row.high_ms) if value is not None]
+    if known != sorted(known):
+        raise Damaged(f"its times of {row.backend} contradict each other")
 
 
 def address_fits(silicon: str, group: str, key: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from attn_dispatch.store import Decision, Drift, Row
-from attn_dispatch.units import align, gib, milliseconds
+from attn_dispatch.units import align, gib, milliseconds, printable
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 LEFT = {0, 1, 7}  #: columns of words
@@ -112,10 +112,8 @@ class Explanation:
             f"problem   {self.problem}",
             f"choice    {choice} ({self.source}{self._confidence()}), key {self.key}",
             *self._drifted(),
-            "",
-            *align([list(HEAD), *self.rows()], LEFT),
         ]
-        return "\n".join(lines)
+        return "\n".join([*map(printable, lines), "", *align([list(HEAD), *self.rows()], LEFT)])
 
     def _confidence(self) -> str:
         if self.confidence is None:

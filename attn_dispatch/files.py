@@ -10,8 +10,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 try:
     import fcntl
@@ -39,17 +39,31 @@ def read(path: str | Path, most: int) -> bytes:
         return _read(path, most)  # another host has replaced the file between look-up and opening
 
 
+def tail(path: str | Path, most: int) -> bytes:
+    """The last bytes of a plain file, `most` of them. Raises OSError."""
+    with _opened(path) as (file, size):
+        file.seek(max(0, size - most))
+        return file.read(most)
+
+
 def _read(path: str | Path, most: int) -> bytes:
+    with _opened(path) as (file, size):
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size} bytes, over {most}")
+        return file.read()
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A plain file and its size. Raises OSError."""
     # Without O_NONBLOCK a pipe in place of a file would wait for a writer for ever.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a plain file")
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"{status.st_size} bytes, over {most}")
-        with os.fdopen(handle, "rb", buffering=0, closefd=False) as file:
-            return file.readall()
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            yield file, status.st_size
     finally:
         os.close(handle)
 
@@ -162,9 +176,12 @@ def _walk(root: str | Path) -> Iterator[tuple[str, os.stat_result]]:
         return
 
 
-@cache
 def _umask() -> int:
-    """The process's mask, which can only be read by setting it."""
+    """The process's mask, which elsewhere than on Linux can only be read by setting it, for all threads."""
+    with suppress(OSError, ValueError), open("/proc/self/status", encoding="utf-8", errors="replace") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

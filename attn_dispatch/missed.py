@@ -37,6 +37,4 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
 
 def _newer_half(path: Path) -> bytes:
     """The last lines that together hold no more than half of the bound."""
-    with path.open("rb") as file:
-        file.seek(-MOST // 2, 2)
-        return file.read().partition(b"\n")[2]
+    return files.tail(path, MOST // 2).partition(b"\n")[2]

@@ -19,11 +19,13 @@ import msgspec
 from attn_dispatch import sealed
 from attn_dispatch.contact import SILICON, Dead, contact, dead, digest, listed, place_of
 from attn_dispatch.logging import say_once
+from attn_dispatch.units import printable
 
 __all__ = ["Entry", "Kind", "Quarantine", "contact", "silicons", "sweep"]
 
 Kind = Literal["died", "hung", "incorrect", "memory"]
 Key = tuple[str, str | None, str]
+LAST_RESORT = "manual"  #: never in quarantine for a death: there is nothing else to run. The registry has the same name
 
 
 def _now() -> str:
@@ -116,7 +118,7 @@ class Quarantine:
         found = []
         for left in dead(self._place):
             entry = _obituary(left)
-            if entry is None or entry.silicon != self.silicon:
+            if entry is None or entry.backend == LAST_RESORT or entry.silicon != self.silicon:
                 _unlink(left.path)
                 continue
             self._table.entries[entry.key] = entry
@@ -166,10 +168,14 @@ def silicons(folder: Path) -> list[str]:
 
 
 def _obituary(left: Dead) -> Entry | None:
-    """The entry for a dead process's marker, or None where it was told to stop in the middle of a trial."""
+    """The entry for a dead process's marker, or None where it was told to stop in the middle of a trial, or where a
+    reboot or a loss of power may have ended it.
+    """
     marker = left.marker
     name = f"{marker.backend} {marker.version}" if marker.version else marker.backend
     trial = f"{name} ran {marker.title} for the first time"
+    if not left.told_to_stop and left.rebooted:
+        return None
     if not left.told_to_stop:
         kind: Kind = "died"
         reason = f"the process died while {trial} (segfault, abort or out-of-memory kill)"
@@ -219,7 +225,7 @@ def _printable(entry: Entry) -> Entry:
 
 
 def _one_line(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))[:4000]
+    return printable(" ".join(text.split()))[:4000]
 
 
 def _unlink(path: Path) -> None:

@@ -44,8 +44,13 @@ def read_record(path: str | os.PathLike[str], device: torch.device | str | None 
     Raises:
         InvalidInput: a line is not a problem; the message names it.
     """
+    return parse_record(Path(path).read_text(encoding="utf-8"), path, device)
+
+
+def parse_record(text: str, path: str | os.PathLike[str], device: torch.device | str | None = None) -> list[Problem]:
+    """`read_record` of what a file holds."""
     found: dict[Problem, None] = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             found[Problem.from_dict(json.loads(line), device)] = None
         except (json.JSONDecodeError, RecursionError, InvalidInput) as error:

@@ -10,6 +10,7 @@ version 1 wrote is read where it lies. Beneath the user's decisions lie those sh
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections import Counter
@@ -44,6 +45,7 @@ from attn_dispatch.logging import say_once
 from attn_dispatch.merge import merge
 from attn_dispatch.missed import MISSED, note_missed
 from attn_dispatch.older import decode_one
+from attn_dispatch.units import printable
 
 __all__ = [
     "MISSED",
@@ -65,6 +67,7 @@ EACH = 256  #: puts of a process from one clean-up to the next
 OLD = "v1"
 NO_GROUP, NO_KEY = "0" * 12, "0" * 20  #: where only the others' form matters
 LONG_AGO = "1970-01-01T00:00:00+00:00"
+NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  #: a file or links in a circle; whoever writes there says so
 AHEAD = timedelta(days=1)  #: no clock is that wrong by mere neglect
 
 _touched: set[str] = set()
@@ -116,7 +119,7 @@ class Store:
         except OSError as error:
             say_once(f"decisions are not kept: {path.parent} cannot be written ({error.strerror or error})")
         except Damaged as error:
-            say_once(f"the decision for {decision.title} is not kept: {error}")
+            say_once(f"the decision for {printable(decision.title)} is not kept: {error}")
         return None
 
     def add(self, decision: Decision) -> Added:
@@ -280,22 +283,19 @@ def _read(path: Path | str, silicon: str, group: str, key: str) -> Decision | No
 
 
 def _read_old(path: str, silicon: str, key: str) -> Decision | None:
-    # A file in place of the folder is said once, of the place where decisions are kept now.
-    found = _content(path, decode_one, absent=(FileNotFoundError, NotADirectoryError))
+    found = _content(path, decode_one)
     if found is not None and (found.silicon, found.key) != (silicon, key):
         say_once(f"ignored {path}: it holds another problem's decision")
         return None
     return found
 
 
-def _content(
-    path: Path | str, read: Callable[[bytes], Decision], absent: tuple[type[OSError], ...] = (FileNotFoundError,)
-) -> Decision | None:
+def _content(path: Path | str, read: Callable[[bytes], Decision]) -> Decision | None:
     try:
         return read(files.read(path, MOST_BYTES))
-    except absent:
-        return None
     except (OSError, Damaged) as error:
+        if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) in NO_FOLDER:
+            return None
         say_once(f"ignored {path}: {error}")
         return None
 

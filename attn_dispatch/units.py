@@ -31,12 +31,15 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what no file can hold and no terminal should be told."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+    """On one line, without what no file can hold and no terminal should be told."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Lines with columns of equal width; the named columns to the left, numbers to the right."""
+    """Printable lines with columns of equal width; the named columns to the left, numbers to the right."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 import attn_dispatch
 from attn_dispatch import registry
 from attn_dispatch.cli import COMMANDS, main, shapes
-from attn_dispatch.cli.output import table
+from attn_dispatch.cli.doctor import _missed, _writable
+from attn_dispatch.cli.output import print_json, table
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.explanation import CandidateReport, Explanation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -430,6 +432,7 @@ def line(*rows: CandidateReport, choice: str | None = "a", source: str = "measur
             line(row("a", "chosen", 2.0), row("b", "not_measured"), row("c", "not_measured"), row("d", "failed")),
             "2 ms         -   b, c not measured; d failed",
         ),
+        (line(row("a", "chosen", 0.0), row("b", "tie", 1.0)), "0 us         -   b 1 ms, within noise"),
         (line(row("a", "chosen", 2.0)), "2 ms         -   no other backend"),
         (line(row("a", "chosen"), source="heuristic"), "a         heuristic        -         -   not measured"),
         (line(row("a", "over_memory"), choice=None), "none      -             -         -   no backend can run it"),
@@ -531,8 +534,10 @@ def test_doctor_lifts(quarantined: Path) -> None:
     assert [each["backend"] for each in every["lifted"]] == ["made_up"]
     assert every["quarantines"] == []
     again = command(quarantined, "doctor", "--lift", "all")
-    assert again.returncode == 1
-    assert "in quarantine: nothing" in again.stderr
+    assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is in quarantine\n", "")
+    unknown = command(quarantined, "doctor", "--lift", "flash")
+    assert unknown.returncode == 1
+    assert "in quarantine: nothing" in unknown.stderr
 
 
 def test_doctor_says_what_cannot_be_lifted(
@@ -546,6 +551,34 @@ def test_doctor_says_what_cannot_be_lifted(
     assert main(["doctor", "--lift", "flash"]) == 1
     monkeypatch.undo()
     assert "nothing was lifted for 'flash'; in quarantine: flash, made_up" in capsys.readouterr().err
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_huge_file(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 33)  # takes no room
+
+
+@pytest.mark.parametrize(("make", "said"), [(a_pipe, "not a plain file"), (a_huge_file, "8589934592 bytes, over")])
+def test_doctor_does_not_wait_for_the_misses(make: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    make(tmp_path / "missed.jsonl")
+    missed = _missed(tmp_path / "missed.jsonl")
+    assert (missed["count"], missed["command"]) == (0, None)
+    assert said in missed["reason"]
+
+
+def test_doctor_says_that_links_in_a_circle_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").symlink_to(tmp_path / "cache")
+    assert not _writable(tmp_path / "cache")
+    assert _writable(tmp_path / "absent" / "below")
+
+
+def test_json_holds_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [math.inf, (-math.inf, 1.5)], "b": {"c": math.nan}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": None}}
 
 
 def test_doctor_says_what_cannot_be_used(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from attn_dispatch import contact as contacts
 from attn_dispatch import quarantine, sealed
 from attn_dispatch.contact import Marker, Process, dead, place_of
 from attn_dispatch.quarantine import Entry, Quarantine, contact, silicons, sweep
+from attn_dispatch.registry import LAST_RESORT
 from tests.fakes import SILICON
 
 GROUP = "0123456789ab"
@@ -413,8 +414,13 @@ print(len(list(folder.rglob("*.mark"))))
     assert markers(folder) == []
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
-@pytest.mark.parametrize(("patience", "kind"), [("3600", None), ("None", None), ("0", "hung")])
+@pytest.mark.parametrize(
+    ("number", "patience", "kind"),
+    [
+        *(("SIGTERM", patience, kind) for patience, kind in (("3600", None), ("None", None), ("0", "hung"))),
+        *((number, "3600", None) for number in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGQUIT")),
+    ],
+)
 def test_being_told_to_stop_is_no_death(
     number: str, patience: str, kind: str | None, folder: Path, anew: Callable[[], Quarantine]
 ) -> None:
@@ -425,6 +431,40 @@ def test_being_told_to_stop_is_no_death(
     assert len(markers(folder)) == 1
     found = anew().find("made_up", "1")
     assert (found and found.kind) == kind
+    assert markers(folder) == []
+
+
+def test_a_child_of_multiprocessing_may_end_before_a_trial(folder: Path) -> None:
+    """It leaves by os._exit."""
+    code = """
+import multiprocessing
+
+def trial():
+    with contact(folder, silicon, "made_up", "1", "x"):
+        entered.set()
+        time.sleep(60)
+
+def child():
+    threading.Thread(target=trial, daemon=True).start()
+    entered.wait()
+    print(len(list(folder.rglob("*.mark"))), flush=True)
+
+entered = threading.Event()
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+"""
+    assert run(folder, STARTED + code) == (0, "1\n", "")
+    assert markers(folder) == []
+
+
+def test_the_last_resort_is_never_kept_out(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """There would be nothing else to run."""
+    assert quarantine.LAST_RESORT == LAST_RESORT
+    code, _, _ = run(folder, TRIED.replace("made_up", LAST_RESORT).format("os.abort()"))
+    assert code != 0
+    assert len(markers(folder)) == 1
+    assert anew().entries() == []
     assert markers(folder) == []
 
 
@@ -455,6 +495,20 @@ os.kill(os.getpid(), signal.SIGHUP)
 print((folder.parent / "dump").read_text().count("most recent call first"))
 """
     assert run(folder, STARTED + code) == (0, "handled\n1\n2\n", "")
+
+
+def test_a_handler_set_during_a_trial_stays(folder: Path) -> None:
+    """In another thread's, say: without it, a later alarm would end the process. Afterwards signals are noted again."""
+    code = """
+with contact(folder, silicon, "made_up", "1", "x"):
+    signal.signal(signal.SIGALRM, lambda *_: print("handled", flush=True))
+os.kill(os.getpid(), signal.SIGALRM)
+signal.signal(signal.SIGALRM, signal.SIG_DFL)
+with contact(folder, silicon, "made_up", "1", "x"):
+    os.kill(os.getpid(), signal.SIGALRM)
+"""
+    assert run(folder, STARTED + code) == (-signal.SIGALRM, "handled\n", "")
+    assert [found.told_to_stop for found in dead(place_of(folder, SILICON))] == [True]
 
 
 def test_signals_end_the_process_as_before(folder: Path) -> None:
@@ -584,7 +638,7 @@ def plant(folder: Path, process: Process, locked: bool = False, age_s: float = 0
     return path
 
 
-HERE = contacts._this_process()
+HERE = msgspec.structs.replace(contacts._this_process(), host="here")
 
 
 @pytest.mark.usefixtures("unlockable")
@@ -611,19 +665,46 @@ def test_without_locks_a_death_is_remembered(folder: Path, anew: Callable[[], Qu
         assert anew().find("made_up", "1") is not None
 
 
-@pytest.mark.parametrize("strange", [{"boot": "another"}, {"namespace": "pid:[1]"}], ids=["machine", "container"])
+@pytest.mark.parametrize(
+    "strange", [{"boot": "another", "host": "there"}, {"namespace": "pid:[1]"}], ids=["machine", "container"]
+)
 @pytest.mark.parametrize(("age_s", "is_out"), [(60.0, False), (7200.0, True), (-7200.0, True)])
 def test_processes_that_cannot_be_looked_up(
-    strange: dict[str, str], age_s: float, is_out: bool, folder: Path, anew: Callable[[], Quarantine]
+    strange: dict[str, str],
+    age_s: float,
+    is_out: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    anew: Callable[[], Quarantine],
 ) -> None:
+    monkeypatch.setattr(contacts, "_machine", lambda: (HERE.namespace, HERE.boot, "here"))
     plant(folder, msgspec.structs.replace(HERE, pid=1, **strange), age_s=age_s)
     assert (anew().find("made_up", "1") is not None) is is_out
     assert len(markers(folder)) == (not is_out)
 
 
-def test_a_lock_that_is_gone_needs_no_age(folder: Path, anew: Callable[[], Quarantine]) -> None:
-    plant(folder, msgspec.structs.replace(HERE, boot="another"), locked=True)
-    assert anew().find("made_up", "1") is not None
+@pytest.mark.parametrize(
+    ("there", "is_out"),
+    [
+        ({"boot": "another", "host": "there"}, True),
+        ({"boot": "another", "host": "here"}, False),
+        ({"boot": "another", "host": ""}, False),
+        ({"boot": "", "host": "here"}, True),
+        ({}, True),
+    ],
+)
+def test_a_reboot_is_no_death(
+    there: dict[str, str],
+    is_out: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    anew: Callable[[], Quarantine],
+) -> None:
+    """A loss of power leaves the markers of all trials. A lock that is gone needs no age."""
+    monkeypatch.setattr(contacts, "_machine", lambda: (HERE.namespace, "now", "here"))
+    plant(folder, msgspec.structs.replace(HERE, **{"boot": "now", **there}), locked=True)
+    assert (anew().find("made_up", "1") is not None) is is_out
+    assert markers(folder) == []
 
 
 def test_a_marker_that_its_process_had_done_with(folder: Path, anew: Callable[[], Quarantine]) -> None:

@@ -108,7 +108,22 @@ def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> N
     assert not folder.exists()
 
 
+def test_a_clock_too_coarse_to_tell(folder: Path) -> None:
+    given = decision(
+        candidates=(
+            Row(backend="sdpa", order="natural", status="chosen", median_ms=0.0, low_ms=0.0, high_ms=0.0, rounds=1),
+        )
+    )
+    assert Store(folder).put(given) is not None
+    assert Store(folder).get(SILICON, GROUP, KEY) == given
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def timed(**changes: object) -> dict[str, object]:
+    return {"backend": "sdpa", "order": "natural", "status": "chosen", "median_ms": 1.0, **changes}
+
 
 WHOLE = encode(decision())
 DAMAGED: dict[str, bytes] = {
@@ -126,6 +141,14 @@ DAMAGED: dict[str, bytes] = {
     "wrong-type": encoded(choice=3),
     "wrong-row": encoded(candidates=[{"backend": "sdpa"}]),
     "nan": WHOLE.replace(b'"rounds":7', b'"rounds":NaN'),
+    "negative-time": encoded(candidates=[timed(median_ms=-1.0)]),
+    "negative-first-call": encoded(candidates=[timed(first_ms=-1.0)]),
+    "negative-ratio": encoded(candidates=[timed(ratio_low=-0.5)]),
+    "negative-memory": encoded(candidates=[timed(peak_bytes=-1)]),
+    "negative-rounds": encoded(candidates=[timed(rounds=-1)]),
+    "below-its-interval": encoded(candidates=[timed(low_ms=2.0)]),
+    "beyond-its-interval": encoded(candidates=[timed(high_ms=0.5)]),
+    "no-interval": encoded(candidates=[timed(median_ms=None, low_ms=2.0, high_ms=1.0)]),
     "older-schema": encoded(schema=1),
     "later-schema": encoded(schema=3),
     "schema-of-another-kind": encoded(schema="2"),
@@ -183,9 +206,18 @@ def test_a_file_in_place_of_the_folder(folder: Path, warnings: Callable[[], list
         assert Store(folder).get(SILICON, GROUP, KEY) is None
         assert Store(folder).put(decision()) is None
     assert list(Store(folder).all()) == []
-    read, write = warnings()
-    assert "ignored" in read
-    assert "decisions are not kept" in write
+    (text,) = warnings()
+    assert "decisions are not kept" in text
+
+
+def test_links_in_a_circle_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.symlink_to(folder)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+        assert Store(folder).put(decision()) is None
+    assert list(Store(folder).all()) == []
+    (text,) = warnings()
+    assert "decisions are not kept" in text
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
@@ -432,6 +464,20 @@ def test_files_are_as_open_as_the_users_others(tmp_path: Path) -> None:
     path = Store(tmp_path).put(decision())
     assert path is not None
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_the_mask_may_change(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        modes = []
+        for mask, key in ((0o077, KEY), (0o007, OTHER)):
+            os.umask(mask)
+            path = Store(tmp_path).put(decision(key=key))
+            assert path is not None
+            modes.append(path.stat().st_mode & 0o777)
+    finally:
+        os.umask(before)
+    assert modes == [0o600, 0o660]
 
 
 def test_the_real_package_is_looked_into() -> None:

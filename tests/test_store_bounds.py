@@ -251,6 +251,16 @@ def test_a_problem_is_noted_once_in_a_process(tmp_path: Path) -> None:
     assert (tmp_path / missed.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
 
 
+def test_a_huge_file_of_misses_is_cut_down(tmp_path: Path) -> None:
+    path = tmp_path / missed.MISSED
+    path.touch()
+    os.truncate(path, 1 << 33)  # takes no room
+    with path.open("ab") as file:
+        file.write(b"\n")
+    store.note_missed(tmp_path, {"batch": 7})
+    assert path.read_text() == '{"batch":7}\n'
+
+
 def test_the_older_half_of_the_misses_goes(tmp_path: Path) -> None:
     path = tmp_path / missed.MISSED
     for number in range(1100):

@@ -19,6 +19,7 @@ from attn_dispatch import cli, files
 from attn_dispatch.bundle import Refused, read_bundle, write_bundle
 from attn_dispatch.cli import places
 from attn_dispatch.entry import Damaged, Decision, canonical, encode
+from attn_dispatch.quarantine import Entry, Quarantine
 from attn_dispatch.store import Row, Store, cache_folder
 from tests.entries import GROUP, KEY, OTHER, decision, encoded, files_in, written
 from tests.fakes import SILICON
@@ -173,8 +174,10 @@ PARTLY: dict[str, tuple[bytes, str]] = {
     "other-checksum": (encode(decision()).replace(b"0.30000000000000004", b"0.4"), "checksum"),
     "path": (encoded(key="../../../../etc/cron.d"), "address"),
     "other-path": (encoded(silicon=".."), "address"),
-    "terminal": (encoded(title="\x1b]0;owned\x07"), "control"),
-    "terminal-8-bit": (encoded(title="\x9b2J"), "control"),
+    "negative": (
+        encoded(candidates=[{"backend": "sdpa", "order": "natural", "status": "chosen", "median_ms": -1}]),
+        "negative",
+    ),
     "later": (encoded(schema=3), "schema 3"),
     "version-1": (encoded(schema=1), "versions"),
     "text": (b'"decision"', "Expected `object`"),
@@ -208,9 +211,37 @@ def test_a_decision_that_is_refused(run: Run, tmp_path: Path, content: bytes, re
     assert set(files_in(tmp_path)) == {tmp_path / "bundle.json", *files_in(cache_folder())}
 
 
-def test_texts_that_only_look_like_control_characters() -> None:
-    given = decision(title="C:\\u001b \\\\b\tline\nline Ω")
-    assert read_bundle(write_bundle([given])) == [given]
+@pytest.mark.parametrize("title", ["C:\\u001b \\\\b\tline\nline Ω", "\x1b]0;owned\x07", "\x9b2J"])
+def test_any_title_goes_there_and_back_and_is_shown_in_print(
+    run: Run, tmp_path: Path, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = decision().candidates
+    given = decision(title=title, provenance={"name": title}, candidates=(first, replace(second, reason=title)))
+    keep(given)
+    assert run("export", tmp_path / "bundle.json")[0] == 0
+    elsewhere(monkeypatch, tmp_path / "there")
+    assert run("import", tmp_path / "bundle.json")[0] == 0
+    assert [each for _, each in Store(cache_folder()).all()] == [given]
+    for options in ((), ("--key", KEY)):
+        code, out = run("inspect", *options)
+        assert code == 0
+        assert out.replace("\n", "").isprintable()
+        assert "Ω" in out or "Ω" not in title
+
+
+def test_a_whole_cache_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(*GIVEN)
+    entry = Entry(
+        backend="made_up", version="1", silicon=SILICON, kind="incorrect", reason="dq is wrong", title="dense"
+    )
+    Quarantine(cache_folder(), SILICON).add(entry)
+    (cache_folder() / "native").mkdir()
+    (cache_folder() / "native" / "built.json").write_text("{}")
+    source = cache_folder()
+    elsewhere(monkeypatch, tmp_path / "there")
+    code, out = run("import", source, "--json")
+    assert (code, json.loads(out)["added"]) == (0, len(GIVEN))
+    assert run("import", source / "quarantine")[0] == 1  # what is named is meant
 
 
 def test_a_refusal_is_told_in_words(run: Run, tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from attn_dispatch import files
 from attn_dispatch.cli.output import print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.missed import MOST
 from attn_dispatch.quarantine import Entry, Quarantine, silicons
 from attn_dispatch.store import MISSED, Store, cache_folder
-from attn_dispatch.units import align, gib
+from attn_dispatch.units import align, gib, printable
 
 if TYPE_CHECKING:
     from attn_dispatch.contract import Backend
@@ -28,6 +30,8 @@ EXAMPLE = """examples:
   attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
       let a backend that was put in quarantine be tried again; nothing else is looked at"""
+
+MOST_MISSED = 4 * MOST  #: bytes; several processes may be at it before one cuts it down
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        print("\n".join(_lines(found, report)))
+        print("\n".join(map(printable, _lines(found, report))))
     return 0
 
 
@@ -64,7 +68,9 @@ def _lift(name: str, *, as_json: bool) -> int:
     for entry in () if as_json else lifted:
         print(f"lifted    {_called(entry)} on {entry.silicon}: {entry.reason}")
     stuck = [entry for entry in left if wanted in (None, entry.backend)]
-    if lifted and not stuck:
+    if not stuck and (lifted or wanted is None):
+        if not lifted and not as_json:
+            print("nothing is in quarantine")
         return 0
     names = ", ".join(dict.fromkeys(entry.backend for entry in left)) or "nothing"
     what = "not all was lifted" if lifted else "nothing was lifted"
@@ -151,18 +157,19 @@ def _settings() -> dict[str, Any]:
 
 def _writable(folder: Path) -> bool:
     """Whether decisions can be written there; the folder itself may still have to be made."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _missed(path: Path) -> dict[str, Any]:
     """The problems that were met where they could not be measured and are still not decided."""
-    from attn_dispatch.recording import read_record
+    from attn_dispatch.recording import parse_record
     from attn_dispatch.stored import read
 
     count, reason = 0, ""
     try:
-        count = sum(read(problem) is None for problem in read_record(path))
+        text = files.read(path, MOST_MISSED).decode()  # a pipe in its place would be waited for
+        count = sum(read(problem) is None for problem in parse_record(text, path))
     except FileNotFoundError:
         pass
     except (OSError, UnicodeDecodeError, AttnDispatchError) as error:

@@ -14,7 +14,7 @@ from attn_dispatch.cli import places
 from attn_dispatch.cli.output import print_json
 from attn_dispatch.entry import Damaged, Decision
 from attn_dispatch.store import Store, cache_folder
-from attn_dispatch.units import align
+from attn_dispatch.units import align, printable
 
 EXAMPLE = """examples:
   attn-dispatch import decisions.json
@@ -92,5 +92,5 @@ def _plain(source: Source) -> dict[str, Any]:
 
 def _lines(sources: Sequence[Source]) -> list[str]:
     rows = [[source.name, *(str(source.counts[how]) for how in OUTCOMES)] for source in sources]
-    reasons = [f"refused   {what}: {reason}" for source in sources for what, reason in source.refused]
+    reasons = [printable(f"refused   {what}: {reason}") for source in sources for what, reason in source.refused]
     return [*align([["from", *OUTCOMES], *rows], {0}), "", *reasons]

@@ -12,6 +12,7 @@ from attn_dispatch.cli import regrets
 from attn_dispatch.cli.output import print_json, table
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.store import Decision, Store, cache_folder
+from attn_dispatch.units import printable
 
 EXAMPLE = """examples:
   attn-dispatch inspect
@@ -66,7 +67,7 @@ def _print_groups(found: list[Found]) -> None:
         pairs = list(group)
         explanations = [Explanation.of(decision) for _, decision in pairs]
         devices = dict.fromkeys(explanation.device for explanation in explanations)
-        print(*(f"device    {device}" for device in devices), f"silicon   {silicon}", "", sep="\n")
+        print(*(printable(f"device    {device}") for device in devices), f"silicon   {silicon}", "", sep="\n")
         print(*table(explanations, [_when(decision) for _, decision in pairs]), "", sep="\n")
         print(f"kept in   {_place(pairs[0])}", "", sep="\n")
     print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows all that is known of one")

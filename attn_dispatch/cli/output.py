@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attn_dispatch.explanation import HEAD as FULL_HEAD
 from attn_dispatch.explanation import LEFT as FULL_LEFT
 from attn_dispatch.explanation import CandidateReport, Explanation
-from attn_dispatch.units import align, milliseconds
+from attn_dispatch.units import align, milliseconds, printable
 
 HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
 LEFT = {0, 1, 2, 3, 6, 7}
@@ -18,7 +19,16 @@ OUT_OF_RACE = {"failed", "incorrect", "quarantined"}
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    print(json.dumps(value, indent=1))
+    """Print what every JSON parser takes: numbers that are not finite become null."""
+    print(json.dumps(_finite(value), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> list[str]:
@@ -48,7 +58,7 @@ def full_table(explanations: Sequence[Explanation]) -> list[str]:
 def no_backend(explanation: Explanation) -> list[str]:
     """Why no backend runs a problem, one line for each backend."""
     rows = [f"  {c.backend}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
-    return [f"no backend can run {_compact(explanation.problem)}:", *rows]
+    return [f"no backend can run {_compact(explanation.problem)}:", *map(printable, rows)]
 
 
 def _cells(explanation: Explanation) -> list[str]:
@@ -70,7 +80,8 @@ def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, st
         return "-", _absences(others)
     rival_ms, rival = min(timed, key=lambda pair: pair[0])
     noise = ", within noise" if rival.status == "tie" else ""
-    return f"{rival_ms / median_ms:.2f}x", f"{rival.backend} {milliseconds(rival_ms)}{noise}"
+    ratio = f"{rival_ms / median_ms:.2f}x" if median_ms > 0 else "-"  # a coarse clock
+    return ratio, f"{rival.backend} {milliseconds(rival_ms)}{noise}"
 
 
 def _absences(others: Sequence[CandidateReport]) -> str:
@@ -82,4 +93,4 @@ def _absences(others: Sequence[CandidateReport]) -> str:
 
 
 def _compact(problem: str) -> str:
-    return " ".join(problem.split())
+    return printable(" ".join(problem.split()))

@@ -10,6 +10,7 @@ from typing import Any
 
 from attn_dispatch import files
 
+NO_DECISIONS = ("quarantine", "native")  #: folders at the top of a cache folder
 MOST_BYTES = 1 << 30  #: of one file; nothing that holds decisions alone is larger
 
 
@@ -22,12 +23,15 @@ def is_url(name: str) -> bool:
 
 
 def each_file(name: str) -> list[str]:
-    """The name itself, or every JSON file under it if it is a folder; links to folders are not followed."""
+    """The name itself, or every JSON file under it if it is a folder, without what else a cache folder holds; links to
+    folders are not followed.
+    """
     if is_url(name) or not os.path.isdir(name):
         return [name]
     return [
         os.path.join(folder, each)
         for folder, _, names in sorted(os.walk(name))
+        if os.path.relpath(folder, name).split(os.sep)[0] not in NO_DECISIONS
         for each in sorted(names)
         if each.endswith(".json") and not each.startswith(".")
     ]

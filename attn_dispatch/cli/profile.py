@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from attn_dispatch.cli import shapes
 from attn_dispatch.cli.output import full_table, no_backend, print_json
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.units import printable
 
 if TYPE_CHECKING:
     from attn_dispatch.explanation import Explanation
@@ -133,7 +134,13 @@ def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
         print(found[0], end="\n\n")
     else:
         for device in dict.fromkeys(explanation.device for explanation in found):
-            print(f"device    {device}", "", *full_table([e for e in found if e.device == device]), "", sep="\n")
+            print(
+                printable(f"device    {device}"),
+                "",
+                *full_table([e for e in found if e.device == device]),
+                "",
+                sep="\n",
+            )
         for explanation in found:
             if explanation.choice is None:
                 print(*no_backend(explanation), "", sep="\n")
