@@ -1,8 +1,8 @@
 """A fingerprint of what is installed, so that a decision made in the same surroundings is taken without asking every
 backend for its version: that would load them all.
 
-It is made of the modification times of the folders that packages are installed into, of this package's own files, and
-of the compiler. Where it is the same, no version has changed; where it differs, the versions are compared.
+It is made of the modification times of the folders that packages are installed into, of this package's own backends,
+and of the compiler. Where it is the same, no version has changed; where it differs, the versions are compared.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, .
     return sys.version, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found or ""))
 
 
-def _own_files(own: Path) -> Iterator[tuple[str, int, int]]:
-    """An editable installation changes files in place, which no folder's time shows."""
-    for folder in (own, own / "backends", own / "native"):
-        with os.scandir(folder) as entries:
-            yield from sorted((e.name, e.stat().st_mtime_ns, e.stat().st_size) for e in entries if e.is_file())
+def _own_files(own: Path) -> Iterator[object]:
+    """Which backends there are, and the one source that a version depends on: an editable installation changes it in
+    place, which no folder's time shows.
+    """
+    yield from sorted(os.listdir(own / "backends"))
+    yield _stamp(str(own / "native" / "attention.cpp"))
 
 
 def _stamp(path: str) -> object:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from attn_dispatch.explanation import HEAD as FULL_HEAD
 from attn_dispatch.explanation import LEFT as FULL_LEFT
@@ -20,15 +20,7 @@ OUT_OF_RACE = {"failed", "incorrect", "quarantined"}
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print what every JSON parser takes: numbers that are not finite become null."""
-    print(json.dumps(_finite(value), indent=1, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
 
 
 def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> list[str]:
