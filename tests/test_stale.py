@@ -21,9 +21,13 @@ from attn_dispatch.store import Decision, Drift, Row, Store, cache_folder
 from tests.calls import counted, forget, later, qkv, status
 from tests.planted import Planted
 
-pytestmark = pytest.mark.usefixtures("little_time")
-
 MS = 1e-3
+BUDGET_MS = 3000.0  #: enough to measure all of them on a busy machine; a race that is resolved takes a tenth of it
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", str(BUDGET_MS))
 
 
 @dataclass
@@ -68,7 +72,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     """After its first call, in a new process."""
     found = House(monkeypatch)
     attend(*qkv())
-    assert explain(*qkv()).choice == "a"
+    assert [row.status for row in kept().candidates] == ["chosen", "slower", "slower"]
     found.restart()
     return found
 
@@ -174,7 +178,7 @@ def test_locked_with_another_version(house: House, set_mode: Callable[[str], Non
         attend(*qkv())
 
 
-@pytest.mark.parametrize(("need_ms", "tried"), [(299.0, True), (301.0, False)])
+@pytest.mark.parametrize(("need_ms", "tried"), [(BUDGET_MS - 1, True), (BUDGET_MS + 1, False)])
 def test_what_there_was_no_time_for(need_ms: float, tried: bool, house: House) -> None:
     """It is measured as soon as the budget would do."""
     rows = tuple(
@@ -194,16 +198,16 @@ def problem() -> Problem:
 
 
 def test_profile_measures_what_drifted_and_what_it_is_told_to(house: House) -> None:
-    profile([problem()], budget_s=1.0, progress=False)
+    profile([problem()], budget_s=3.0, progress=False)
     assert house.called() == set()
     drift = Drift(median_ms=1.0, low_ms=0.9, high_ms=1.1, samples=25, seen=later())
     Store(cache_folder()).amend(kept(), drift=drift)
     house.restart()
-    profile([problem()], budget_s=1.0, progress=False)
+    profile([problem()], budget_s=3.0, progress=False)
     assert house.called() == {"a", "b", "c"}
     assert kept().drift is None
     house.restart()
-    profile([problem()], budget_s=1.0, progress=False, force=True)
+    profile([problem()], budget_s=3.0, progress=False, force=True)
     assert house.called() == {"a", "b", "c"}
 
 
@@ -228,5 +232,5 @@ def test_a_decision_never_changes_in_a_process_unless_asked(house: House) -> Non
     attend(*qkv())
     attend(*qkv()[:2], qkv()[2].clone().transpose(1, 2).contiguous().transpose(1, 2))  # another problem
     assert status(explain(*qkv()), "a") == "chosen"
-    profile([problem()], budget_s=1.0, progress=False)
+    profile([problem()], budget_s=3.0, progress=False)
     assert explain(*qkv()).choice == "b"
