@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_dispatch import registry
-from attn_dispatch.contract import Backend
+from attn_dispatch.contract import Backend, Refusal
 from attn_dispatch.environment import environment
 from attn_dispatch.group import group_of
 from attn_dispatch.machine import silicon
@@ -19,6 +20,7 @@ from attn_dispatch.store import Row, cache_folder
 from attn_dispatch.units import gib, one_line, printable
 
 MEMORY_SHARE = 0.8  #: of what is free; the rest is for what the estimate cannot know
+LITTLE = 16 << 20  #: bytes that are not worth asking what is free, which takes longer than all else of a look-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,10 @@ def candidate(problem: Problem, name: str) -> Candidate:
     Raises:
         InvalidInput: there is no such backend.
     """
-    return _candidate(registry.load(name), problem, available_bytes(problem.device), 0)
+    return _candidate(registry.load(name), problem, None, 0)
 
 
-def _candidate(backend: Backend, problem: Problem, free: int, beside: int) -> Candidate:
+def _candidate(backend: Backend, problem: Problem, free: int | None, beside: int) -> Candidate:
     def ruled_out(status: str, reason: str) -> Candidate:
         version = registry.version_of(backend)
         row = Row(backend=backend.name, order=NATURAL, status=status, reason=printable(reason), version=version)
@@ -67,23 +69,31 @@ def _candidate(backend: Backend, problem: Problem, free: int, beside: int) -> Ca
 
     try:
         refusals = list(backend.refusals(problem))
-        codes, reason = {refusal.code for refusal in refusals}, "; ".join(refusal.text for refusal in refusals)
+        why = refused(refusals)
         workspace = 0 if refusals else operator.index(backend.workspace_bytes(problem))
         if workspace < 0:
             raise ValueError(f"{workspace} bytes")
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
         return ruled_out("failed", f"refusals or workspace_bytes: {one_line(error)}")
     if refusals:
-        status = next((code for code in ("not_installed", "over_memory") if code in codes), "unsupported")
-        return ruled_out(status, reason)
+        return ruled_out(*why)
     held = _quarantined(backend, problem)
     if held is not None:
         return ruled_out("quarantined", held)
     needed = workspace + problem.result_bytes
+    if free is None:
+        free = available_bytes(problem.device) if needed + beside > LITTLE else sys.maxsize
     if needed + beside > MEMORY_SHARE * free:
         reason = f"needs {gib(needed + beside)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
         return ruled_out("over_memory", reason)
     return Candidate(backend, NATURAL, None, workspace, needed)
+
+
+def refused(refusals: Sequence[Refusal]) -> tuple[str, str]:
+    """A row's status and reason."""
+    codes = {refusal.code for refusal in refusals}
+    status = next((code for code in ("not_installed", "over_memory") if code in codes), "unsupported")
+    return status, "; ".join(refusal.text for refusal in refusals)
 
 
 def _quarantined(backend: Backend, problem: Problem) -> str | None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch import order as orders
 from attn_dispatch import registry, settings, stored
-from attn_dispatch.candidates import Candidate, candidates, environment_now, heuristic
+from attn_dispatch.candidates import Candidate, candidates, environment_now, heuristic, refused
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.group import group_of
@@ -31,7 +31,7 @@ from attn_dispatch.pace import Pace
 from attn_dispatch.problem import Problem
 from attn_dispatch.settings import mode
 from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed
-from attn_dispatch.units import printable
+from attn_dispatch.units import one_line, printable
 
 SURE = 0.9  #: confidence from which a neighbour of nearly the same size is believed without measuring
 WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
@@ -51,11 +51,15 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
     if order is not None:
         orders.check(order)
     if backend is not None:
-        return Explanation.of(_forced(problem, backend))
+        return Explanation.of(_forced(problem, backend)[0])
     found = candidates(problem)
     decision = _decided.get((silicon(problem.device), problem))
-    if decision is None and mode() != "off":
+    if decision is not None:
+        decision = _with_drift(problem, decision)
+    elif mode() != "off":
         kept = stored.look_up(problem, -1.0)
+        if mode() == "locked" and not (kept and kept.holds_locked):
+            return Explanation.of(_refused_by_lock(problem, found, _why_locked(kept)))
         if kept is not None and kept.choice is not None:
             decision = _told(kept)
         else:
@@ -138,6 +142,14 @@ def _row_told(row: Row, kept: stored.Found) -> Row:
     return row
 
 
+def _with_drift(problem: Problem, decision: Decision) -> Decision:
+    """What live calls took is noted on disk only, by whichever process saw it."""
+    kept = stored.read(problem) if decision.source == "measured" else None
+    if kept is None or kept.created != decision.created:
+        return decision
+    return msgspec.structs.replace(decision, drift=kept.drift)
+
+
 def _as_of_now(decision: Decision, found: list[Candidate]) -> Decision:
     """With the candidates that are ruled out by now, and those that were not there then."""
     kept = {row.backend: row for row in decision.candidates}
@@ -161,14 +173,25 @@ def _locked(problem: Problem, kept: stored.Found | None) -> Decision:
     """In locked mode: what was chosen must be what was measured. That others have changed does not matter, and where
     it lacks the memory for now, the best of what was measured stands in for it.
     """
-    if kept is not None and kept.choice is not None and kept.decision.choice not in kept.changed:
+    if kept is not None and kept.holds_locked:
         return _taken(kept)
-    why = "nothing is decided"
-    if kept is not None:
-        why = f"{kept.decision.choice}, as was decided, has another version now, or nothing measured can run"
     raise NotDecided(
-        f"ATTN_DISPATCH_MODE=locked and {why} for {problem}; run 'attn-dispatch profile' on it first, or another mode"
+        f"ATTN_DISPATCH_MODE=locked and {_why_locked(kept)} for {problem}; run 'attn-dispatch profile' on it first, or "
+        "another mode"
     )
+
+
+def _why_locked(kept: stored.Found | None) -> str:
+    if kept is None:
+        return "nothing is decided"
+    return f"{kept.decision.choice}, as was decided, has another version now, or nothing measured can run"
+
+
+def _refused_by_lock(problem: Problem, found: list[Candidate], why: str) -> Decision:
+    """What attend() refuses, to be explained."""
+    reason = f"locked mode, and {why}: `attn-dispatch profile` measures it"
+    rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=reason) for c in found)
+    return _unmeasured(problem, "", "heuristic", tuple(rows))
 
 
 def _measured(problem: Problem, kept: stored.Found | None, found: list[Candidate]) -> Decision | None:
@@ -229,25 +252,33 @@ def force(problem: Problem, name: str) -> Decision:
     Raises:
         InvalidInput: there is no such backend. NoBackend: it refuses. BackendFailed: it cannot say.
     """
-    decision = _forced(problem, name)
+    decision, error = _forced(problem, name)
+    if error is not None:
+        raise BackendFailed(f"{name} cannot tell whether it can run {problem}: {error!r}") from error
+    if not decision.choice:
+        raise NoBackend(_no_backend(problem, decision.candidates, forced=True))
     _counts["forced"] += 1
     logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
     return decision
 
 
-def _forced(problem: Problem, name: str) -> Decision:
+def _forced(problem: Problem, name: str) -> tuple[Decision, Exception | None]:
+    """A decision with one row, without a choice where that backend cannot run it; and what it raised when asked."""
     if name not in registry.names():
         raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {name!r}")
     backend = registry.load(name)
+    status, reason, failure = "chosen", "", None
     try:
-        refusals = backend.refusals(problem)
-    except Exception as error:
-        raise BackendFailed(f"{name} cannot tell whether it can run {problem}: {error!r}") from error
-    if refusals:
-        row = Row(backend=name, order=orders.NATURAL, status="unsupported", reason="; ".join(map(str, refusals)))
-        raise NoBackend(_no_backend(problem, (row,), forced=True))
-    row = Row(backend=name, order=orders.NATURAL, status="chosen", version=registry.version_of(backend))
-    return _unmeasured(problem, name, "forced", (row,))
+        refusals = list(backend.refusals(problem))
+        if refusals:
+            status, reason = refused(refusals)
+    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way
+        status, reason, failure = "failed", one_line(error), error
+    row = Row(
+        backend=name, order=orders.NATURAL, status=status, reason=printable(reason),
+        version=registry.version_of(backend),
+    )  # fmt: skip
+    return _unmeasured(problem, name if status == "chosen" else "", "forced", (row,)), failure
 
 
 def _heuristic(problem: Problem, found: list[Candidate]) -> Decision:

@@ -107,6 +107,7 @@ FIELDS = frozenset(Decision.__struct_fields__) - {"extra"}
 ROW_FIELDS = frozenset(Row.__struct_fields__) - {"extra"}
 
 _plain_decoder = msgspec.json.Decoder()
+msgspec.json.Decoder(Decision)  # has the annotations worked out now, which would take as long as all else of a look-up
 _encoder = msgspec.json.Encoder(order="sorted")
 canonical = _encoder.encode  #: the bytes of plain values that the checksum and the merge go by
 

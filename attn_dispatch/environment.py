@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 
 VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME")  #: that backends' versions and refusals ask for
 PLACES = ("site-packages", "dist-packages")  #: names of the folders that packages are installed into
@@ -33,20 +32,20 @@ def environment(registered: Mapping[str, str | None]) -> str:
 
 @cache
 def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, ...]:
-    own = Path(__file__).parent
+    own = os.path.dirname(__file__)
     # A script's own folder, which is on the path too, changes for any reason.
-    folders = [folder for folder in search if Path(folder).name in PLACES]
+    folders = [folder for folder in search if os.path.basename(os.path.normpath(folder)) in PLACES]
     command = shlex.split(compiler or "g++")
     found = shutil.which(command[0]) if command else None
     return sys.version, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found or ""))
 
 
-def _own_files(own: Path) -> Iterator[object]:
+def _own_files(own: str) -> Iterator[object]:
     """Which backends there are, and the one source that a version depends on: an editable installation changes it in
     place, which no folder's time shows.
     """
-    yield from sorted(os.listdir(own / "backends"))
-    yield _stamp(str(own / "native" / "attention.cpp"))
+    yield from sorted(os.listdir(os.path.join(own, "backends")))
+    yield _stamp(os.path.join(own, "native", "attention.cpp"))
 
 
 def _stamp(path: str) -> object:

@@ -66,9 +66,9 @@ class DriftReport:
 class Explanation:
     """Which backend and order run a call.
 
-    `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where no backend
-    can run it. `key` names the decision in the store. `problem` and `device` are for reading. A learned choice has a
-    `confidence`, the chance that it is the fastest, and the keys of the decisions it rests on, `evidence`. `drift` is
+    `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where attend()
+    raises instead. `key` names the decision in the store. `problem` and `device` are for reading. A learned choice has
+    a `confidence`, the chance that it is the fastest, and the keys of the decisions it rests on, `evidence`. `drift` is
     what live calls took, in milliseconds, where that left what was measured.
     """
 
@@ -106,7 +106,7 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        choice = f"{self.choice} in {self.order} order" if self.choice else "none can run it"
+        choice = f"{self.choice} in {self.order} order" if self.choice else "none"
         lines = [
             f"device    {self.device}",
             f"problem   {self.problem}",

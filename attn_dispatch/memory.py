@@ -221,7 +221,17 @@ def _integer(path: Path) -> int | None:
 
 
 def read_text(path: Path) -> str | None:
+    """A small file of the kernel's, without the layers of Python's own files: a first call asks for dozens."""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        parts = []
+        while part := os.read(handle, 1 << 16):
+            parts.append(part)
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return b"".join(parts).decode().strip()

@@ -45,6 +45,11 @@ class Found:
         """Whether it can be gone by as it is."""
         return self.choice == self.decision.choice and not self.changed
 
+    @property
+    def holds_locked(self) -> bool:
+        """Whether locked mode goes by it: what was decided, as it was measured, or what was measured beside it."""
+        return self.choice is not None and self.decision.choice not in self.changed
+
 
 def look_up(problem: Problem, budget_ms: float) -> Found | None:
     """The decision on disk, or the shipped one.

@@ -147,10 +147,9 @@ def test_the_natural_order_is_accepted_alone() -> None:
     assert torch.equal(attend(q, k, v, order="natural"), attend(q, k, v))
 
 
-@pytest.mark.parametrize("call", [attend, explain])
-def test_a_forced_backend_that_refuses(call: Callable[..., Any]) -> None:
+def test_a_forced_backend_that_refuses() -> None:
     with pytest.raises(NoBackend) as raised:
-        call(*qkv(), Window(3, 0), dropout_p=0.5, backend="sdpa")
+        attend(*qkv(), Window(3, 0), dropout_p=0.5, backend="sdpa")
     text = str(raised.value)
     for part in (
         "Window(left=3, right=0)",
@@ -160,6 +159,10 @@ def test_a_forced_backend_that_refuses(call: Callable[..., Any]) -> None:
         "backend=None",
     ):
         assert part in text
+    found = explain(*qkv(), Window(3, 0), dropout_p=0.5, backend="sdpa")
+    assert (found.choice, found.order, found.source) == (None, None, "forced")
+    assert [row.status for row in found.candidates] == ["unsupported"]
+    assert "asked for 0.5" in found.candidates[0].reason
 
 
 @pytest.mark.parametrize("call", [attend, explain])

@@ -127,6 +127,9 @@ def test_locked_raises_on_a_miss(set_mode: Callable[[str], None]) -> None:
     assert "[1, 16, 2, 8]   bfloat16   Dense(causal)   forward" in str(raised.value)
     assert counted()
     assert not cache_folder().exists()
+    found = explain(q, k, v, is_causal=True)
+    assert (found.choice, found.order) == (None, None)
+    assert "locked mode, and nothing is decided" in str(found)
     assert attend(q, k, v, is_causal=True, backend="manual").shape == q.shape
 
 

@@ -304,6 +304,7 @@ def _after(pause_s: float, run: Callable[..., Any]) -> Callable[..., Any]:
 # --- how it is told ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("little_time")
 def test_a_slow_start_is_remarked_on(alone: Alone) -> None:
     alone(Builder(sleep_s=0.3))
     decision = measured(None)

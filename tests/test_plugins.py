@@ -149,8 +149,7 @@ def test_refusals_that_are_no_refusals() -> None:
     assert status(explain(q, k, v), "planted") == "failed"
 
 
-@pytest.mark.parametrize("call", [attend, explain])
-def test_a_forced_backend_that_cannot_tell(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_backend_that_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(problem: Problem) -> None:
         raise KeyError("broken")
 
@@ -158,8 +157,11 @@ def test_a_forced_backend_that_cannot_tell(call: Callable[..., Any], monkeypatch
     monkeypatch.setattr(plugin, "refusals", broken)
     register(plugin)
     with pytest.raises(BackendFailed, match="planted cannot tell whether it can run") as raised:
-        call(*qkv(), backend="planted")
+        attend(*qkv(), backend="planted")
     assert isinstance(raised.value.__cause__, KeyError)
+    found = explain(*qkv(), backend="planted")
+    assert found.choice is None
+    assert status(found, "planted") == "failed"
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -135,3 +135,4 @@ def test_attend_is_watched(decided: Decision, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(sentinel.FIRST + sentinel.SAMPLES + 1):
         attend(*qkv())
     assert drift() is not None
+    assert explain(*qkv()).drift is not None, "in the process that saw it too"
