@@ -73,7 +73,7 @@ def test_registered_backends_count() -> None:
 
 
 def test_the_packages_own_files_count() -> None:
-    found = list(surroundings._own_files(Path(surroundings.__file__).parent))
+    found = list(surroundings._own_files(str(Path(surroundings.__file__).parent)))
     assert {"sdpa.py", "native.py"} <= {name for name in found if isinstance(name, str)}
     (path, *about) = next(each for each in found if isinstance(each, tuple))
     assert path.endswith("attention.cpp")
