@@ -1,11 +1,25 @@
-"""Token orders: permutations of the sequence that the dispatcher may choose. Only the natural one so far."""
+"""Token orders: permutations of the sequence that the dispatcher may choose.
+
+An order says which position stands at each place. Everything is computed on the pattern's own positions, so that the
+result is the same, exactly; what changes is which tokens share a tile.
+"""
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.pattern import Dilated, Neighborhood, Pattern
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NATURAL = "natural"
-ORDERS = (NATURAL,)
+HILBERT = "hilbert"  #: along the curve through the pattern's grid; a sequence without one is folded into a square
+RESIDUE = "residue"  #: tokens that a dilation keeps together, together
+ORDERS = (NATURAL, HILBERT, RESIDUE)
 
 
 def check(order: object) -> str:
@@ -17,3 +31,86 @@ def check(order: object) -> str:
     if order not in ORDERS:
         raise InvalidInput(f"order must be None or one of {', '.join(map(repr, ORDERS))}, got {order!r}")
     return str(order)
+
+
+def serves(order: str, pattern: Pattern) -> bool:
+    """Whether tiles could be fewer in this order than in the natural one."""
+    if order == HILBERT:
+        return isinstance(pattern, Neighborhood) and sum(size > 1 for size in pattern.grid) > 1
+    if order == RESIDUE:
+        return _period(pattern) > 1
+    return order == NATURAL
+
+
+@lru_cache(maxsize=16)
+def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
+    """The position at each place, int64 [length] on the CPU; None where places are positions. Do not write to it."""
+    import torch
+
+    found: Tensor | None = None
+    if order == HILBERT:
+        found = _hilbert(pattern, length)
+    elif order == RESIDUE:
+        found = _residue(pattern, length)
+    return None if found is None or torch.equal(found, torch.arange(length)) else found
+
+
+def places(permuted: Tensor) -> Tensor:
+    """The inverse: the place of each position."""
+    import torch
+
+    found = torch.empty_like(permuted)
+    found[permuted] = torch.arange(len(permuted), device=permuted.device)
+    return found
+
+
+def _hilbert(pattern: Pattern, length: int) -> Tensor:
+    """Residue classes of a dilation never meet: each has a curve of its own."""
+    import torch
+
+    from attn_dispatch.hilbert import curve
+
+    if not isinstance(pattern, Neighborhood):
+        return _folded(length)
+    grid, step = pattern.grid, pattern.dilation
+    found = []
+    for first in torch.cartesian_prod(*(torch.arange(min(e, size)) for e, size in zip(step, grid))).reshape(-1, len(grid)):
+        start = [int(x) for x in first]
+        members = tuple(-(-(size - x) // e) for size, x, e in zip(grid, start, step))
+        points = torch.unravel_index(curve(members), members)
+        position = torch.zeros_like(points[0])
+        for axis, size in enumerate(grid):
+            position = position * size + points[axis] * step[axis] + start[axis]
+        found.append(position)
+    return torch.cat(found)
+
+
+def _folded(length: int) -> Tensor:
+    """A sequence in rows, as near to a square as may be; places past its end are left out."""
+    from attn_dispatch.hilbert import curve
+
+    width = math.isqrt(max(length - 1, 0)) + 1
+    found = curve((-(-length // width), width))
+    return found[found < length]
+
+
+def _residue(pattern: Pattern, length: int) -> Tensor | None:
+    import torch
+
+    period = _period(pattern)
+    if period == 1:
+        return None
+    positions = torch.arange(length)
+    block = min(pattern.segment_lengths) if isinstance(pattern, Dilated) else length
+    # Within the shortest segment, so that a longer one still finds its tokens in a few runs.
+    key = positions // block * period + positions % block % period
+    return key.argsort(stable=True)
+
+
+def _period(pattern: Pattern) -> int:
+    """Tokens after which all dilations have come round."""
+    if isinstance(pattern, Dilated):
+        return math.lcm(*(min(rate, length) for length, rate in pattern.branches))
+    if isinstance(pattern, Neighborhood) and len(pattern.grid) == 1:
+        return pattern.dilation[0]
+    return 1
