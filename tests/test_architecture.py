@@ -17,7 +17,19 @@ ROOT = Path(attn_dispatch.__file__).parent
 # A module may import from the lines above its own.
 LAYERS = (
     ("errors", "units", "logging", "group", "environment", "pace", "intervals", "stopwatch", "entry", "files"),
-    ("settings", "pattern", "strides", "racing", "cuda_timing", "memory", "older", "merge", "missed", "sealed"),
+    (
+        "settings",
+        "pattern",
+        "hilbert",
+        "strides",
+        "racing",
+        "cuda_timing",
+        "memory",
+        "older",
+        "merge",
+        "missed",
+        "sealed",
+    ),
     ("measure", "contact"),
     ("machine", "choice", "guard", "quarantine"),
     ("problem", "order"),
