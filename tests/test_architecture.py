@@ -18,7 +18,7 @@ ROOT = Path(attn_dispatch.__file__).parent
 LAYERS = (
     ("errors", "units", "logging", "group", "environment", "pace", "intervals", "stopwatch", "entry", "files"),
     ("settings", "pattern", "strides", "racing", "cuda_timing", "memory", "older", "merge", "missed", "sealed"),
-    ("measure", "contact"),
+    ("measure", "contact", "hilbert"),
     ("machine", "choice", "guard", "quarantine"),
     ("problem", "order"),
     ("contract", "fits"),
@@ -32,7 +32,7 @@ LAYERS = (
     ("explanation", "candidates", "features", "kriging"),
     ("learned",),
     ("admission", "stored", "sentinel", "regret"),
-    ("heat",),
+    ("heat", "unmeasured"),
     ("tuner",),
     ("decisions",),
     ("dispatch",),
