@@ -13,8 +13,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from attn_dispatch.contract import Backend
+from attn_dispatch.contract import Backend, forced_orders
 from attn_dispatch.example import Example
+from attn_dispatch.order import NATURAL
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.poison import Seal, framed, poisoned
 from attn_dispatch.problem import Problem
@@ -57,11 +58,13 @@ class HardCase:
     gate: Gate
     seals: tuple[Seal, ...]
 
-    def refused_by(self, backend: Backend) -> bool:
-        """Whether the backend does not take this problem, and so cannot be held to it."""
-        return bool(backend.refusals(self.problem))
+    def refused_by(self, backend: Backend, order: str = NATURAL) -> bool:
+        """Whether the backend does not take this problem in this order, and so cannot be held to it."""
+        if backend.refusals(self.problem):
+            return True
+        return order != NATURAL and order not in forced_orders(backend, self.problem)
 
-    def run(self, backend: Backend) -> dict[str, Tensor]:
+    def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
         """The backend's tensors, in poisoned memory. Whatever the backend raises is passed on.
 
         A backend that compiles is not traced with the poison; it gets what freed memory holds.
@@ -71,7 +74,7 @@ class HardCase:
         """
         try:
             with poisoned(self.problem, in_torch=not hasattr(backend, "first_call_ms")):
-                found = self.gate.run(backend)
+                found = self.gate.run(backend, order)
         finally:
             # The tensors are kept for the next backend, which must find them as they were.
             broken = [seal.name for seal in self.seals if seal.broken()]

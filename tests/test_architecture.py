@@ -44,7 +44,7 @@ LAYERS = (
     ("explanation", "candidates", "features", "kriging"),
     ("learned",),
     ("admission", "stored", "sentinel", "regret"),
-    ("heat",),
+    ("heat", "unmeasured"),
     ("tuner",),
     ("decisions",),
     ("dispatch",),
