@@ -130,7 +130,7 @@ def _built(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, til
     found = []
     for members, offsets in _classes(pattern, heads):
         branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in _reaches(pattern, q_len, k_len, offsets))
-        found.append(_table(members, branches, q_pos, k_pos, q_len))
+        found.append(_table(members, branches, q_pos, k_pos))
     return tuple(found)
 
 
@@ -281,12 +281,11 @@ def _pairs(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
     return pairs, full & (times == 1)
 
 
-def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Tensor, q_len: int) -> TileTable:
+def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Tensor) -> TileTable:
     tile = q_pos.shape[1]
-    none = torch.zeros(0, dtype=torch.int64)
-    pairs, full = _pairs(branches, len(k_pos)) if branches else (none, none.bool())
+    pairs, full = _pairs(branches, len(k_pos))
     queries, keys = pairs // len(k_pos), pairs % len(k_pos)
-    masks, mask, covered = None, none, False
+    masks, mask, covered = None, pairs[:0], False
     if int((~full).sum()) * tile**2 <= MASK_BYTES:
         masks, mask = _masks(branches, queries, keys, full, tile)
         kept = mask >= 0
@@ -306,13 +305,13 @@ def _masks(
     partial = (~full).nonzero().flatten()
     for some in partial.split(max(1, CELLS // tile**2)):
         found = counts(branches, queries[some], keys[some])
-        place[some] = torch.tensor([known.setdefault(each, len(known) - 1) for each in _each(found)])
+        place[some] = torch.tensor([known.setdefault(each, len(known) - 1) for each in _each(found)], dtype=torch.int64)
     del known[bytes([0]) * tile**2]
     joined = bytearray().join(known)
     return torch.frombuffer(joined, dtype=torch.uint8).view(-1, tile, tile), place
 
 
 def _each(masks: Tensor) -> Iterator[bytes]:
-    size = masks[0].numel()
+    size = masks.shape[1] * masks.shape[2]
     memory = ctypes.string_at(masks.data_ptr(), masks.numel())
     return (memory[start : start + size] for start in range(0, len(memory), size))
