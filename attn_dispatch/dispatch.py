@@ -89,7 +89,8 @@ def attend(
     Args:
         q: [batch, q_len, heads, head_dim], float16, bfloat16, float32 or float64; any strides.
         k, v: [batch, k_len, kv_heads, head_dim]; kv_heads divides heads.
-        pattern: `Dense`, `Window`, `Dilated` or `Neighborhood`; or use the shorthands below, not both.
+        pattern: `Dense`, `Window`, `Dilated` or `Neighborhood`, or `Reordered` around one; or use the shorthands below,
+            not both.
         segment_lengths, dilation_rates: tokens per segment and rate of each branch of `Dilated`.
         is_causal: keys after the query are not seen; the last query lines up with the last key.
         seq_lens: [batch] int32 or int64: tokens at and past a row's length are padding.

@@ -19,6 +19,7 @@ from attn_dispatch.order import NATURAL
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.poison import Seal, framed, poisoned
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 from attn_dispatch.strides import randn, stride_class
 from attn_dispatch.verify import Gate, Verdict
 
@@ -115,9 +116,9 @@ def class_key(problem: Problem) -> tuple[Spec, ...]:
 
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
     pattern = fitted(problem.pattern, q_len)
-    if isinstance(pattern, Neighborhood):
-        q_len = math.prod(pattern.grid)
-    k_len = q_len if k_len is None or isinstance(pattern, Neighborhood) else k_len
+    grid = pattern.natural.grid if isinstance(pattern.natural, Neighborhood) else None
+    q_len = q_len if grid is None else math.prod(grid)
+    k_len = q_len if k_len is None or grid is not None else k_len
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
     return replace(
@@ -138,8 +139,9 @@ def _few_heads(problem: Problem) -> tuple[int, int]:
     group = problem.heads // problem.kv_heads
     group = min(next((n for n in range(2, group + 1) if group % n == 0), 1), MOST_GROUP)
     least = 2
-    if isinstance(problem.pattern, Dilated) and problem.pattern.heads == "split":
-        least = min(len(problem.pattern.branches), MOST_BRANCHES)
+    pattern = problem.pattern.natural
+    if isinstance(pattern, Dilated) and pattern.heads == "split":
+        least = min(len(pattern.branches), MOST_BRANCHES)
     kv_heads = min(problem.kv_heads, max(2, -(-least // group)))
     return kv_heads * group, kv_heads
 
@@ -153,7 +155,7 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
         return replace(pattern, segment_lengths=_segments(pattern, length))
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, length)
-    return pattern
+    return replace(pattern, pattern=fitted(pattern.pattern, length)) if isinstance(pattern, Reordered) else pattern
 
 
 def _segments(pattern: Dilated, length: int) -> tuple[int, ...]:

@@ -24,10 +24,17 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.blocks import blocks_of, heads_apart
-from attn_dispatch.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
+from attn_dispatch.contract import (
+    Refusal,
+    refuse_device,
+    refuse_dropout,
+    refuse_dtype,
+    refuse_pattern,
+    refuse_ranks,
+)
 from attn_dispatch.counts import count_of, repeats
 from attn_dispatch.order import NATURAL, ORDERS, permutation, places, serves
-from attn_dispatch.pattern import Neighborhood, Pattern
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.units import gib
 
@@ -42,9 +49,9 @@ CUDA_HEAD_DIM = 16  #: the least that the matrix units take
 CUDA_CAPABILITY = (7, 0)  #: the least that Triton compiles for
 CPU_COMPILE_MS = 15_000.0  #: of a C++ kernel
 CUDA_COMPILE_MS = 10_000.0  #: of a Triton kernel
-PAIRS_LIMIT = (
-    2**31
-)  #: pairs of all heads that are gone through for the blocks of a pattern without a grid in another order
+#: Pairs of all heads that are gone through for the blocks of dilated segments in residue order.
+PAIRS_LIMIT = 2**31
+PATTERNS = (Dense, Window, Dilated, Neighborhood)
 SPLITS = 1024  #: most pieces that few queries' keys are cut into, so that they occupy a whole GPU
 
 #: False only in tests: then the same functions run uncompiled, on whole score matrices, with gradients and lse on every
@@ -61,6 +68,9 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu", "cuda"))
+    unknown = refuse_pattern(problem, PATTERNS)
+    if unknown:  # nothing below can count it
+        return found + unknown
     needed = table_bytes(problem)
     if needed > TABLE_LIMIT:
         text = f"{problem.pattern} needs block tables of {gib(needed)}, over {gib(TABLE_LIMIT)}"
