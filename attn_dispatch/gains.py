@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attn_dispatch.features import features
 from attn_dispatch.group import SIZES, USUAL, group_of
 from attn_dispatch.intervals import LAST_LOOK, MARGIN, ONE_LOOK, fewest
 from attn_dispatch.learned import FOREIGN, NOISE, Evidence, group_for, is_timed
@@ -69,8 +70,8 @@ def family_title(family: Mapping[str, Any]) -> str:
         words += [] if usual else [f"{name}={','.join('open' if each is None else str(each) for each in values)}"]
     causal = family.get("is_causal", False)
     axes = causal if isinstance(causal, list | tuple) else [causal]
-    words += ["causal" if all(axes) else "causal=" + ",".join(str(int(axis)) for axis in axes)] * any(axes)
-    return f"{family['kind']}({' '.join(words)})"
+    words += ["causal" if all(axes) else "causal=" + ",".join("1" if axis else "0" for axis in axes)] * any(axes)
+    return f"{family.get('kind', '?')}({' '.join(words)})"
 
 
 def apart(family: Mapping[str, Any], other: Mapping[str, Any]) -> float:
@@ -87,6 +88,7 @@ def all_series(decisions: Iterable[Decision]) -> list[Series]:
     found: defaultdict[tuple[str, ...], list[Gain]] = defaultdict(list)
     for decision in decisions:
         try:
+            features(decision.problem)
             start = (decision.silicon, group_for(decision), json.dumps(family_of(decision.problem), sort_keys=True))
         except FOREIGN:
             continue
