@@ -176,7 +176,9 @@ def _keys(
         for x in (k, v):
             x.masked_fill_(hidden[:, :, None, None], 0.0)
         if mask is None:
-            mask = k.new_zeros((chunk.tiles, 1, chunk.queries.numel() // chunk.tiles, hidden.shape[1]), dtype=torch.float32)
+            mask = k.new_zeros(
+                (chunk.tiles, 1, chunk.queries.numel() // chunk.tiles, hidden.shape[1]), dtype=torch.float32
+            )
         mask = mask.masked_fill(hidden[:, None, None], -math.inf)
     return heads.for_queries(k), heads.for_queries(v), mask
 

@@ -296,9 +296,7 @@ def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Ten
     return TileTable(heads, q_pos, k_pos, first, keys, mask, masks, covered, branches)
 
 
-def _masks(
-    branches: Sequence[Branch], queries: Tensor, keys: Tensor, full: Tensor, tile: int
-) -> tuple[Tensor, Tensor]:
+def _masks(branches: Sequence[Branch], queries: Tensor, keys: Tensor, full: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     """Each mask once, and the place of every pair's; -1 where nothing is seen."""
     known: dict[bytes, int] = {bytes([0]) * tile**2: -1, bytes([1]) * tile**2: FULL}
     place = torch.full_like(queries, FULL)

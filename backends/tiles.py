@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-import torch
 from attn_dispatch import tile_math
 from attn_dispatch.contract import Refusal
 from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.order import NATURAL, ORDERS, check, serves
+from attn_dispatch.order import NATURAL, check
 from attn_dispatch.problem import Problem
 from attn_dispatch.tiles import tables_of
 
@@ -29,7 +29,14 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, tile: int | None = None, **tensors: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    *,
+    order: str = NATURAL,
+    tile: int | None = None,
+    **tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
     kernel: Kernel = CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
     tables = tables_of(problem, check(order), tile or TILE)

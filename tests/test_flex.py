@@ -142,7 +142,8 @@ class Compiler:
 
 def call(of: Problem) -> None:
     example = make(of)
-    flex.run(example.q, example.k, example.v, of, **example.masks)
+    masks: dict[str, Any] = example.masks
+    flex.run(example.q, example.k, example.v, of, **masks)
 
 
 def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,14 +350,14 @@ def test_results_in_another_order(
     assert order in flex.orders(asked)
     expected = gate(asked)
     in_order = SimpleNamespace(name="flex", run=partial(flex.run, order=order))
-    assert expected.check(expected.run(in_order)).failures == ()  # type: ignore[arg-type]
+    assert expected.check(expected.run(in_order)).failures == ()
 
 
 def test_a_compiled_kernel_in_hilbert_order() -> None:
     asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
     expected = gate(replace(asked, return_lse=False))
     in_order = SimpleNamespace(name="flex", run=partial(flex.run, order="hilbert"))
-    assert expected.check(expected.run(in_order)).failures == ()  # type: ignore[arg-type]
+    assert expected.check(expected.run(in_order)).failures == ()
 
 
 def test_residue_order_is_offered_where_its_blocks_can_be_found() -> None:
