@@ -170,6 +170,8 @@ def test_between_two_lengths_the_gain_is_straight() -> None:
         (((100, 0.9), (1000, 0.99, 0.985, 1.01), (10_000, 1.2)), (1128, 100, 10_000)),
         (((100, 0.9), (1000, 1.01, 0.985, 1.03), (10_000, 1.2)), (820, 100, 10_000)),
         (((1000, 1.01, 0.99, 1.03), (10_000, 1.2)), (1136, 1000, 10_000)),
+        # the last time that the gain rises past 1
+        (((100, 0.9), (1000, 1.01, 0.985, 1.03), (3000, 0.99, 0.985, 1.01), (10_000, 1.2)), (3195, 100, 10_000)),
         # no crossing of the gain itself: that of its lower end
         (((100, 1.5, 0.5, 3.0), (10_000, 2.5, 2.0, 3.0)), (1000, 100, 10_000)),
     ],
@@ -199,6 +201,7 @@ def test_damaged_points_are_passed_over(bad: float) -> None:
     with_bad = threshold("hilbert", FAMILY, [*good, Gain(8192, bad, 0.5, 0.6), Gain(2048, 1.0, bad, 1.0)])
     assert with_bad is not None
     assert (with_bad.tokens, with_bad.low, with_bad.high) == (2048, 1024, 4096)
+    assert list(with_bad.points) == good
 
 
 def some_points() -> st.SearchStrategy[list[Gain]]:
@@ -274,7 +277,7 @@ def test_a_tie_is_taken_by_the_one_whose_ratios_are_known() -> None:
         row(("b", "natural"), "chosen", 1.0),
         row(HILBERT, "slower", 2.0, **PAIRED),
     ]
-    assert gain(*rows)[1] == gain(*reversed(rows))[1] == 0.5
+    assert gain(*rows) == gain(*reversed(rows)) == pytest.approx((0.4, 0.5, 1 / 1.8))
 
 
 @pytest.mark.parametrize("rounds", range(1, 12))
@@ -315,6 +318,8 @@ def test_one_length_is_needed() -> None:
 def test_damaged_decisions_are_passed_over() -> None:
     good = planted(crossing(3000))
     broken = [replace(good[0], problem={}, group=""), replace(good[1], problem={"pattern": 3})]
+    pattern = {**good[2].problem["pattern"], "window": ["x"]}
+    broken += [replace(good[2], problem={**good[2].problem, "pattern": pattern})]
     odd = [replace(good[2], candidates=(), key="0" * 20)]
     assert all_series([*broken, *odd, *good]) == all_series(good)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec.structs import replace
 
 from attn_dispatch import profiling
 from attn_dispatch.cli import main, shapes
@@ -143,6 +145,18 @@ def test_a_threshold_in_words(values: Any, expected: str) -> None:
     assert said(Threshold("hilbert", {}, tokens, low, high, ())) == expected
 
 
+def alike(head_dim: int, *windows: int) -> list[Decision]:
+    return [measured(512, {NATURAL: 2.0, HILBERT: 1.0}, window=window, head_dim=head_dim) for window in windows]
+
+
+def test_a_pattern_stands_together_whatever_its_groups(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(folder, *alike(64, 7, 13), *alike(32, 7, 13), *alike(128, 7, 13))
+    found = json.loads(told(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
+    assert [each["pattern"]["window"] for each in found] == [[13, 13]] * 3 + [[7, 7]] * 3
+    rows = [line.split() for line in told(capsys, "inspect", "--thresholds").splitlines() if "hilbert" in line]
+    assert [int(row[2]) for row in rows] == [each["head_dim"] for each in found] == [32, 64, 128] * 2
+
+
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +269,9 @@ ASKED = ("profile", "--thresholds", "--grid", "64,64", "--window", "13", "--shap
 def test_profile_measures_lengths_and_tells(
     asked: list[Problem], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    here = silicon(torch.device("cpu"))
     keep(folder, *planted(crossing(3000)))  # on another machine
+    keep(folder, *(replace(each, silicon=here) for each in alike(16, 7)))  # of another family
     printed = told(capsys, *ASKED, "--lengths", "8k,1k,2k", "--causal", "both")
     assert [each.q_len for each in asked] == [n * n for n in (32, 32, 45, 45, 91, 91)]
     assert "kept in   " in printed

@@ -63,10 +63,15 @@ def to_dicts(found: Sequence[Series]) -> list[dict[str, Any]]:
     return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=_place)]
 
 
-def _place(series: Series) -> tuple[str, ...]:
+def _place(series: Series) -> tuple[str, str, int, list[str], str]:
+    head_dim = series.problem.get("head_dim")
+    return series.silicon, family_title(series.family), head_dim or 0, _name(series), series.group
+
+
+def _name(series: Series) -> list[str]:
     problem = series.problem
-    what = (family_title(series.family), str(problem.get("dtype")), str(problem.get("head_dim")), _direction(series))
-    return (series.silicon, *what, series.order, series.group)
+    what = (str(problem.get("dtype")), str(problem.get("head_dim")), _direction(series))
+    return [family_title(series.family), *what, series.order]
 
 
 def _to_dict(series: Series, threshold: Threshold | None) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def _to_dict(series: Series, threshold: Threshold | None) -> dict[str, Any]:
 def _cells(series: Series, threshold: Threshold | None) -> list[str]:
     lengths = by_length(series.gains)
     longest = f"{lengths[-1].gain:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
-    return [*_place(series)[1:-1], str(len(lengths)), longest, said(threshold)]
+    return [*_name(series), str(len(lengths)), longest, said(threshold)]
 
 
 def said(threshold: Threshold | None) -> str:
