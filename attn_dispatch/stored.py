@@ -145,11 +145,12 @@ def predict(problem: Problem, found: list[Candidate]) -> learned.Prediction | No
     where, plain = silicon(problem.device), problem.to_dict()
     known = evidence(where, group_of(plain))
     able = [each.id for each in found if each.row is None]
-    if any(order != NATURAL for _, order in able):
-        # An order is taken only above the length from which it has been seen to pay.
-        worth = threshold.allowed(plain, known)
-        able = [each for each in able if each[1] in worth]
-    return learned.predict(plain, known, able, versions()) if able else None
+    said = learned.predict(plain, known, able, versions()) if able else None
+    if said is None or said.in_bucket or said.order == NATURAL:
+        return said
+    # Far from what was measured an order is taken only above the length from which it has been seen to pay.
+    worth = threshold.allowed(plain, known)
+    return learned.predict(plain, known, [each for each in able if each[1] in worth], versions())
 
 
 def evidence(where: str, group: str) -> learned.Evidence:
