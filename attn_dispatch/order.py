@@ -49,11 +49,13 @@ def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     import torch
 
     found: Tensor | None = None
-    if order == HILBERT:
-        found = _hilbert(pattern, length)
-    elif order == RESIDUE:
-        found = _residue(pattern, length)
-    return None if found is None or torch.equal(found, torch.arange(length)) else found
+    # What is kept may index tensors that need gradients, whatever the mode of the call that asks first.
+    with torch.inference_mode(False), torch.device("cpu"):
+        if order == HILBERT:
+            found = _hilbert(pattern, length)
+        elif order == RESIDUE:
+            found = _residue(pattern, length)
+        return None if found is None or torch.equal(found, torch.arange(length)) else found
 
 
 def places(permuted: Tensor) -> Tensor:

@@ -309,3 +309,13 @@ def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
 def test_a_wrong_length(length: Any) -> None:
     with pytest.raises(InvalidInput, match="length must be an integer >= 1, got"):
         positions("hilbert", Dense(), length)
+
+
+def test_what_is_kept_serves_calls_of_every_mode() -> None:
+    permutation.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        found = permutation("hilbert", Neighborhood((6, 7), (3,)), 42)
+    assert found is not None
+    x = torch.randn(42, 3, requires_grad=True)
+    x.index_select(0, found).sum().backward()
+    assert x.grad is not None
