@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attn_dispatch.profiling import profile
     from attn_dispatch.recording import record
     from attn_dispatch.registry import register
+    from attn_dispatch.reorder import Reordered, from_order, positions, to_order
 
 __all__ = [
     "AttnDispatchError",
@@ -34,14 +35,18 @@ __all__ = [
     "NoBackend",
     "NotDecided",
     "Problem",
+    "Reordered",
     "Window",
     "attend",
     "counters",
     "explain",
+    "from_order",
     "hardware",
+    "positions",
     "profile",
     "record",
     "register",
+    "to_order",
 ]
 
 # Names are loaded when first used, so that the commands that need no torch start without it.
@@ -65,6 +70,10 @@ _HOME = {
     "profile": "profiling",
     "record": "recording",
     "register": "registry",
+    "Reordered": "reorder",
+    "from_order": "reorder",
+    "positions": "reorder",
+    "to_order": "reorder",
 }
 
 

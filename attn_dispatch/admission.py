@@ -39,7 +39,7 @@ PREPARE_PATIENCE = 10.0  #: times the time limit of a call, for what a backend c
 COMPILED_CASES = 2  #: large scores, and uneven lengths with rows without keys
 
 # Seconds per operation in the hard cases of a class that a version has passed in this process.
-_passed: dict[tuple[str, str | None, object], float] = {}
+_passed: dict[tuple[str, str, str | None, object], float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Gatekeeper:
             BackendFailed: the device is lost, and no other candidate can run in this process.
         """
         version = registry.version_of(candidate.backend)
-        where, title = silicon(self.problem.device), str(self.problem)
+        where, title = silicon(self.problem.device), candidate.described(self.problem)
         needed = candidate.needed_bytes
         try:
             with contact(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
@@ -129,7 +129,7 @@ class Gatekeeper:
             measure.release(self.problem.device)
             if kind != "hung" and guard.device_lost(self.problem.device):
                 self._quarantine(candidate, version, "died", f"the device was lost: {text}")
-                raise BackendFailed(f"{candidate.name} left {self.problem.device} unusable: {text}") from error
+                raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
             if kind is not None:
                 self._quarantine(candidate, version, kind, text)
             return Rejected("failed", text, kept_out=kind is not None and candidate.name != registry.LAST_RESORT)
@@ -161,22 +161,25 @@ class Gatekeeper:
         """The hard cases that this version has not passed in this process, but for those that it refuses. What compiles
         for every problem is held to fewer of them.
         """
-        key = candidate.name, registry.version_of(candidate.backend), class_key(self.problem)
+        key = *candidate.id, registry.version_of(candidate.backend), class_key(self.problem)
         if key in _passed:
             return []
-        cases = [case for case in self._cases if not case.refused_by(candidate.backend)]
+        cases = self._taken_by(candidate)
         return cases[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else cases
+
+    def _taken_by(self, candidate: Candidate) -> list[HardCase]:
+        return [case for case in self._cases if not case.refused_by(*candidate.run_by)]
 
     def _hard_cases(self, candidate: Candidate, version: str | None) -> tuple[list[str], float]:
         """What is wrong, and the seconds that an operation takes in the slowest of them."""
-        key = candidate.name, version, class_key(self.problem)
+        key = *candidate.id, version, class_key(self.problem)
         if key in _passed:
             return [], _passed[key]
         rate = 0.0
         for case in self._cases_for(candidate):
             limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
             start = time.perf_counter()
-            found = self._guarded(partial(case.run, candidate.backend), limit_s)
+            found = self._guarded(partial(case.run, *candidate.run_by), limit_s)
             took_s = time.perf_counter() - start
             rate = max(rate, took_s / work(candidate, case.problem))
             # What is compiled for them takes as long as what is compiled for the problem itself.
@@ -191,16 +194,16 @@ class Gatekeeper:
 
     def _again(self, candidate: Candidate) -> list[str]:
         """A second call on the same tensors with other values: what the first gave must stay, and not come again."""
-        cases = [case for case in self._cases if not case.refused_by(candidate.backend)]
+        cases = self._taken_by(candidate)
         if not cases:
             return []
         gate = Gate.of(make(cases[min(1, len(cases) - 1)].problem))
         limit_s = timeout_s() + 10 * first_call_ms(candidate, gate.example.problem) / 1e3
-        first = self._guarded(partial(gate.run, candidate.backend), limit_s)["out"]
+        first = self._guarded(partial(gate.run, *candidate.run_by), limit_s)["out"]
         known = first.clone()
         with torch.no_grad():
             gate.example.v.neg_()
-        second = self._guarded(partial(gate.run, candidate.backend), limit_s)["out"]
+        second = self._guarded(partial(gate.run, *candidate.run_by), limit_s)["out"]
         if not torch.equal(first, known):
             return ["another call: what the first one returned has changed"]
         found = gate.check({"out": -second})  # attention is linear in v
@@ -215,7 +218,7 @@ class Gatekeeper:
         def run() -> tuple[dict[str, torch.Tensor], int | None, float]:
             synchronize(device)
             start = time.perf_counter()
-            result, peak = measure.peak_bytes(lambda: self._gate.run(candidate.backend), device)
+            result, peak = measure.peak_bytes(lambda: self._gate.run(*candidate.run_by), device)
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 
@@ -246,7 +249,7 @@ class Gatekeeper:
         error: float | None = None,
     ) -> Rejected:
         reason = "; ".join(failures)
-        logger.warning("%s gives wrong results for %s: %s", candidate.name, self.problem, reason)
+        logger.warning("%s gives wrong results for %s: %s", candidate.title, self.problem, reason)
         self._quarantine(candidate, version, "incorrect", reason, group_of(self.problem.to_dict()))
         return Rejected("incorrect", reason, first_ms, peak, error)
 
@@ -270,7 +273,7 @@ class Gatekeeper:
             kind=kind,
             scope=scope,
             reason=reason,
-            title=str(self.problem),
+            title=candidate.described(self.problem),
         )
         Quarantine(cache_folder(), where).add(entry)
 

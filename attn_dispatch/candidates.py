@@ -1,4 +1,6 @@
-"""Who could run a problem: every backend with its refusals and its need of memory, and the static choice among them."""
+"""Who could run a problem: every backend in every order that it offers, with its refusals and its need of memory, and
+the static choice among them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_dispatch import registry
-from attn_dispatch.contract import Backend, Refusal
+from attn_dispatch.contract import Backend, Refusal, orders_of
 from attn_dispatch.environment import environment
 from attn_dispatch.group import group_of
 from attn_dispatch.machine import silicon
@@ -17,7 +19,7 @@ from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.quarantine import Quarantine
 from attn_dispatch.store import Row, cache_folder
-from attn_dispatch.units import gib, one_line, printable
+from attn_dispatch.units import gib, one_line, printable, titled
 
 MEMORY_SHARE = 0.8  #: of what is free; the rest is for what the estimate cannot know
 LITTLE = 16 << 20  #: bytes that are not worth asking what is free, which takes longer than all else of a look-up
@@ -41,52 +43,81 @@ class Candidate:
     def id(self) -> tuple[str, str]:
         return self.name, self.order
 
+    @property
+    def title(self) -> str:
+        """What it is called, and known by in a trial."""
+        return titled(*self.id)
+
+    @property
+    def run_by(self) -> tuple[Backend, str]:
+        """What runs it: the backend, and the order that it is handed."""
+        return self.backend, self.order
+
+    def described(self, problem: Problem) -> str:
+        """The problem, and the order where it is not the natural one."""
+        return f"{problem}   {self.order} order" if self.order != NATURAL else str(problem)
+
 
 def candidates(problem: Problem, beside: int = 0) -> list[Candidate]:
-    """Every backend, the preferred first, with refusals, quarantine and its need against the memory that is free.
+    """Every backend in its orders, the preferred first, with refusals, quarantine and its need against the memory that
+    is free.
 
     Args:
         beside: bytes that will be taken besides a backend's workspace and results; q, k and v of a call are there.
     """
     free = available_bytes(problem.device)
-    return [_candidate(backend, problem, free, beside) for backend in registry.backends()]
+    return [each for backend in registry.backends() for each in _candidates(backend, problem, free, beside)]
 
 
-def candidate(problem: Problem, name: str) -> Candidate:
-    """One of them, without loading the others.
+def can_run(problem: Problem, name: str, order: str) -> bool:
+    """Whether this is a candidate that can run now; the other backends are not loaded.
 
     Raises:
         InvalidInput: there is no such backend.
     """
-    return _candidate(registry.load(name), problem, None, 0)
+    found = _candidates(registry.load(name), problem, None, 0)
+    return any(each.order == order and each.row is None for each in found)
 
 
-def _candidate(backend: Backend, problem: Problem, free: int | None, beside: int) -> Candidate:
-    def ruled_out(status: str, reason: str) -> Candidate:
-        version = registry.version_of(backend)
-        row = Row(backend=backend.name, order=NATURAL, status=status, reason=printable(reason), version=version)
-        return Candidate(backend, NATURAL, row)
+def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:
+    """A candidate that cannot run, and why."""
+    version = registry.version_of(backend)
+    row = Row(backend=backend.name, order=order, status=status, reason=printable(reason), version=version)
+    return Candidate(backend, order, row)
 
+
+def _candidates(backend: Backend, problem: Problem, free: int | None, beside: int) -> list[Candidate]:
+    """One for each order; one alone of a backend that refuses, and does not know its orders then."""
     try:
         refusals = list(backend.refusals(problem))
         why = refused(refusals)
         workspace = 0 if refusals else operator.index(backend.workspace_bytes(problem))
         if workspace < 0:
             raise ValueError(f"{workspace} bytes")
+        orders = () if refusals else orders_of(backend, problem)
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
-        return ruled_out("failed", f"refusals or workspace_bytes: {one_line(error)}")
-    if refusals:
-        return ruled_out(*why)
+        reason = f"refusals, workspace_bytes or orders: {one_line(error)}"
+        return [ruled_out(backend, NATURAL, "failed", reason)]
+    if not orders:
+        why = why if refusals else ("unsupported", "offers itself in no order")
+        return [ruled_out(backend, NATURAL, *why)]
+    needed = workspace + problem.result_bytes
+    out = _kept_out(backend, problem, needed + beside, free)
+    if out is not None:
+        return [ruled_out(backend, order, *out) for order in orders]
+    return [Candidate(backend, order, None, workspace, needed) for order in orders]
+
+
+def _kept_out(backend: Backend, problem: Problem, needed: int, free: int | None) -> tuple[str, str] | None:
+    """The status and the reason of a backend that could run the problem, and must not now."""
     held = _quarantined(backend, problem)
     if held is not None:
-        return ruled_out("quarantined", held)
-    needed = workspace + problem.result_bytes
+        return "quarantined", held
     if free is None:
-        free = available_bytes(problem.device) if needed + beside > LITTLE else sys.maxsize
-    if needed + beside > MEMORY_SHARE * free:
-        reason = f"needs {gib(needed + beside)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
-        return ruled_out("over_memory", reason)
-    return Candidate(backend, NATURAL, None, workspace, needed)
+        free = available_bytes(problem.device) if needed > LITTLE else sys.maxsize
+    if needed <= MEMORY_SHARE * free:
+        return None
+    return "over_memory", f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
 
 
 def refused(refusals: Sequence[Refusal]) -> tuple[str, str]:
@@ -110,8 +141,9 @@ def _quarantined(backend: Backend, problem: Problem) -> str | None:
 
 
 def heuristic(found: Sequence[Candidate]) -> Candidate | None:
-    """The static choice: the first in the order of preference that can run."""
-    return next((candidate for candidate in found if candidate.row is None), None)
+    """The static choice: the first in the order of preference that can run, in natural order if any can."""
+    able = [candidate for candidate in found if candidate.row is None]
+    return min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
 
 
 def versions() -> dict[str, str | None]:

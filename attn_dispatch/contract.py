@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.order import NATURAL, ORDERS
 from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem
 
@@ -45,6 +47,13 @@ class Backend(Protocol):
       before the first trial, outside its budget; if it fails, so does the candidate.
     * `forget(problem)`: drops what it keeps for one problem. Called after a trial that it did not win.
     * `release()`: drops what trials left behind. Called after every trial where there is no `forget`.
+    * `orders(problem) -> Sequence[str]`: the token orders (see `order.ORDERS`) in which it offers to be tried, each a
+      candidate of its own; the natural one alone where this is missing. Asked only where there are no refusals.
+    * `all_orders: tuple[str, ...]`: more orders in which a caller may force it, though they hardly pay.
+
+    Where an order is not the natural one, `run` is handed its name as `order=` and permutes inside: it gets tokens in
+    the caller's order and returns results in it. What it says of a problem, such as `workspace_bytes`, holds for every
+    order.
     """
 
     @property
@@ -64,19 +73,48 @@ class Backend(Protocol):
         """Upper bound of the memory it takes beyond q, k, v, out and their gradients."""
         ...
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Result:
         """Compute.
 
         Args:
             q: [batch, q_len, heads, head_dim]; any strides. k, v: [batch, k_len, kv_heads, head_dim].
             problem: what was checked; everything but the data.
-            tensors: `seq_lens` and `key_mask`, where the problem has them.
+            tensors: `seq_lens` and `key_mask`, where the problem has them; and `order=`, of a backend with `orders`
+                that runs in another than the natural one.
 
         Returns:
             out as q, or (out, lse) with lse [batch, heads, q_len] in float32 (float64 for float64 inputs). lse is
             needed where `problem.return_lse`. Ordinary autograd must pass through where `problem.needs_grad`.
         """
         ...
+
+
+def orders_of(backend: Backend, problem: Problem) -> tuple[str, ...]:
+    """The orders in which a backend offers to be tried, the natural one first. What it raises is passed on.
+
+    Raises:
+        ValueError: it names an order that there is not.
+    """
+    offer = getattr(backend, "orders", None)
+    return (NATURAL,) if offer is None else _known(offer(problem))
+
+
+def forced_orders(backend: Backend, problem: Problem) -> tuple[str, ...]:
+    """Those, and the orders in which a backend runs only where it is forced to. Raises as `orders_of`."""
+    return _known([*orders_of(backend, problem), *getattr(backend, "all_orders", ())])
+
+
+def runner(backend: Backend, order: str) -> Callable[..., Result]:
+    """The backend's `run` in an order."""
+    run: Callable[..., Result] = backend.run
+    return run if order == NATURAL else partial(run, order=order)
+
+
+def _known(named: Collection[str]) -> tuple[str, ...]:
+    unknown = [order for order in named if order not in ORDERS]
+    if unknown:
+        raise ValueError(f"orders are {', '.join(ORDERS)}, not {unknown[0]!r}")
+    return tuple(order for order in ORDERS if order in named)
 
 
 def refuse_dtype(problem: Problem, allowed: Collection[torch.dtype]) -> list[Refusal]:

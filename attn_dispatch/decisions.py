@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 
@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attn_dispatch import order as orders
-from attn_dispatch import registry, settings, stored
-from attn_dispatch.candidates import Candidate, candidates, environment_now, heuristic, refused
-from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
+from attn_dispatch import settings, stored, unmeasured
+from attn_dispatch.candidates import Candidate, candidates, environment_now
+from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
 from attn_dispatch.explanation import Explanation
-from attn_dispatch.group import group_of
 from attn_dispatch.logging import logger
-from attn_dispatch.machine import provenance, silicon
+from attn_dispatch.machine import silicon
 from attn_dispatch.pace import Pace
 from attn_dispatch.problem import Problem
 from attn_dispatch.settings import mode
 from attn_dispatch.store import Decision, Row, Store, cache_folder, note_missed
-from attn_dispatch.units import one_line, printable
+from attn_dispatch.stored import Name
+from attn_dispatch.units import printable, titled
 
 SURE = 0.9  #: confidence from which a neighbour of nearly the same size is believed without measuring
 WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
@@ -40,20 +39,20 @@ lock = threading.RLock()  #: held while a decision is made: two threads that mee
 # Another thread of the parent may hold it at a fork, and does not exist in the child.
 os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
-# By silicon too: another number of threads makes the same processor another machine.
-_decided: dict[tuple[str, Problem], Decision] = {}
+# By silicon too: another number of threads makes the same processor another machine. And by the backend and the order
+# that are forced.
+_decided: dict[tuple[str, Problem, str | None, str | None], Decision] = {}
 _counts: Counter[str] = Counter()
 _pace = Pace()
 
 
 def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
     """`explain` for a problem."""
-    if order is not None:
-        orders.check(order)
-    if backend is not None:
-        return Explanation.of(_forced(problem, backend)[0])
+    unmeasured.check(backend, order)
+    decision = _decided.get((silicon(problem.device), problem, backend, order))
+    if backend is not None or order is not None:
+        return Explanation.of(decision or unmeasured.forced(problem, backend, order, lambda: _known(problem))[0])
     found = candidates(problem)
-    decision = _decided.get((silicon(problem.device), problem))
     if decision is not None:
         decision = _with_drift(problem, decision)
     elif mode() != "off":
@@ -64,7 +63,7 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
             decision = _told(kept)
         else:
             decision = _learned(problem, found, 0.0)
-    return Explanation.of(_as_of_now(decision, found) if decision is not None else _heuristic(problem, found))
+    return Explanation.of(_as_of_now(decision, found) if decision is not None else unmeasured.static(problem, found))
 
 
 def counters() -> dict[str, int]:
@@ -80,7 +79,7 @@ def decide(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can run it.
     """
-    known = silicon(problem.device), problem
+    known = silicon(problem.device), problem, None, None
     decision = _decided.get(known)
     if decision is not None:
         return decision
@@ -116,27 +115,27 @@ def _taken(kept: stored.Found) -> Decision:
     """Go by what is stored, as far as it holds."""
     decision = kept.decision
     _counts["loaded" if decision.source == "measured" else "shipped"] += 1
-    if kept.choice != decision.choice:
-        logger.warning(
-            "%s cannot run now as was decided, %s can: %s", decision.choice, kept.choice, printable(decision.title)
-        )
+    if kept.choice is not None and kept.choice != decision.chosen:
+        decided, able = titled(*decision.chosen), titled(*kept.choice)
+        logger.warning("%s cannot run now as was decided, %s can: %s", decided, able, printable(decision.title))
     elif not kept.changed and decision.environment != environment_now():
         decision = stored.refresh(decision)
     return _told(stored.Found(decision, kept.choice, kept.changed))
 
 
 def _told(kept: stored.Found) -> Decision:
-    """The decision with the backend that runs now, and what of it no longer holds said in its rows."""
+    """The decision with the candidate that runs now, and what of it no longer holds said in its rows."""
     rows = tuple(_row_told(row, kept) for row in kept.decision.candidates)
-    return msgspec.structs.replace(kept.decision, choice=kept.choice or "", candidates=rows)
+    backend, order = kept.choice or ("", "")
+    return msgspec.structs.replace(kept.decision, choice=backend, order=order, candidates=rows)
 
 
 def _row_told(row: Row, kept: stored.Found) -> Row:
-    if row.backend == kept.choice:
+    if row.id == kept.choice:
         row = msgspec.structs.replace(row, status="chosen")
     elif row.status == "chosen":
         row = msgspec.structs.replace(row, status="slower")
-    if row.backend in kept.changed and row.median_ms is not None:
+    if row.id in kept.changed and row.median_ms is not None:
         text = f"measured with version {row.version}, which has changed"
         row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
     return row
@@ -152,13 +151,18 @@ def _with_drift(problem: Problem, decision: Decision) -> Decision:
 
 def _as_of_now(decision: Decision, found: list[Candidate]) -> Decision:
     """With the candidates that are ruled out by now, and those that were not there then."""
-    kept = {row.backend: row for row in decision.candidates}
-    rows = [_row_now(each, kept.pop(each.name, None), decision.choice) for each in found]
-    return msgspec.structs.replace(decision, candidates=(*rows, *kept.values()))
+    kept = {row.id: row for row in decision.candidates}
+    rows = [_row_now(each, kept.pop(each.id, None), decision.chosen) for each in found]
+    # A backend that refuses has one row alone, which is about all its orders.
+    out = {each.name: each.row for each in found if each.row is not None}
+    for name, row in kept.items():
+        now = out.get(row.backend) if name != decision.chosen else None
+        rows.append(row if now is None else msgspec.structs.replace(now, order=row.order))
+    return msgspec.structs.replace(decision, candidates=tuple(rows))
 
 
-def _row_now(each: Candidate, kept: Row | None, choice: str) -> Row:
-    if each.row is not None and each.name != choice:
+def _row_now(each: Candidate, kept: Row | None, choice: Name) -> Row:
+    if each.row is not None and each.id != choice:
         # What it was quarantined for on this very problem says more than that it is.
         told = kept is not None and kept.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
         return kept if told and kept is not None else each.row
@@ -184,14 +188,14 @@ def _locked(problem: Problem, kept: stored.Found | None) -> Decision:
 def _why_locked(kept: stored.Found | None) -> str:
     if kept is None:
         return "nothing is decided"
-    return f"{kept.decision.choice}, as was decided, has another version now, or nothing measured can run"
+    return f"{titled(*kept.decision.chosen)}, as was decided, has another version now, or nothing measured can run"
 
 
 def _refused_by_lock(problem: Problem, found: list[Candidate], why: str) -> Decision:
     """What attend() refuses, to be explained."""
     reason = f"locked mode, and {why}: `attn-dispatch profile` measures it"
     rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=reason) for c in found)
-    return _unmeasured(problem, "", "heuristic", tuple(rows))
+    return unmeasured.unmeasured(problem, None, "heuristic", rows)
 
 
 def _measured(problem: Problem, kept: stored.Found | None, found: list[Candidate]) -> Decision | None:
@@ -202,8 +206,9 @@ def _measured(problem: Problem, kept: stored.Found | None, found: list[Candidate
         logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
     else:
         said = stored.predict(problem, found) if kept is None else None
+        first = None if said is None else (said.backend, said.order)
         start = time.perf_counter()
-        decision = measure(problem, settings.budget_ms() / 1e3, kept, None if said is None else said.backend)
+        decision = measure(problem, settings.budget_ms() / 1e3, kept, first)
         _pace.spend(time.perf_counter() - start)
         if decision is not None:
             keep(problem, decision)
@@ -213,7 +218,7 @@ def _measured(problem: Problem, kept: stored.Found | None, found: list[Candidate
 
 
 def measure(
-    problem: Problem, budget_s: float | None, kept: stored.Found | None, first: str | None = None
+    problem: Problem, budget_s: float | None, kept: stored.Found | None, first: Name | None = None
 ) -> Decision | None:
     """Measure; what changed alone, where a decision is there to start from. Arguments as for `tuner.decide`."""
     from attn_dispatch import tuner  # what measures is loaded when there is something to measure
@@ -227,8 +232,16 @@ def keep(problem: Problem, decision: Decision) -> None:
     """Store a new measurement and go by it in this process."""
     Store(cache_folder()).put(decision)
     stored.note(decision)
-    _decided[silicon(problem.device), problem] = decision
+    _decided[silicon(problem.device), problem, None, None] = decision
     _counts["measured"] += 1
+
+
+def measured_anew(problem: Problem, decision: Decision) -> None:
+    """`keep` by request: what was forced in part goes by it from now on too."""
+    where = silicon(problem.device)
+    for known in [known for known in _decided if known[:2] == (where, problem)]:
+        del _decided[known]
+    keep(problem, decision)
 
 
 def _learned(problem: Problem, found: list[Candidate], least: float) -> Decision | None:
@@ -240,80 +253,40 @@ def _learned(problem: Problem, found: list[Candidate], least: float) -> Decision
 
 
 def _static(problem: Problem) -> Decision:
-    decision = _heuristic(problem, candidates(problem))
+    decision = unmeasured.static(problem, candidates(problem))
     if not decision.choice:
-        raise NoBackend(_no_backend(problem, decision.candidates, forced=False))
+        raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
     return decision
 
 
-def force(problem: Problem, name: str) -> Decision:
-    """The decision for one backend, whatever is stored.
+def force(problem: Problem, backend: str | None, order: str | None) -> Decision:
+    """The decision for a backend, an order or both, whatever is stored; nothing is measured. Of several candidates that
+    are left, the one decided on, else the fastest that was measured, else the static choice; the same one throughout a
+    process.
 
     Raises:
-        InvalidInput: there is no such backend. NoBackend: it refuses. BackendFailed: it cannot say.
+        InvalidInput: there is no such backend. NoBackend: none can run it so. BackendFailed: it cannot say.
     """
-    decision, error = _forced(problem, name)
-    if error is not None:
-        raise BackendFailed(f"{name} cannot tell whether it can run {problem}: {error!r}") from error
-    if not decision.choice:
-        raise NoBackend(_no_backend(problem, decision.candidates, forced=True))
+    unmeasured.check(backend, order)
+    known = silicon(problem.device), problem, backend, order
+    decision = _decided.get(known)
+    if decision is None:
+        decision, error = unmeasured.forced(problem, backend, order, lambda: _known(problem))
+        if error is not None:
+            raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {error!r}") from error
+        if not decision.choice:
+            raise NoBackend(unmeasured.no_backend(problem, decision.candidates, backend, order))
+        if len(decision.candidates) > 1:
+            _decided[known] = decision
     _counts["forced"] += 1
     logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
     return decision
 
 
-def _forced(problem: Problem, name: str) -> tuple[Decision, Exception | None]:
-    """A decision with one row, without a choice where that backend cannot run it; and what it raised when asked."""
-    if name not in registry.names():
-        raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {name!r}")
-    backend = registry.load(name)
-    status, reason, failure = "chosen", "", None
-    try:
-        refusals = list(backend.refusals(problem))
-        if refusals:
-            status, reason = refused(refusals)
-    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way
-        status, reason, failure = "failed", one_line(error), error
-    row = Row(
-        backend=name, order=orders.NATURAL, status=status, reason=printable(reason),
-        version=registry.version_of(backend),
-    )  # fmt: skip
-    return _unmeasured(problem, name if status == "chosen" else "", "forced", (row,)), failure
-
-
-def _heuristic(problem: Problem, found: list[Candidate]) -> Decision:
-    chosen = heuristic(found)
-    rows = tuple(
-        c.row or Row(backend=c.name, order=c.order, status="chosen" if c is chosen else "not_measured") for c in found
-    )
-    return _unmeasured(problem, "" if chosen is None else chosen.name, "heuristic", rows)
-
-
-def _unmeasured(problem: Problem, choice: str, source: str, rows: tuple[Row, ...]) -> Decision:
-    where, plain = silicon(problem.device), problem.to_dict()
-    return Decision(
-        key=problem.key(where),
-        silicon=where,
-        group=group_of(plain),
-        title=str(problem),
-        problem=plain,
-        choice=choice,
-        order=orders.NATURAL if choice else "",
-        source=source,
-        candidates=rows,
-        provenance=provenance(problem.device),
-        created=_now(),
-    )
-
-
-def _no_backend(problem: Problem, rows: Iterable[Row], forced: bool) -> str:
-    kv = f"[{problem.batch}, {problem.k_len}, {problem.kv_heads}, {problem.head_dim}]"
-    lines = [
-        f"no backend can run {problem.pattern} on {problem.device} in {str(problem.dtype).removeprefix('torch.')}:",
-        f"  q [{problem.batch}, {problem.q_len}, {problem.heads}, {problem.head_dim}]  k, v {kv}",
-        *(f"  {row.backend}: {row.reason}" for row in rows),
-    ]
-    return "\n".join(lines + ["Pass backend=None to let every backend be tried."] * forced)
+def _known(problem: Problem) -> Decision | None:
+    """What was measured of a problem, here or in another process."""
+    decision = _decided.get((silicon(problem.device), problem, None, None))
+    return decision if decision is not None or mode() == "off" else stored.read(problem)
 
 
 def capturing(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 from attn_dispatch import decisions, registry
 from attn_dispatch import order as orders
-from attn_dispatch.contract import Result
+from attn_dispatch.contract import Result, runner
 from attn_dispatch.decisions import lock
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.explanation import Explanation
@@ -27,6 +27,7 @@ from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
 from attn_dispatch.settings import sentinel_share
 from attn_dispatch.store import Decision
+from attn_dispatch.units import titled
 
 MOST_ROUTES = 65536  #: signatures remembered; past this the table starts anew, decisions stay
 MOST_LIKE = 16  #: of them with the same settings and lengths, which are gone through one by one
@@ -88,7 +89,8 @@ def attend(
     Args:
         q: [batch, q_len, heads, head_dim], float16, bfloat16, float32 or float64; any strides.
         k, v: [batch, k_len, kv_heads, head_dim]; kv_heads divides heads.
-        pattern: `Dense`, `Window`, `Dilated` or `Neighborhood`; or use the shorthands below, not both.
+        pattern: `Dense`, `Window`, `Dilated` or `Neighborhood`, or `Reordered` around one; or use the shorthands below,
+            not both.
         segment_lengths, dilation_rates: tokens per segment and rate of each branch of `Dilated`.
         is_causal: keys after the query are not seen; the last query lines up with the last key.
         seq_lens: [batch] int32 or int64: tokens at and past a row's length are padding.
@@ -96,7 +98,8 @@ def attend(
         dropout_p: probability with which an attention weight is dropped; 0 <= dropout_p < 1.
         scale: factor of the scores; `head_dim ** -0.5` by default.
         layout: "bnhd", or "bhnd" for q, k, v and out with their middle axes swapped.
-        backend, order: run with this one; it does or the call fails.
+        backend, order: run with this one, in this token order; it does or the call fails. What is left open goes by
+            what was measured, or by the order of preference; nothing is measured.
         mesh: 1-D DeviceMesh or process group over whose ranks the sequence is sharded.
         return_lse: also return lse.
 
@@ -180,7 +183,7 @@ def explain(
 def adopt(problem: Problem, decision: Decision) -> None:
     """Keep a decision, and route the problem by it from now on."""
     with lock:
-        decisions.keep(problem, decision)
+        decisions.measured_anew(problem, decision)
         _routes.clear()
 
 
@@ -213,8 +216,9 @@ def _new_route(
     with lock:
         for observer in _observers:
             observer(problem)
-        decision = decisions.decide(problem) if backend is None else decisions.force(problem, backend)
-        chosen = registry.load(decision.choice)
+        forced = backend is not None or order is not None
+        decision = decisions.force(problem, backend, order) if forced else decisions.decide(problem)
+        run = runner(registry.load(decision.choice), decision.order)
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
         transposed = layout == "bhnd"
@@ -224,9 +228,9 @@ def _new_route(
             precision=matmul_precision() if q.dtype == torch.float32 else None,
             beside=beside,
             depth=0 if beside is None else beside.depth + 1,
-            run=_watched(chosen.run, problem, decision),
+            run=_watched(run, problem, decision),
             problem=problem,
-            backend=chosen.name,
+            backend=titled(*decision.chosen),
             plain=not (transposed or cast or problem.masked),
             transposed=transposed,
             cast=cast,

@@ -62,6 +62,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     measured: str | None = None
     extra: dict[str, Any] = {}
 
+    @property
+    def id(self) -> tuple[str, str]:
+        """The candidate: a backend in an order."""
+        return self.backend, self.order
+
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The times of live calls that left the stored interval, and when they were seen (UTC)."""
@@ -99,6 +104,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     drift: Drift | None = None
     preferred: tuple[str, str] | None = None
     extra: dict[str, Any] = {}
+
+    @property
+    def chosen(self) -> tuple[str, str]:
+        """The candidate that was decided on: a backend in an order."""
+        return self.choice, self.order
 
 
 MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
@@ -184,10 +194,10 @@ def check(decision: Decision) -> None:
     """That it makes sense by itself. Raises ValueError (of which Damaged is one)."""
     if not address_fits(decision.silicon, decision.group, decision.key):
         raise Damaged("its address is none")
-    chosen = [(row.backend, row.order) for row in decision.candidates if row.status == "chosen"]
-    if chosen != [(decision.choice, decision.order)]:
+    chosen = [row.id for row in decision.candidates if row.status == "chosen"]
+    if chosen != [decision.chosen]:
         raise Damaged("its choice is not the one row that is chosen")
-    if len({(row.backend, row.order) for row in decision.candidates}) < len(decision.candidates):
+    if len({row.id for row in decision.candidates}) < len(decision.candidates):
         raise Damaged("it has two rows of one candidate")
     time_of(decision.created)
     for row in decision.candidates:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_dispatch.contract import Backend, Result
+from attn_dispatch.contract import Backend, Result, runner
+from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.strides import randn
 
@@ -24,16 +25,17 @@ class Example:
     grad: Tensor | None
     masks: dict[str, Tensor]
 
-    def call(self, backend: Backend) -> Callable[[], Result]:
+    def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
         """What a user's call costs: forward, and backward where gradients are needed."""
+        run = runner(backend, order)
 
         def forward() -> Result:
             with torch.no_grad():
-                return backend.run(self.q, self.k, self.v, self.problem, **self.masks)
+                return run(self.q, self.k, self.v, self.problem, **self.masks)
 
         def forward_backward() -> Result:
             with torch.enable_grad():
-                result = backend.run(self.q, self.k, self.v, self.problem, **self.masks)
+                result = run(self.q, self.k, self.v, self.problem, **self.masks)
             out = result if isinstance(result, Tensor) else result[0]
             torch.autograd.grad(out, (self.q, self.k, self.v), self.grad)
             return result

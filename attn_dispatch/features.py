@@ -51,13 +51,19 @@ def bucket(problem: Mapping[str, Any]) -> tuple[Any, ...]:
     """
     soft = [tuple(value) if isinstance(value, list) else value for value in map(problem.__getitem__, SOFT)]
     counts = [_step(problem[name]) for name in COUNTS]
-    sizes = [None if size is None else _step(size) for size in _sizes(problem["pattern"])]
+    sizes = [None if size is None else _step(size) for size in _sizes(_natural(problem["pattern"]))]
     return (group_of(problem), *soft, _given_scale(problem), *counts, *sizes)
 
 
 def _step(size: int) -> int:
     """The bucket of one size; a window of 0 has one of its own."""
     return math.floor(PER_OCTAVE * math.log2(size)) if size > 0 else -1
+
+
+def _natural(pattern: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The one inside a pattern whose tokens are in another order."""
+    inner: Mapping[str, Any] = dict(pattern).get("pattern", pattern)
+    return inner
 
 
 def _sizes(pattern: Mapping[str, Any]) -> Iterator[int | None]:
@@ -70,7 +76,7 @@ def _sizes(pattern: Mapping[str, Any]) -> Iterator[int | None]:
 
 def _pattern(problem: Mapping[str, Any]) -> list[float]:
     """An open side of a window reaches as far as there are keys."""
-    pattern = problem["pattern"]
+    pattern = _natural(problem["pattern"])
     itself = "left" in pattern  # a side of a window does not count the query's own place
     sizes = [problem["k_len"] if size is None else size + itself for size in _sizes(pattern)]
     weight = 1 / math.sqrt(max(len(sizes), 1))

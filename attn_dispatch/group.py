@@ -39,6 +39,8 @@ def group_of(problem: Mapping[str, Any]) -> str:
 def pattern_class(pattern: Mapping[str, Any]) -> dict[str, Any]:
     """A pattern without its sizes: its kind, whether it is causal, its rates, how many axes a grid has."""
     found = {name: value for name, value in pattern.items() if name not in SIZES}
+    if "pattern" in pattern:  # whose tokens are in another order
+        found["pattern"] = pattern_class(pattern["pattern"])
     if "grid" in pattern:
         found["axes"] = len(pattern["grid"])
     if "right" in pattern:
@@ -63,6 +65,8 @@ def title(problem: Mapping[str, Any]) -> str:
 
 
 def _pattern_title(pattern: Mapping[str, Any]) -> str:
+    if "pattern" in pattern:
+        return f"{pattern['kind']}({_pattern_title(pattern['pattern'])} {pattern['order']})"
     words = [f"{pattern['axes']}-D"] if "axes" in pattern else []
     if set(pattern.get("dilation_rates", ())):
         words.append("r=" + ",".join(map(str, pattern["dilation_rates"])))

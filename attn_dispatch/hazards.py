@@ -13,11 +13,13 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from attn_dispatch.contract import Backend
+from attn_dispatch.contract import Backend, forced_orders
 from attn_dispatch.example import Example
+from attn_dispatch.order import NATURAL
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.poison import Seal, framed, poisoned
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 from attn_dispatch.strides import randn, stride_class
 from attn_dispatch.verify import Gate, Verdict
 
@@ -57,11 +59,13 @@ class HardCase:
     gate: Gate
     seals: tuple[Seal, ...]
 
-    def refused_by(self, backend: Backend) -> bool:
-        """Whether the backend does not take this problem, and so cannot be held to it."""
-        return bool(backend.refusals(self.problem))
+    def refused_by(self, backend: Backend, order: str = NATURAL) -> bool:
+        """Whether the backend does not take this problem in this order, and so cannot be held to it."""
+        if backend.refusals(self.problem):
+            return True
+        return order != NATURAL and order not in forced_orders(backend, self.problem)
 
-    def run(self, backend: Backend) -> dict[str, Tensor]:
+    def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
         """The backend's tensors, in poisoned memory. Whatever the backend raises is passed on.
 
         A backend that compiles is not traced with the poison; it gets what freed memory holds.
@@ -71,7 +75,7 @@ class HardCase:
         """
         try:
             with poisoned(self.problem, in_torch=not hasattr(backend, "first_call_ms")):
-                found = self.gate.run(backend)
+                found = self.gate.run(backend, order)
         finally:
             # The tensors are kept for the next backend, which must find them as they were.
             broken = [seal.name for seal in self.seals if seal.broken()]
@@ -112,9 +116,9 @@ def class_key(problem: Problem) -> tuple[Spec, ...]:
 
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
     pattern = fitted(problem.pattern, q_len)
-    if isinstance(pattern, Neighborhood):
-        q_len = math.prod(pattern.grid)
-    k_len = q_len if k_len is None or isinstance(pattern, Neighborhood) else k_len
+    grid = pattern.natural.grid if isinstance(pattern.natural, Neighborhood) else None
+    q_len = q_len if grid is None else math.prod(grid)
+    k_len = q_len if k_len is None or grid is not None else k_len
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
     return replace(
@@ -135,8 +139,9 @@ def _few_heads(problem: Problem) -> tuple[int, int]:
     group = problem.heads // problem.kv_heads
     group = min(next((n for n in range(2, group + 1) if group % n == 0), 1), MOST_GROUP)
     least = 2
-    if isinstance(problem.pattern, Dilated) and problem.pattern.heads == "split":
-        least = min(len(problem.pattern.branches), MOST_BRANCHES)
+    pattern = problem.pattern.natural
+    if isinstance(pattern, Dilated) and pattern.heads == "split":
+        least = min(len(pattern.branches), MOST_BRANCHES)
     kv_heads = min(problem.kv_heads, max(2, -(-least // group)))
     return kv_heads * group, kv_heads
 
@@ -150,7 +155,7 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
         return replace(pattern, segment_lengths=_segments(pattern, length))
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, length)
-    return pattern
+    return replace(pattern, pattern=fitted(pattern.pattern, length)) if isinstance(pattern, Reordered) else pattern
 
 
 def _segments(pattern: Dilated, length: int) -> tuple[int, ...]:

@@ -30,8 +30,8 @@ Calls = Mapping[str, Callable[[], object]]
 
 @dataclass
 class Heat:
-    """One race. `runners` stand in the order of preference; `aside` are those left out, with the ratio of their first
-    call to the fastest's.
+    """One race. Candidates go by their titles. `runners` stand in the order of preference; `aside` are those left out,
+    with the ratio of their first call to the fastest's.
     """
 
     problem: Problem
@@ -45,14 +45,14 @@ class Heat:
     def run(self, example: Example, remaining_s: float | None) -> None:
         """Time them in turns, within what remains of the budget."""
         self._set_aside(remaining_s)
-        racing = {name: runner[0].backend for name, runner in self.runners.items() if name not in self.aside}
+        racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.aside}
         if len(racing) == 1 and remaining_s is not None and remaining_s <= 0:
             # Nobody to compare with, and the run that was checked has taken the time there was: it is the sample.
             call_ms = self.runners[self.incumbent][1].call_ms
             self.turns = measure.Turns({self.incumbent: measure.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
             return
         guard.retire()  # its threads would take part of the cores
-        calls = {name: example.call(backend) for name, backend in racing.items()}
+        calls = {name: example.call(*candidate.run_by) for name, candidate in racing.items()}
         self.turns = self._rounds(calls, remaining_s)
         rival = self._unproven()
         if rival is not None and self.budget_s is not None:
@@ -119,8 +119,8 @@ class Heat:
         """One marker for each, which counts only while it is this one's turn."""
         candidate = self.runners[name][0]
         where, version = silicon(self.problem.device), registry.version_of(candidate.backend)
-        title = str(self.problem)
-        with contact(cache_folder(), where, name, version, title, patience_s=timeout_s()) as kept:
+        title = candidate.described(self.problem)
+        with contact(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()) as kept:
             kept.rest()
             yield kept
 

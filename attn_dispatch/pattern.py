@@ -9,8 +9,8 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeVar, cast
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar, cast
 
 from attn_dispatch.errors import InvalidInput
 
@@ -24,6 +24,11 @@ class Pattern(ABC):
     """Base of the patterns. Positions count tokens from 0."""
 
     __slots__ = ()
+
+    @property
+    def natural(self) -> Pattern:
+        """The pattern of the tokens in their natural order: itself, unless they are kept in another one."""
+        return self
 
     def multiplicity(
         self,
@@ -83,6 +88,10 @@ class Pattern(ABC):
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
         """The plainest pattern with the same multiplicity at these lengths, so that equal calls share a decision."""
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The kind and the fields in plain values."""
+        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)

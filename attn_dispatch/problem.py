@@ -11,7 +11,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.reorder import Reordered
 from attn_dispatch.strides import is_stride_class, stride_class
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("bnhd", "bhnd")
 PRECISIONS = ("highest", "high", "medium")
-PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood)}
+PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
 # Without the function around it that is written in Python: asked on every call.
 _float32_matmul_precision: Callable[[], str] = getattr(
     torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision
@@ -156,7 +157,7 @@ class Problem:
     def to_dict(self) -> dict[str, Any]:
         """The problem in plain JSON values; `from_dict` reads it back."""
         plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
-        plain["pattern"] = {"kind": type(self.pattern).__name__, **asdict(self.pattern)}  # type: ignore[call-overload]
+        plain["pattern"] = self.pattern.to_dict()
         plain["dtype"] = str(self.dtype).removeprefix("torch.")
         plain["device"] = self.device.type
         plain["strides"] = list(self.strides)
@@ -171,8 +172,7 @@ class Problem:
         """
         try:
             values = dict(plain)
-            spec = dict(values["pattern"])
-            values["pattern"] = PATTERNS[spec.pop("kind")](**_tuples(spec))
+            values["pattern"] = _pattern(values["pattern"])
             values["dtype"] = next(d for d in DTYPES if str(d) == f"torch.{values['dtype']}")
             values["device"] = normal_device(values["device"] if device is None else device)
             values["strides"] = tuple(values["strides"])
@@ -396,5 +396,8 @@ def _ranks(mesh: object) -> int:
     return int(size())
 
 
-def _tuples(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in spec.items()}
+def _pattern(plain: Mapping[str, Any]) -> Pattern:
+    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
+    if "pattern" in values:  # of one that is reordered
+        values["pattern"] = _pattern(values["pattern"])
+    return PATTERNS[values.pop("kind")](**values)

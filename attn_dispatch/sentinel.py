@@ -22,6 +22,7 @@ from attn_dispatch.measure import median_interval
 from attn_dispatch.problem import Problem
 from attn_dispatch.settings import sentinel_share
 from attn_dispatch.store import Decision, Drift, Row, Store, cache_folder
+from attn_dispatch.units import titled
 
 SAMPLES = 25  #: the latest that are judged
 MARGIN = 0.10  #: what a call in the midst of a program may differ from one in a trial
@@ -33,7 +34,7 @@ Run = Callable[..., Any]
 def watched(run: Run, problem: Problem, decision: Decision) -> Run:
     """The same, timed now and then, where the sentinel is on and there is a measurement to compare with."""
     share = sentinel_share()
-    row = next((row for row in decision.candidates if row.backend == decision.choice), None)
+    row = next((row for row in decision.candidates if row.id == decision.chosen), None)
     known = row is not None and None not in (row.median_ms, row.low_ms, row.high_ms)
     if share <= 0 or problem.needs_grad or decision.source != "measured" or row is None or not known:
         return run
@@ -78,7 +79,11 @@ class _Watch:
             seen=datetime.now(UTC).isoformat(timespec="microseconds"),
         )
         logger.warning(
-            "%s takes %.3g ms, %.3g were measured: %s", self._row.backend, median_ms, self._row.median_ms, self._problem
+            "%s takes %.3g ms, %.3g were measured: %s",
+            titled(*self._row.id),
+            median_ms,
+            self._row.median_ms,
+            self._problem,
         )
         Store(cache_folder()).amend(self._decision, drift=drift)
 

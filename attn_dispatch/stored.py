@@ -6,20 +6,23 @@ is measured again, by itself; until then it is a prior, and is told as such.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from attn_dispatch import learned, registry
-from attn_dispatch.candidates import Candidate, candidate, candidates, environment_now, versions
+from attn_dispatch import learned, registry, threshold
+from attn_dispatch.candidates import Candidate, can_run, candidates, environment_now, versions
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.group import group_of
 from attn_dispatch.logging import say_once
 from attn_dispatch.machine import provenance, silicon
+from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row, Store, cache_folder, shipped
+
+Name = tuple[str, str]  #: of a candidate: backend and order
 
 TIMED = ("chosen", "slower", "tie")
 PASSING = ("over_memory", "quarantined", "incorrect")  #: what a candidate may be for a while
@@ -32,23 +35,23 @@ _evidence: dict[tuple[str, str], learned.Evidence] = {}
 class Found:
     """A decision that is kept.
 
-    `choice` is the backend to run now: the one decided, or where that cannot run or has changed, the best of the rows
-    that hold; None where none does. `changed` are the backends whose rows are missing or of another version.
+    `choice` is the candidate to run now: the one decided, or where that cannot run or has changed, the best of the rows
+    that hold; None where none does. `changed` are the candidates whose rows are missing or of another version.
     """
 
     decision: Decision
-    choice: str | None
-    changed: tuple[str, ...] = ()
+    choice: Name | None
+    changed: tuple[Name, ...] = ()
 
     @property
     def holds(self) -> bool:
         """Whether it can be gone by as it is."""
-        return self.choice == self.decision.choice and not self.changed
+        return self.choice == self.decision.chosen and not self.changed
 
     @property
     def holds_locked(self) -> bool:
         """Whether locked mode goes by it: what was decided, as it was measured, or what was measured beside it."""
-        return self.choice is not None and self.decision.choice not in self.changed
+        return self.choice is not None and self.decision.chosen not in self.changed
 
 
 def look_up(problem: Problem, budget_ms: float) -> Found | None:
@@ -65,8 +68,8 @@ def look_up(problem: Problem, budget_ms: float) -> Found | None:
     passing = any(row.status in PASSING for row in decision.candidates)
     if not waiting and not passing and decision.environment == environment_now():
         with suppress(InvalidInput):  # a backend that is registered elsewhere
-            if candidate(problem, decision.choice).row is None:
-                return Found(decision, decision.choice)
+            if can_run(problem, *decision.chosen):
+                return Found(decision, decision.chosen)
     return _compare(problem, decision, waiting)
 
 
@@ -92,13 +95,27 @@ def _same(problem: Problem, decision: Decision, where: str, key: str) -> bool:
     return told == key
 
 
-def _compare(problem: Problem, decision: Decision, waiting: set[str]) -> Found:
-    able = {each.name: each for each in candidates(problem) if each.row is None}
-    rows = {row.backend: row for row in decision.candidates}
+def _compare(problem: Problem, decision: Decision, waiting: set[Name]) -> Found:
+    able = {each.id: each for each in candidates(problem) if each.row is None}
+    rows = {row.id: row for row in decision.candidates}
     changed = {name for name in able if not _current(rows.get(name), able[name])}
-    holding = {name: rows[name] for name in able.keys() - changed if rows[name].status in TIMED}
-    choice = decision.choice if decision.choice in holding else _best(holding)
+    choice = best_of(decision, holding(decision, able.values()))
     return Found(decision, choice, tuple(sorted(changed | (waiting & able.keys()))))
+
+
+def holding(decision: Decision, able: Collection[Candidate]) -> dict[Name, Row]:
+    """Those of a decision's timed rows that say something of these candidates as they are now."""
+    rows = {row.id: row for row in decision.candidates}
+    current = (each.id for each in able if _current(rows.get(each.id), each))
+    return {name: rows[name] for name in current if rows[name].status in TIMED}
+
+
+def best_of(decision: Decision, rows: Mapping[Name, Row]) -> Name | None:
+    """The candidate decided on, if it has one of these rows, else the fastest; None where there is no time."""
+    if decision.chosen in rows:
+        return decision.chosen
+    timed = {name: row.median_ms for name, row in rows.items() if row.median_ms is not None}
+    return min(timed, key=lambda name: timed[name], default=None)
 
 
 def _current(row: Row | None, candidate: Candidate) -> bool:
@@ -110,14 +127,9 @@ def _current(row: Row | None, candidate: Candidate) -> bool:
     return wrong or row.status in (*TIMED, "failed", "not_measured")
 
 
-def _best(rows: Mapping[str, Row]) -> str | None:
-    timed = {name: row.median_ms for name, row in rows.items() if row.median_ms is not None}
-    return min(timed, key=lambda name: timed[name], default=None)
-
-
-def _waiting(decision: Decision, budget_ms: float) -> set[str]:
+def _waiting(decision: Decision, budget_ms: float) -> set[Name]:
     rows = decision.candidates
-    return {row.backend for row in rows if row.need_ms is not None and row.need_ms <= budget_ms}
+    return {row.id for row in rows if row.need_ms is not None and row.need_ms <= budget_ms}
 
 
 def refresh(decision: Decision) -> Decision:
@@ -131,8 +143,13 @@ def refresh(decision: Decision) -> Decision:
 def predict(problem: Problem, found: list[Candidate]) -> learned.Prediction | None:
     """What evidence from other sizes says of a problem that was never measured."""
     where, plain = silicon(problem.device), problem.to_dict()
+    known = evidence(where, group_of(plain))
     able = [each.id for each in found if each.row is None]
-    return learned.predict(plain, evidence(where, group_of(plain)), able, versions()) if able else None
+    if any(order != NATURAL for _, order in able):
+        # An order is taken only above the length from which it has been seen to pay.
+        worth = threshold.allowed(plain, known)
+        able = [each for each in able if each[1] in worth]
+    return learned.predict(plain, known, able, versions()) if able else None
 
 
 def evidence(where: str, group: str) -> learned.Evidence:

@@ -13,6 +13,11 @@ def gib(count: int) -> str:
     return f"{count} B"
 
 
+def titled(backend: str, order: str) -> str:
+    """A candidate's name: `tiles@hilbert`, or `tiles`, since the natural order goes without saying."""
+    return backend if order == "natural" else f"{backend}@{order}"
+
+
 def milliseconds(value: float) -> str:
     """Three figures, in the unit that reads best."""
     value = float(f"{value:.3g}")  # before the unit is chosen: 999.9 ms is 1 s, not 1e+03 ms

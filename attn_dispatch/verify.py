@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.backends import manual
-from attn_dispatch.contract import Backend
+from attn_dispatch.contract import Backend, runner
 from attn_dispatch.example import Example
+from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 
 PAIRS = 2**21  #: query-key pairs that are worked out in float64
@@ -68,7 +69,7 @@ class Gate:
         }
         return cls(example, rows, heads, grad, grad_lse, expected)
 
-    def run(self, backend: Backend) -> dict[str, Tensor]:
+    def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
         """The candidate's tensors, at full size.
 
         Raises:
@@ -79,7 +80,7 @@ class Gate:
         inputs = (example.q, example.k, example.v, *example.masks.values())
         versions = [x._version for x in inputs]
         with torch.set_grad_enabled(example.problem.needs_grad):
-            result = backend.run(example.q, example.k, example.v, example.problem, **example.masks)
+            result = runner(backend, order)(example.q, example.k, example.v, example.problem, **example.masks)
         out, lse = _parts(result)
         found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
         if self.grad is not None:

@@ -42,7 +42,8 @@ def refusals(problem: Problem) -> list[Refusal]:
 def flops(problem: Problem) -> int:
     """Its arithmetic, and its passes over the scores counted as what could be worked out meanwhile."""
     pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
-    passes = PASSES + (COUNT_PASSES * len(problem.pattern.branches) if isinstance(problem.pattern, Dilated) else 0)
+    pattern = problem.pattern.natural
+    passes = PASSES + (COUNT_PASSES * len(pattern.branches) if isinstance(pattern, Dilated) else 0)
     return pairs * (4 * problem.head_dim + passes * PASS_FLOPS) * (7 if problem.needs_grad else 2) // 2
 
 
@@ -205,7 +206,7 @@ def counts_of(
     if problem.pattern == Dense() and seq_lens is None and key_mask is None:
         return None
     # Most patterns are the same for every head, and their logarithm is then taken once.
-    alike = not isinstance(problem.pattern, Dilated)
+    alike = not isinstance(problem.pattern.natural, Dilated)
     return problem.pattern.multiplicity(
         problem.q_len,
         problem.k_len,

@@ -74,7 +74,7 @@ def release() -> None:
 
 def head_classes(problem: Problem) -> list[range]:
     """The runs of heads that share one multiplicity."""
-    pattern = problem.pattern
+    pattern = problem.pattern.natural
     if not isinstance(pattern, Dilated):
         return [range(problem.heads)]
     found: dict[tuple[int | None, ...], list[int]] = {}

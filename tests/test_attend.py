@@ -17,7 +17,7 @@ from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.store import cache_folder
-from tests.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, formula, qkv
+from tests.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, forget, formula, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -143,8 +143,15 @@ def test_a_forced_backend_runs(backend: str, set_mode: Callable[[str], None]) ->
 
 
 def test_the_natural_order_is_accepted_alone() -> None:
+    """By the order of preference, since nothing is measured for it; once something is, by that."""
     q, k, v = qkv()
-    assert torch.equal(attend(q, k, v, order="natural"), attend(q, k, v))
+    assert close(attend(q, k, v, order="natural"), formula(q, k, v, Dense())[0])
+    assert counted(forced=1)
+    assert explain(q, k, v, order="natural").choice == "sdpa"
+    forget()
+    out = attend(q, k, v)
+    assert torch.equal(attend(q, k, v, order="natural"), out)
+    assert explain(q, k, v, order="natural").choice == explain(q, k, v).choice
 
 
 def test_a_forced_backend_that_refuses() -> None:
@@ -178,7 +185,7 @@ def test_an_unknown_backend(call: Callable[..., Any], backend: Any) -> None:
 def test_an_unknown_order(call: Callable[..., Any], order: Any) -> None:
     with pytest.raises(InvalidInput) as raised:
         call(*qkv(), order=order)
-    assert f"order must be None or one of 'natural', got {order!r}" == str(raised.value)
+    assert f"order must be None or one of 'natural', 'hilbert', 'residue', got {order!r}" == str(raised.value)
 
 
 def test_no_backend_at_all() -> None:

@@ -11,6 +11,7 @@ from attn_dispatch.group import DIGITS, group_of
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.profiling import problem_of
+from attn_dispatch.reorder import Reordered
 
 CPU = torch.device("cpu")
 
@@ -20,6 +21,10 @@ def group(pattern: Pattern, shape: tuple[int, int, int, int] = (1, 64, 2, 8), **
     return group_of(problem.to_dict())
 
 
+def kept(order: str, grid: tuple[int, ...] = (8, 8), window: tuple[int, ...] = (3, 3)) -> Pattern:
+    return Reordered(Neighborhood(grid, window), order)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -27,6 +32,7 @@ def group(pattern: Pattern, shape: tuple[int, int, int, int] = (1, 64, 2, 8), **
         (group(Window(3, 0)), group(Window(30, 0))),
         (group(Dilated((16, 32), (1, 2))), group(Dilated((32, 64), (1, 2)), (1, 128, 4, 8))),
         (group(Neighborhood((8, 8), (3, 3))), group(Neighborhood((4, 16), (3, 5)))),
+        (group(kept("hilbert")), group(kept("hilbert", (4, 16), (3, 5)))),
     ],
 )
 def test_sizes_do_not_matter(one: str, other: str) -> None:
@@ -49,5 +55,9 @@ def test_everything_else_does() -> None:
         group(Neighborhood((64,), (3,), dilation=(2,))),
         group(Neighborhood((8, 8), (3, 3))),
         group(Neighborhood((4, 4, 4), (3, 3, 3))),
+        group(kept("hilbert")),
+        group(Reordered(Dense(is_causal=True), "hilbert")),
+        group(Reordered(Dilated((16, 32), (1, 2)), "residue")),
+        group(Reordered(Dilated((16, 32), (1, 2)), "hilbert")),
     ]
     assert len(set(groups)) == len(groups)

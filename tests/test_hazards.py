@@ -21,6 +21,7 @@ from attn_dispatch.hazards import EVEN, class_key, fitted, hard_cases
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.poison import MARGIN, framed, poisoned
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 from tests.cases import DTYPES, Case
 from tests.conftest import INTERPRETED
 
@@ -487,6 +488,11 @@ PATTERNS: list[tuple[Pattern, int, Pattern]] = [
     (Neighborhood((64, 64), (13, 3), (1, 4)), 192, Neighborhood((16, 12), (13, 3), (1, 2))),
     (Neighborhood((30, 8, 8), (7, 3, 3), edges="shift"), 77, Neighborhood((5, 5, 3), (5, 3, 3), edges="shift")),
     (Neighborhood((900,), (9,), (3,), (True,)), 1, Neighborhood((1,), (1,), (1,), (True,))),
+    (
+        Reordered(Neighborhood((64, 64), (13, 3)), "hilbert"),
+        77,
+        Reordered(Neighborhood((11, 7), (11, 3)), "hilbert"),
+    ),
 ]
 
 

@@ -71,7 +71,7 @@ def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
     most = [(size // e + 1) // 2 - 1 if edges == "shift" else 4 for size, e in zip(grid, dilation)]
     window = [2 * data.draw(st.integers(0, max(each, 0))) + 1 for each in most]
     causal = data.draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
-    pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges)
+    pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges)  # type: ignore[arg-type]
     problem = Case("", pattern, (1, math.prod(grid), 1, 4)).problem(torch.float32, needs_grad=False)
     if isinstance(problem.pattern, Neighborhood):  # not one that is a plain window
         found = counts_of_lists(problem, data.draw(st.sampled_from(ORDERS)))
@@ -96,7 +96,7 @@ def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -
 def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     expected = gate(asked(pattern, dtype))
     in_order = SimpleNamespace(name="native", run=partial(native.run, order=order))
-    assert expected.check(expected.run(in_order)).failures == ()  # type: ignore[arg-type]
+    assert expected.check(expected.run(in_order)).failures == ()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -104,7 +104,7 @@ def test_masks_in_any_order(order: str) -> None:
     """Padding and masked keys are about positions, wherever they are listed."""
     expected = gate(asked(SHAPES[1], torch.bfloat16, seq_lens=True, key_mask=True))
     in_order = SimpleNamespace(name="native", run=partial(native.run, order=order))
-    assert expected.check(expected.run(in_order)).failures == ()  # type: ignore[arg-type]
+    assert expected.check(expected.run(in_order)).failures == ()
 
 
 def test_orders_that_it_offers() -> None:

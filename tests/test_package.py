@@ -18,14 +18,18 @@ PUBLIC = [
     "NoBackend",
     "NotDecided",
     "Problem",
+    "Reordered",
     "Window",
     "attend",
     "counters",
     "explain",
+    "from_order",
     "hardware",
+    "positions",
     "profile",
     "record",
     "register",
+    "to_order",
 ]
 
 

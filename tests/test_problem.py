@@ -69,7 +69,10 @@ BAD_TENSORS: dict[str, tuple[Any, Any, Any, str]] = {
 BRANCHES: dict[str, Any] = {"segment_lengths": (4, 8), "dilation_rates": (1, 2)}
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"layout": "nbhd"}, "layout must be one of ('bnhd', 'bhnd'), got 'nbhd'"),
-    "pattern-str": ({"pattern": "dense"}, "pattern must be one of Dense, Window, Dilated, Neighborhood or None, got"),
+    "pattern-str": (
+        {"pattern": "dense"},
+        "pattern must be one of Dense, Window, Dilated, Neighborhood, Reordered or None",
+    ),
     "pattern-class": ({"pattern": Dense}, "pattern must be one of Dense"),
     "pattern-and-causal": ({"pattern": Dense(), "is_causal": True}, "give pattern or the shorthands"),
     "pattern-and-branches": ({"pattern": Dense(), **BRANCHES}, "give pattern or the shorthands"),

@@ -21,6 +21,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import DTYPES, Problem
 from attn_dispatch.recording import read_record
+from attn_dispatch.reorder import Reordered
 from tests.fakes import SILICON, mesh
 
 SHAPE = (2, 12, 4, 8)
@@ -31,6 +32,8 @@ PATTERNS: list[Pattern] = [
     Dilated((5,), (2,), offsets="block"),
     Neighborhood((3, 4), (3, 1), (1, 2), (True, False)),
     Neighborhood((12,), (3,), (2,), edges="shift"),
+    Reordered(Neighborhood((3, 4), (3, 1), (1, 2), (True, False)), "hilbert"),
+    Reordered(Dilated((8, 4), (3, 2), heads="split"), "residue"),
 ]
 
 

@@ -10,7 +10,7 @@ import msgspec
 from attn_dispatch.explanation import HEAD as FULL_HEAD
 from attn_dispatch.explanation import LEFT as FULL_LEFT
 from attn_dispatch.explanation import CandidateReport, Explanation
-from attn_dispatch.units import align, milliseconds, printable
+from attn_dispatch.units import align, milliseconds, printable, titled
 
 HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
 LEFT = {0, 1, 2, 3, 6, 7}
@@ -49,7 +49,7 @@ def full_table(explanations: Sequence[Explanation]) -> list[str]:
 
 def no_backend(explanation: Explanation) -> list[str]:
     """Why no backend runs a problem, one line for each backend."""
-    rows = [f"  {c.backend}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
+    rows = [f"  {titled(c.backend, c.order)}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
     return [f"no backend can run {_compact(explanation.problem)}:", *map(printable, rows)]
 
 
@@ -57,7 +57,7 @@ def _cells(explanation: Explanation) -> list[str]:
     start = [explanation.key[:KEY_DIGITS], _compact(explanation.problem)]
     if explanation.choice is None:
         return [*start, "none", "-", "-", "-", "no backend can run it"]
-    name = explanation.choice if explanation.order == "natural" else f"{explanation.choice} {explanation.order}"
+    name = titled(explanation.choice, explanation.order or "natural")
     chosen = next((c for c in explanation.candidates if c.status == "chosen"), None)
     others = [c for c in explanation.candidates if c is not chosen]
     source = explanation.source + (", drifted" if explanation.drift is not None else "")
@@ -73,14 +73,14 @@ def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, st
     rival_ms, rival = min(timed, key=lambda pair: pair[0])
     noise = ", within noise" if rival.status == "tie" else ""
     ratio = f"{rival_ms / median_ms:.2f}x" if median_ms > 0 else "-"  # a coarse clock
-    return ratio, f"{rival.backend} {milliseconds(rival_ms)}{noise}"
+    return ratio, f"{titled(rival.backend, rival.order)} {milliseconds(rival_ms)}{noise}"
 
 
 def _absences(others: Sequence[CandidateReport]) -> str:
     """Why there is none to compare with: `sdpa unsupported; sdpa_mask, manual not measured`."""
     by_status: dict[str, list[str]] = {}
     for candidate in others:
-        by_status.setdefault(candidate.status.replace("_", " "), []).append(candidate.backend)
+        by_status.setdefault(candidate.status.replace("_", " "), []).append(titled(candidate.backend, candidate.order))
     return "; ".join(f"{', '.join(names)} {status}" for status, names in by_status.items()) or "no other backend"
 
 
