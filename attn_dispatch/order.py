@@ -1,7 +1,7 @@
-"""Token orders: permutations of the sequence that the dispatcher may choose.
+"""Orders that the dispatcher may choose: permutations of the sequence, and of a kernel's visits.
 
-An order says which position stands at each place. Everything is computed on the pattern's own positions, so that the
-result is the same, exactly; what changes is which tokens share a tile.
+An order of tokens says which position stands at each place. Everything is computed on the pattern's own positions, so
+that the result is the same, exactly; what changes is which tokens share a tile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 NATURAL = "natural"
 HILBERT = "hilbert"  #: along the curve through the pattern's grid; a sequence without one is folded into a square
 RESIDUE = "residue"  #: tokens that a dilation keeps together, together
-ORDERS = (NATURAL, HILBERT, RESIDUE)
+TOKEN_ORDERS = (NATURAL, HILBERT, RESIDUE)
+
+# Of visits, tokens staying where they are: which tiles of rows run side by side, and at which end each begins. In all
+# of them every other round of tiles goes backwards, and meets first what the round before has left in the cache.
+SAWTOOTH = "sawtooth"  #: head by head
+GROUPED = "grouped"  #: as many heads side by side as the cache holds the keys and values of
+HILBERT_VISITS = "hilbert_visits"  #: those heads, along the curve through tiles and heads
+VISIT_ORDERS = (SAWTOOTH, GROUPED, HILBERT_VISITS)
+
+ORDERS = (*TOKEN_ORDERS, *VISIT_ORDERS)
 
 
 def check(order: object) -> str:
@@ -35,7 +44,7 @@ def check(order: object) -> str:
 
 
 def serves(order: str, pattern: Pattern) -> bool:
-    """Whether tiles could be fewer in this order than in the natural one."""
+    """Whether tiles could be fewer in this order than in the natural one; they never are in an order of visits."""
     if order == HILBERT:
         return isinstance(pattern, Neighborhood) and sum(size > 1 for size in pattern.grid) > 1
     if order == RESIDUE:

@@ -5,7 +5,8 @@ float32, and nothing is added up by atomics: a result is the same on every run. 
 
 A tile's unused lanes repeat its last row, so that they need no masks until results are stored. A run's columns fall
 into three phases: those that only some rows reach from the left, those that all rows meet, and the rest; only the
-outer two are masked.
+outer two are masked. Where a list says which tile a program takes, some tiles go through their runs, phases and blocks
+from the last to the first.
 
 Source: Dao 2023, FlashAttention-2, algorithms 1 and 2; Milakov & Gimelshein 2018, online softmax.
 """
@@ -21,20 +22,26 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 TILE = tl.constexpr(5)  #: entries of a tile, see visits.Visits
 RUN = tl.constexpr(4)
+LAUNCH = tl.constexpr(3)  #: of a launch, see launches.launches_of
 
 
 @triton.jit
-def _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER: tl.constexpr):
-    """This program's batch row, head and tile, and the end of that head's tiles.
+def _place(first_tile, kind_of, launches, heads, programs, LISTED: tl.constexpr):
+    """This program's batch row, head and tile, the end of that head's tiles, and whether it goes backwards.
 
-    VISIT_ORDER 0 is natural: tiles as they are listed, head by head, batch row by batch row.
+    Batch row by batch row. Unless LISTED, head by head, each with as many `programs` as the most tiles of any, and
+    forwards; otherwise as the `programs` entries of `launches` say.
     """
-    tl.static_assert(VISIT_ORDER == 0)
     program = tl.program_id(0).to(tl.int64)
-    head = (program // most_tiles) % heads
+    if LISTED:
+        at = launches + program % programs * LAUNCH
+        head = tl.load(at).to(tl.int64)
+        tile = tl.load(at + 1).to(tl.int64)
+        return program // programs, head, tile, tile + 1, tl.load(at + 2) != 0
+    head = (program // programs) % heads
     kind = tl.load(kind_of + head)
-    tile = tl.load(first_tile + kind) + program % most_tiles
-    return program // most_tiles // heads, head, tile, tl.load(first_tile + kind + 1)
+    tile = tl.load(first_tile + kind) + program % programs
+    return program // programs // heads, head, tile, tl.load(first_tile + kind + 1), program < 0
 
 
 @triton.jit
@@ -74,6 +81,34 @@ def _phases(
 
 
 @triton.jit
+def _span(begin, whole, part, end, backwards, PHASE: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr):
+    """From where to where a phase goes, and where its last block begins. Backwards, the outer phases change places."""
+    n_from = whole
+    n_to = part
+    if PHASE == 0:
+        n_from = begin
+        n_to = tl.minimum(whole, end)
+        if LISTED:
+            n_from = tl.where(backwards, part, n_from)
+            n_to = tl.where(backwards, end, n_to)
+    if PHASE == 2:
+        n_from = part
+        n_to = end
+        if LISTED:
+            n_from = tl.where(backwards, begin, n_from)
+            n_to = tl.where(backwards, tl.minimum(whole, end), n_to)
+    return n_from, n_to, n_from + (n_to - n_from - 1) // COLUMNS * COLUMNS
+
+
+@triton.jit
+def _turned(at, first, last, backwards, LISTED: tl.constexpr):
+    """Counted from the other end where the tile goes backwards."""
+    if LISTED:
+        at = tl.where(backwards, first + last - at, at)
+    return at
+
+
+@triton.jit
 def forward(
     q,
     k,
@@ -86,6 +121,7 @@ def forward(
     runs,
     first_tile,
     kind_of,
+    launches,
     q_b,
     q_n,
     q_h,
@@ -101,7 +137,7 @@ def forward(
     mask_b,
     mask_n,
     heads,
-    most_tiles,
+    programs,
     q_len,
     k_len,
     low,
@@ -117,10 +153,10 @@ def forward(
     SEQ_LENS: tl.constexpr,
     KEY_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
-    VISIT_ORDER: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, last_tile = _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER)
+    batch, head, tile, last_tile, backwards = _place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE
@@ -147,22 +183,19 @@ def forward(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    for run in range(tl.load(tile_at + 3), tl.load(tile_at + 4)):
+    first_run = tl.load(tile_at + 3)
+    end_run = tl.load(tile_at + 4)
+    for nth_run in range(first_run, end_run):
+        run = _turned(nth_run, first_run, end_run - 1, backwards, LISTED)
         run_start, run_step, begin, whole, part, end = _phases(
             runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
         run_lane = run_start + lane_n * run_step
         run_end = run_start + end * run_step
-        for phase in tl.static_range(0 if LOW else 1, 3):
-            n_from = begin
-            n_to = tl.minimum(whole, end)
-            if phase == 1:
-                n_from = whole
-                n_to = part
-            if phase == 2:
-                n_from = part
-                n_to = end
-            for n in range(n_from, n_to, COLUMNS):
+        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
+            n_from, n_to, n_last = _span(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            for nth in range(n_from, n_to, COLUMNS):
+                n = _turned(nth, n_from, n_last, backwards, LISTED)
                 columns = run_lane + n * run_step
                 seen = inside
                 if phase != 1:
@@ -218,6 +251,7 @@ def backward_q(
     runs,
     first_tile,
     kind_of,
+    launches,
     q_b,
     q_n,
     q_h,
@@ -237,7 +271,7 @@ def backward_q(
     mask_b,
     mask_n,
     heads,
-    most_tiles,
+    programs,
     q_len,
     k_len,
     low,
@@ -254,10 +288,10 @@ def backward_q(
     KEY_MASK: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
-    VISIT_ORDER: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
-    batch, head, tile, last_tile = _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER)
+    batch, head, tile, last_tile, backwards = _place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE
@@ -295,22 +329,19 @@ def backward_q(
     lane_n = tl.arange(0, COLUMNS).to(tl.int64)
     slope = scale * LOG2_E
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    for run in range(tl.load(tile_at + 3), tl.load(tile_at + 4)):
+    first_run = tl.load(tile_at + 3)
+    end_run = tl.load(tile_at + 4)
+    for nth_run in range(first_run, end_run):
+        run = _turned(nth_run, first_run, end_run - 1, backwards, LISTED)
         run_start, run_step, begin, whole, part, end = _phases(
             runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
         run_lane = run_start + lane_n * run_step
         run_end = run_start + end * run_step
-        for phase in tl.static_range(0 if LOW else 1, 3):
-            n_from = begin
-            n_to = tl.minimum(whole, end)
-            if phase == 1:
-                n_from = whole
-                n_to = part
-            if phase == 2:
-                n_from = part
-                n_to = end
-            for n in range(n_from, n_to, COLUMNS):
+        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
+            n_from, n_to, n_last = _span(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            for nth in range(n_from, n_to, COLUMNS):
+                n = _turned(nth, n_from, n_last, backwards, LISTED)
                 columns = run_lane + n * run_step
                 seen = inside
                 if phase != 1:
@@ -353,6 +384,7 @@ def backward_kv(
     runs,
     first_tile,
     kind_of,
+    launches,
     q_b,
     q_n,
     q_h,
@@ -372,7 +404,7 @@ def backward_kv(
     mask_b,
     mask_n,
     heads,
-    most_tiles,
+    programs,
     q_len,
     k_len,
     low,
@@ -388,10 +420,10 @@ def backward_kv(
     SEQ_LENS: tl.constexpr,
     KEY_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
-    VISIT_ORDER: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
-    batch, head, tile, last_tile = _place(first_tile, kind_of, heads, most_tiles, VISIT_ORDER)
+    batch, head, tile, last_tile, backwards = _place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE
@@ -421,7 +453,10 @@ def backward_kv(
     slope = scale * LOG2_E
     acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    for run in range(tl.load(tile_at + 3), tl.load(tile_at + 4)):
+    first_run = tl.load(tile_at + 3)
+    end_run = tl.load(tile_at + 4)
+    for nth_run in range(first_run, end_run):
+        run = _turned(nth_run, first_run, end_run - 1, backwards, LISTED)
         run_start, run_step, begin, whole, part, end = _phases(
             runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
@@ -431,16 +466,10 @@ def backward_kv(
         q_row = q + batch * q_b + q_head * q_h + d * q_d
         grad_row = grad + batch * grad_b + q_head * grad_h + d * grad_d
         scalar_row = (batch * heads * GROUP + q_head) * q_len
-        for phase in tl.static_range(0 if LOW else 1, 3):
-            n_from = begin
-            n_to = tl.minimum(whole, end)
-            if phase == 1:
-                n_from = whole
-                n_to = part
-            if phase == 2:
-                n_from = part
-                n_to = end
-            for n in range(n_from, n_to, COLUMNS):
+        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
+            n_from, n_to, n_last = _span(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            for nth in range(n_from, n_to, COLUMNS):
+                n = _turned(nth, n_from, n_last, backwards, LISTED)
                 columns = run_lane + n * run_step
                 seen = inside
                 if phase != 1:

@@ -138,17 +138,26 @@ def largest_cell(problem: Problem, side: Side) -> int:
 
 def visits_bytes(problem: Problem, side: Side, block: int) -> int:
     """Upper bound of what `visits_of` gives, without building it."""
-    pattern, rows = problem.pattern, _length(problem, side)
     kinds, kind_of = _kinds(problem, side)
-    cells, met = 1, len(kinds[0])
-    if isinstance(pattern, Dilated):
-        lengths = [min(length, rows) for length in pattern.segment_lengths]
-        intervals = sum(-(-rows // length) for length in lengths)
-        classes = math.lcm(*(min(rate, length) for length, rate in zip(lengths, pattern.dilation_rates)))
-        cells = min(rows, intervals * classes)
-        met *= len(lengths)
-    tiles = min(rows, cells + rows // block)
-    return 4 * (len(kinds) * (tiles * TILE + cells * met * RUN + 1) + 1 + len(kind_of))
+    branches = len(problem.pattern.branches) if isinstance(problem.pattern, Dilated) else 1
+    runs = _most_cells(problem, side) * len(kinds[0]) * branches
+    return 4 * (len(kinds) * (tiles_at_most(problem, side, block) * TILE + runs * RUN + 1) + 1 + len(kind_of))
+
+
+def tiles_at_most(problem: Problem, side: Side, block: int) -> int:
+    """Upper bound of the tiles of one head, without listing them."""
+    rows = _length(problem, side)
+    return min(rows, _most_cells(problem, side) + rows // block)
+
+
+def _most_cells(problem: Problem, side: Side) -> int:
+    pattern, rows = problem.pattern, _length(problem, side)
+    if not isinstance(pattern, Dilated):
+        return 1
+    lengths = [min(length, rows) for length in pattern.segment_lengths]
+    intervals = sum(-(-rows // length) for length in lengths)
+    classes = math.lcm(*(min(rate, length) for length, rate in zip(lengths, pattern.dilation_rates)))
+    return min(rows, intervals * classes)
 
 
 def bounds(problem: Problem, side: Side) -> tuple[int | None, int | None]:

@@ -1,7 +1,8 @@
 """One fused Triton kernel for Dense, Window and Dilated: all branches of a tile of queries in one online softmax.
 
 Nothing is gathered, merged or widened in memory; beyond the results there are lse, one more sum per query, and the
-lists of tiles. Which queries and keys meet is worked out in `visits`; the kernels are in `triton_kernels`.
+lists of tiles. Which queries and keys meet is worked out in `visits`, the orders of visits in `launches`; the kernels
+are in `triton_kernels`.
 
 Where TRITON_INTERPRET=1 was set before triton was first imported, its interpreter runs the same kernels on a CPU: a
 check of results that takes thousands of times as long.
@@ -25,12 +26,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attn_dispatch.contract import Refusal, refuse_dropout, refuse_dtype, refuse_pattern, refuse_ranks
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.launches import Chip, launches_bytes, launches_of, offered
+from attn_dispatch.order import NATURAL, VISIT_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.units import gib
 from attn_dispatch.visits import Side, Visits, covers, largest_cell, visits_bytes, visits_of
 
 name = "triton"
+all_orders = (NATURAL, *VISIT_ORDERS)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: numpy has no bfloat16; the interpreter multiplies its bits
@@ -41,7 +46,7 @@ POSITION_LIMIT = 2**30  #: queries and keys; sums of positions are kept in 32 bi
 LIST_LIMIT = 2**30  #: bytes of lists; past this tiles are so many that they must be nearly empty
 SMALLEST_SIDE = 16  #: of a block, and of head_dim: Triton's products take no less
 BUILDING = 8  #: 64-bit temporaries for one list
-VISIT_ORDER = 0  #: natural, see triton_kernels._place
+LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for releases of torch that do not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,7 @@ SINGLE = {
     256: (Block(32, 16, 8, 1), Block(16, 16, 4, 1)),
 }
 INTERPRETED = Block(64, 64, 4, 1)
+INTERPRETED_CHIP = Chip(2**14, 1)  #: so small that what depends on a chip's size shows in small problems
 
 logger = logging.getLogger("attn_dispatch")
 
@@ -136,7 +142,9 @@ def refusals(problem: Problem) -> list[Refusal]:
 def workspace_bytes(problem: Problem) -> int:
     # lse; then delta, and the gradient of lse made contiguous.
     sums = (3 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
-    return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
+    launched = {(each.side, block) for each in _passes(problem) for block in _fitting(each, problem)}
+    lists = _list_bytes(problem) + sum(launches_bytes(problem, side, block.rows) for side, block in launched)
+    return sums + lists * (BUILDING if problem.device.type == "cpu" else 1)
 
 
 def flops(problem: Problem) -> int:
@@ -147,9 +155,18 @@ def flops(problem: Problem) -> int:
     return total * problem.batch * problem.head_dim * 2
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def orders(problem: Problem) -> tuple[str, ...]:
+    """Of visits: the others make no difference here, or less than the natural one."""
+    return offered(problem, _chip(problem.device), -(-problem.q_len // blocks(FORWARD, problem)[0].rows))
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    if order not in all_orders:
+        raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
     key_mask = tensors.get("key_mask")
-    call = _Call(problem, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8))
+    call = _Call(problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8))
     if problem.needs_grad:
         out, lse = _Fused.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out, lse
@@ -158,7 +175,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
 
 def release() -> None:
     """Drop the lists."""
-    for cached in (_on_device, _listed):
+    for cached in (_on_device, _launched, _listed):
         cached.cache_clear()
 
 
@@ -199,6 +216,7 @@ class _Call:
     """A problem with its masks; `key_mask` is uint8, 0 where a key is taken away."""
 
     problem: Problem
+    order: str
     seq_lens: Tensor | None
     key_mask: Tensor | None
 
@@ -285,10 +303,11 @@ def _launch_block(
     kernel: Any = getattr(import_module("attn_dispatch.triton_kernels"), each.kernel)
     visits = _on_device(problem, each.side, block.rows)
     heads = problem.heads if each.side == "queries" else problem.kv_heads
-    programs = visits.most_tiles * heads * problem.batch
-    if programs == 0:
+    launches = None if call.order == NATURAL else _launched(problem, each.side, block, call.order)
+    programs, repeated = (visits.most_tiles, heads) if launches is None else (len(launches), 1)
+    if programs * repeated * problem.batch == 0:
         return
-    kernel[(programs,)](
+    kernel[(programs * repeated * problem.batch,)](
         *tensors,
         call.seq_lens,
         mask,
@@ -296,10 +315,11 @@ def _launch_block(
         visits.runs,
         visits.first_tile,
         visits.kind_of,
+        launches,
         *(stride for x in strided for stride in x.stride()),
         *((0, 0) if mask is None else mask.stride()),
         heads,
-        visits.most_tiles,
+        programs,
         problem.q_len,
         problem.k_len,
         visits.low or 0,
@@ -315,7 +335,7 @@ def _launch_block(
         SEQ_LENS=call.seq_lens is not None,
         KEY_MASK=mask is not None,
         PRECISION="ieee" if problem.matmul_precision == "highest" else "tf32",
-        VISIT_ORDER=VISIT_ORDER,
+        LISTED=launches is not None,
         num_warps=block.warps,
         num_stages=block.stages,
         **constants,
@@ -330,6 +350,12 @@ def _listed(problem: Problem, side: Side, rows: int) -> Visits:
 @lru_cache(maxsize=64)
 def _on_device(problem: Problem, side: Side, rows: int) -> Visits:
     return _listed(problem, side, rows).to(problem.device)
+
+
+@lru_cache(maxsize=64)
+def _launched(problem: Problem, side: Side, block: Block, order: str) -> Tensor:
+    visits = _listed(problem, side, block.rows)
+    return launches_of(problem, side, visits, order, _chip(problem.device), block.warps).to(problem.device)
 
 
 def _list_bytes(problem: Problem) -> int:
@@ -371,3 +397,10 @@ def _refuse_device(problem: Problem) -> list[Refusal]:
 
 def _shared_limit(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
+
+
+def _chip(device: torch.device) -> Chip:
+    if device.type == "cpu":
+        return INTERPRETED_CHIP
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(int(getattr(properties, "L2_cache_size", LEAST_L2)), int(properties.multi_processor_count))

@@ -38,7 +38,7 @@ LAYERS = (
     ("contract", "fits"),
     ("limits",),
     ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks", "poison"),
-    ("branches",),
+    ("branches", "launches"),
     ("branched",),
     ("backends",),
     ("registry", "verify", "bundle"),

@@ -262,13 +262,14 @@ from tests.test_triton import CUDA
 
 POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
 POINTERS |= dict.fromkeys(("lse", "grad_lse", "delta"), "*fp32") | {"seq_lens": "*i64", "key_mask": "*u8"}
-POINTERS |= dict.fromkeys(("tiles", "runs", "first_tile", "kind_of"), "*i32") | {"scale": "fp32"}
+POINTERS |= dict.fromkeys(("tiles", "runs", "first_tile", "kind_of", "launches"), "*i32") | {"scale": "fp32"}
 
-for each, capability in product((FORWARD, BACKWARD_Q, BACKWARD_KV), (80, 90)):
+for each, (capability, listed) in product((FORWARD, BACKWARD_Q, BACKWARD_KV), ((80, False), (90, False), (90, True))):
     kernel = getattr(triton_kernels, each.kernel)
     block = each.blocks[64][0]
     constants = {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "ROWS": block.rows, "COLUMNS": block.columns}
-    constants |= {"PRECISION": "ieee", "VISIT_ORDER": 0, "LOW": each is FORWARD}
+    constants |= {"PRECISION": "ieee", "LISTED": listed, "LOW": each is FORWARD}
+    constants |= {} if listed else {"launches": None}
     constants |= dict.fromkeys(("HIGH", "SEQ_LENS", "KEY_MASK"), True)
     constants |= {"GRAD_LSE": True} if each is BACKWARD_Q else {}
     # The last stride is 1 in nearly every call, and a constant then.
