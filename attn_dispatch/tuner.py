@@ -1,9 +1,9 @@
 """From a problem to a decision: refusals, memory, the gate, timing in turns. Every failure is data. A candidate is a
 backend in an order of tokens.
 
-The incumbent, which is the stored decision or else the static choice, runs first, unless another has so much less to do
-that there might be no time left for it; only a significant win replaces it (see `choice`). With a decision to start from, only what changed is measured again, beside
-the best of what did not.
+The incumbent, which is the stored decision or else the static choice, is always a candidate. It runs first, unless
+another has so much less to do that there might be no time left for it; only a significant win replaces it (see
+`choice`). With a decision to start from, only what changed is measured again, beside the best of what did not.
 """
 
 from __future__ import annotations

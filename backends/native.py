@@ -26,7 +26,7 @@ from attn_dispatch.contract import (
 )
 from attn_dispatch.native import library
 from attn_dispatch.native.tables import TILE, Tiles
-from attn_dispatch.native.tiles import PERIOD_LIMIT, period, table_bytes, tiles_of
+from attn_dispatch.native.tiles import PERIOD_LIMIT, grid_of, period, table_bytes, tiles_of
 from attn_dispatch.order import NATURAL, ORDERS, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
@@ -53,7 +53,9 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu",))
-    found += refuse_dtype(problem, DTYPES) + refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
+    found += refuse_dtype(problem, DTYPES)
+    if grid_of(problem.pattern)[0] is None:
+        found += refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
     if period(problem.pattern) > PERIOD_LIMIT:
         tokens = period(problem.pattern)
         found.append(Refusal("pattern", f"its rates come round every {tokens} tokens, over {PERIOD_LIMIT}"))
@@ -65,7 +67,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def orders(problem: Problem) -> tuple[str, ...]:
-    """Other patterns are made of steps, which need no order to stand together."""
+    """Other patterns are made of steps, which need no order to stand together; kept tokens stand as they are kept."""
     if not isinstance(problem.pattern, Neighborhood):
         return (NATURAL,)
     return tuple(order for order in ORDERS if serves(order, problem.pattern))

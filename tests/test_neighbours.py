@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from attn_dispatch.backends import native
 from attn_dispatch.native.tables import TILE
 from attn_dispatch.native.tiles import table_bytes, tiles_of
 from attn_dispatch.order import ORDERS
-from attn_dispatch.pattern import Neighborhood
+from attn_dispatch.pattern import Dilated, Neighborhood
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 from tests.cases import Case, gate
 
 SHAPES = [
@@ -107,7 +109,22 @@ def test_masks_in_any_order(order: str) -> None:
     assert expected.check(expected.run(in_order)).failures == ()
 
 
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("pattern", SHAPES, ids=str)
+def test_tokens_that_are_kept_in_another_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
+    """Nothing is permuted: the lists are about the rows where they lie."""
+    case = Case("", Reordered(pattern, order), (2, math.prod(pattern.grid), 4, 24), kv_heads=2)
+    expected = gate(case.problem(dtype, needs_grad=True))
+    assert expected.check(expected.run(native)).failures == ()
+
+
 def test_orders_that_it_offers() -> None:
+    kept = replace(asked(SHAPES[0]), pattern=Reordered(SHAPES[0], "hilbert"))
+    assert native.refusals(kept) == []
+    assert native.orders(kept) == ("natural",)
+    other = replace(asked(SHAPES[0]), pattern=Reordered(Dilated((64,), (2,)), "residue"))
+    assert [refusal.code for refusal in native.refusals(other)] == ["pattern"]
     assert native.orders(asked(SHAPES[0])) == ("natural", "hilbert")
     assert native.orders(asked(SHAPES[5])) == ("natural", "residue")
     assert native.orders(asked(SHAPES[6])) == ("natural",)

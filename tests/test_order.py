@@ -232,8 +232,9 @@ def test_it_passes_the_gate_and_is_decided_on(pattern: Pattern, monkeypatch: pyt
     ((_, decision),) = Store(cache_folder()).all()
     rows = {row.backend: row.status for row in decision.candidates}
     assert rows.keys() == set(BUILT_IN)
-    assert {rows[name] for name in ("sdpa_mask", "manual")} <= {"chosen", "slower", "tie"}
-    others = {status for name, status in rows.items() if name not in ("sdpa_mask", "manual")}
+    able = {"sdpa_mask", "manual"} | ({"native"} if isinstance(pattern.natural, Neighborhood) else set())
+    assert {rows[name] for name in able} <= {"chosen", "slower", "tie"}
+    others = {status for name, status in rows.items() if name not in able}
     assert others <= {"unsupported", "not_installed"}
     assert explain(q, k, v, pattern).choice == decision.choice
 
@@ -317,5 +318,5 @@ def test_what_is_kept_serves_calls_of_every_mode() -> None:
         found = permutation("hilbert", Neighborhood((6, 7), (3,)), 42)
     assert found is not None
     x = torch.randn(42, 3, requires_grad=True)
-    x.index_select(0, found).sum().backward()
-    assert x.grad is not None
+    (grad,) = torch.autograd.grad(x.index_select(0, found).sum(), x)
+    assert grad.shape == x.shape

@@ -186,7 +186,7 @@ def small_blocks(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> I
 def test_results_in_any_order(case: Case, order: str) -> None:
     expected = gate(case.problem(torch.float32, needs_grad=True))
     in_order = SimpleNamespace(name="triton", run=partial(triton.run, order=order))
-    assert expected.check(expected.run(in_order)).failures == ()  # type: ignore[arg-type]
+    assert expected.check(expected.run(in_order)).failures == ()
 
 
 @interpreted

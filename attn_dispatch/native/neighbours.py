@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.native.tables import TILE, Tiles
-from attn_dispatch.order import permutation
+from attn_dispatch.order import NATURAL, permutation, places
 from attn_dispatch.pattern import Neighborhood
 
 VECTOR = 16  #: queries that are left out together
@@ -27,13 +27,21 @@ EACH_BYTES = 28  #: of a listed key: its position, its bits, and its tile and gr
 COPIES = 2  #: in parts and put together
 
 
-def neighbour_tiles(pattern: Neighborhood, length: int, heads: int, order: str) -> Tiles:
-    """The tiles of a neighbourhood, their queries in this order of tokens."""
+def neighbour_tiles(pattern: Neighborhood, length: int, heads: int, order: str, kept: str = NATURAL) -> Tiles:
+    """The tiles of a neighbourhood, their queries in this order of tokens.
+
+    Args:
+        kept: the order that the tokens lie in already; the tables are about the rows where they lie.
+    """
     positions, queries = _queries(pattern, length, order)
+    at = permutation(kept, pattern, length)
+    rows = None if at is None else places(at)
     there = (torch.arange(queries.numel()) < length).view_as(queries)
     keys, bits, tile, group = (torch.cat(each) for each in zip(*_chunks(pattern, queries, there)))
     tiles, runs = _runs(tile, group, length)
     first_tile, head_class = torch.tensor([0, len(tiles)]), torch.zeros(heads, dtype=torch.int64)
+    if rows is not None:
+        positions, keys = rows[positions], rows[keys.long()].to(torch.int32)
     return Tiles(tiles, runs, first_tile, head_class, positions.to(torch.int32), keys, bits)
 
 

@@ -19,6 +19,7 @@ from attn_dispatch.native.tables import TILE, Tiles
 from attn_dispatch.order import NATURAL
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 
 PERIOD_LIMIT = 64  #: tokens after which the rates of a dilated pattern repeat together; past it tiles are mostly empty
 ROW = 5  #: numbers in a row of a table
@@ -30,11 +31,19 @@ def period(pattern: Pattern) -> int:
     return math.lcm(*pattern.dilation_rates) if isinstance(pattern, Dilated) else 1
 
 
+def grid_of(pattern: Pattern) -> tuple[Neighborhood | None, str]:
+    """The neighbourhood that a pattern is, and the order that its tokens are kept in."""
+    if isinstance(pattern, Reordered) and isinstance(pattern.pattern, Neighborhood):
+        return pattern.pattern, pattern.order
+    return (pattern if isinstance(pattern, Neighborhood) else None), NATURAL
+
+
 def table_bytes(problem: Problem, order: str = NATURAL) -> int:
     """Upper bound of the bytes that `tiles_of` takes, and of what it takes to make them, without making them."""
     pattern, item = problem.pattern, ROW * 8
-    if isinstance(pattern, Neighborhood):
-        return neighbour_bytes(pattern, problem.q_len, order)
+    grid, kept = grid_of(pattern)
+    if grid is not None:
+        return neighbour_bytes(grid, problem.q_len, order if kept == NATURAL else kept)
     if not isinstance(pattern, Dilated):
         return 3 * 2 * item * -(-problem.q_len // TILE)
     intervals = min(problem.q_len, sum(-(-problem.q_len // w) for w, _ in pattern.branches))
@@ -53,8 +62,9 @@ def tiles_of(problem: Problem, order: str = NATURAL) -> Tiles:
 
 def _tiles(problem: Problem, order: str) -> Tiles:
     pattern = problem.pattern
-    if isinstance(pattern, Neighborhood):
-        return neighbour_tiles(pattern, problem.q_len, problem.heads, order)
+    grid, kept = grid_of(pattern)
+    if grid is not None:
+        return neighbour_tiles(grid, problem.q_len, problem.heads, order if kept == NATURAL else kept, kept)
     if isinstance(pattern, Dilated):
         return _dilated(pattern, problem)
     ahead = problem.k_len - problem.q_len
