@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +25,27 @@ class Blocks:
 
 
 def blocks_of(
-    pattern: Pattern, q_len: int, k_len: int, heads: int, size: int, device: torch.device | str | None = None
+    pattern: Pattern,
+    q_len: int,
+    k_len: int,
+    heads: int,
+    size: int,
+    device: torch.device | str | None = None,
+    positions: Tensor | None = None,
 ) -> Blocks:
     """The blocks of `size` x `size` tokens, counted from token 0; the last ones may be shorter.
+
+    Args:
+        positions: int64 [q_len], of tokens in another order, queries and keys alike.
 
     Raises:
         TypeError: a pattern of another kind.
     """
     q, k = _Runs.of(q_len, size, device), _Runs.of(k_len, size, device)
+    if positions is not None:
+        positions = positions.to(q.first.device)
+        some, whole = _reordered(pattern, q, heads, size, positions)
+        return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
     if isinstance(pattern, Dense):
         pattern = Window(None, 0 if pattern.is_causal else None)
     if isinstance(pattern, Window):
@@ -40,17 +53,19 @@ def blocks_of(
     elif isinstance(pattern, Dilated):
         some, whole = _dilated(pattern, q, heads, size)
     elif isinstance(pattern, Neighborhood):
-        some, whole = _neighborhood(pattern, q)
+        some, whole = _neighborhood(pattern, q, _boxes(pattern, q))
     else:
         raise TypeError(f"no blocks for {pattern!r}")
     return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
 
 
-def heads_apart(pattern: Pattern, heads: int, size: int) -> int:
-    """How many heads `blocks_of` tells apart: all of them, or 1.
+def heads_apart(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
+    """How many heads `blocks_of` tells apart: all of them, or 1. In another order offsets are far apart.
 
     Rates up to the block's size reach every block of a segment whatever the offset, save where it is cut short.
     """
+    if reordered:
+        return 1 if isinstance(pattern, Neighborhood) else heads
     apart = isinstance(pattern, Dilated) and (pattern.heads == "split" or max(pattern.dilation_rates) > size)
     return heads if apart else 1
 
@@ -135,11 +150,27 @@ def _selects(which: Tensor, runs: _Runs, segment: int, rate: int, offset: int) -
     return start + offset + skipped * rate <= last
 
 
-def _neighborhood(pattern: Neighborhood, runs: _Runs) -> tuple[Tensor, Tensor]:
+def _reordered(pattern: Pattern, runs: _Runs, heads: int, size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(pattern, Neighborhood):
+        return _neighborhood(pattern, runs, _boxes_of(pattern, runs, size, positions))
+    some, whole = [], []
+    for first, last in zip(runs.first.tolist(), runs.last.tolist()):
+        rows = positions[first : last + 1]
+        seen = pattern.multiplicity(len(positions), heads=heads, q_pos=rows, k_pos=positions) > 0
+        by_key = torch.stack([seen.any(1), seen.all(1)])
+        padded = torch.nn.functional.pad(by_key, (0, -len(positions) % size)).unflatten(-1, (-1, size))
+        some.append(padded[0].any(-1))
+        whole.append(padded[1].all(-1))
+    return torch.stack(some, 1), torch.stack(whole, 1)
+
+
+def _neighborhood(
+    pattern: Neighborhood, runs: _Runs, boxes: Iterable[tuple[int, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """By the smallest box of the grid that holds a block."""
     some = torch.ones(len(runs.first), len(runs.first), dtype=torch.bool, device=runs.first.device)
     whole = some.clone()
-    for axis, low, high in _boxes(pattern, runs):
+    for axis, low, high in boxes:
         near, covered = _axis(pattern, axis, low, high)
         some &= near
         whole &= covered
@@ -155,6 +186,16 @@ def _boxes(pattern: Neighborhood, runs: _Runs) -> Iterator[tuple[int, Tensor, Te
         wraps = first // size != last // size
         yield axis, (first % size).masked_fill(wraps, 0), (last % size).masked_fill(wraps, size - 1)
         stride *= size
+
+
+def _boxes_of(pattern: Neighborhood, runs: _Runs, size: int, positions: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The same of blocks in another order."""
+    blocks = positions[torch.arange(len(runs.first) * size, device=positions.device).clamp(max=len(positions) - 1)]
+    stride = 1
+    for axis in reversed(range(len(pattern.grid))):
+        place = blocks.view(-1, size) // stride % pattern.grid[axis]
+        yield axis, place.amin(1), place.amax(1)
+        stride *= pattern.grid[axis]
 
 
 def _axis(pattern: Neighborhood, axis: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,135 @@
-"""The Hilbert curve through a grid."""
+"""The Hilbert curve through a grid of any sizes.
+
+As in Cerveny's generalised curve, a box is crossed from a corner to the other end of one axis, and is cut into boxes
+that are crossed likewise, one beginning beside the end of another. Parity decides where to cut: a box can be crossed so
+in single steps if the axis is even or if all sizes are odd, and a cut never makes another kind of box. So points in
+sequence are neighbours on every grid, with no diagonal step. Boxes of equal sizes are computed once and turned about.
+
+Source: J. Cerveny 2018, the generalised Hilbert curve; the parity of the cuts is ours.
+"""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+Sizes: TypeAlias = tuple[
+    int, int, int
+]  #: of a box: of the axis along which it is crossed, then the longer of the others
+Side: TypeAlias = tuple[
+    int, int, int
+]  #: an axis of the whole, and where along it a part begins and ends, both included
+Part: TypeAlias = tuple[Side, Side, Side]
+Points: TypeAlias = tuple[Tensor, ...]  #: a coordinate each, int32 [points]
 
+
+@lru_cache(maxsize=16)
 def curve(grid: tuple[int, ...]) -> Tensor:
-    """Row-major positions along the curve, int64 [tokens]. For now along the curve of the enclosing square or cube."""
-    side = 1 << max(size - 1 for size in grid).bit_length()
-    points = torch.arange(side ** len(grid))
-    found = torch.zeros_like(points)
-    for axis in range(len(grid)):  # Morton order stands in
-        bits = torch.zeros_like(points)
-        for bit in range(side.bit_length() - 1):
-            bits |= (points >> (bit * len(grid) + len(grid) - 1 - axis) & 1) << bit
-        found = torch.where(bits < grid[axis], found * grid[axis] + bits, torch.full_like(found, -(2**40)))
-    return found[found >= 0]
+    """Row-major positions in sequence along the curve, int64 [tokens] on the CPU. Do not write to it.
+
+    Args:
+        grid: one to three sizes, of 1 at least. The curve starts at position 0, and each step goes to a neighbour.
+    """
+    depth, height, width = (1, 1, *grid)[-3:]
+    with torch.inference_mode(False):  # what is kept may index tensors that need gradients
+        planes, rows, columns = _joined(_whole((depth, height, width)), {})
+        return planes.to(torch.int64).mul_(height).add_(rows).mul_(width).add_(columns)
+
+
+def _joined(parts: list[Part], known: dict[Sizes, Points]) -> Points:
+    """The points of the parts in turn, in coordinates of the whole."""
+    found: tuple[list[Tensor], ...] = ([], [], [])
+    for crossed, *others in parts:
+        sides = (crossed, *sorted(others, key=_size, reverse=True))
+        w, h, d = map(_size, sides)
+        for (axis, first, last), along in zip(sides, _points((w, h, d), known)):
+            placed = along if first == 0 else first + along if first <= last else first - along
+            found[axis].append(placed)
+    return torch.cat([row for rows in found for row in rows]).view(3, -1).unbind()
+
+
+def _points(sizes: Sizes, known: dict[Sizes, Points]) -> Points:
+    if sizes not in known:
+        known[sizes] = _line(sizes[0]) if sizes[1] == 1 else _joined(_parts(sizes), known)
+    return known[sizes]
+
+
+def _line(length: int) -> Points:
+    zeros = torch.zeros(length, dtype=torch.int32, device="cpu")
+    return torch.arange(length, dtype=torch.int32, device="cpu"), zeros, zeros
+
+
+def _size(side: Side) -> int:
+    return abs(side[2] - side[1]) + 1
+
+
+def _whole(sizes: Sizes) -> list[Part]:
+    """The grid as a box that can be crossed; as two, where the axis for that is short and the boxes would be thin."""
+    axes = sorted(range(3), key=lambda axis: -sizes[axis])
+    longest, length = axes[0], sizes[axes[0]]
+    across = next((axis for axis in axes if sizes[axis] % 2 == 0), longest)
+    if 2 * sizes[across] >= length:
+        return [_box(sizes, across)]
+    # Nothing follows the far box, so that it need not end at the far end.
+    cut = length - 1 - sizes[across]
+    return [_box(sizes, longest, (longest, 0, cut - 1)), _box(sizes, across, (longest, cut, length - 1))]
+
+
+def _box(sizes: Sizes, across: int, changed: Side | None = None) -> Part:
+    sides = [(axis, 0, size - 1) for axis, size in enumerate(sizes)]
+    if changed:
+        sides[changed[0]] = changed
+    one, two, three = sorted(sides, key=lambda side: side[0] != across)
+    return one, two, three
+
+
+def _parts(sizes: Sizes) -> list[Part]:
+    """A box cut so that its parts stay as near to cubes as it was, or come nearer."""
+    w, h, d = sizes
+    if 2 * w > 3 * h:
+        return _in_two(sizes)
+    if 3 * h > 4 * d or w % 2:
+        return _in_three(sizes)
+    return _in_five(sizes)
+
+
+def _in_two(sizes: Sizes) -> list[Part]:
+    w, h, d = sizes
+    i = _half(w)
+    return [((0, 0, i - 1), (1, 0, h - 1), (2, 0, d - 1)), ((0, i, w - 1), (1, 0, h - 1), (2, 0, d - 1))]
+
+
+def _in_three(sizes: Sizes) -> list[Part]:
+    """Out along the second axis, across beyond, and back."""
+    w, h, d = sizes
+    i, j = _half(w), _half(h)
+    return [
+        ((1, 0, j - 1), (2, 0, d - 1), (0, 0, i - 1)),
+        ((0, 0, w - 1), (1, j, h - 1), (2, 0, d - 1)),
+        ((1, j - 1, 0), (2, 0, d - 1), (0, w - 1, i)),
+    ]
+
+
+def _in_five(sizes: Sizes) -> list[Part]:
+    """As Hilbert's curve goes through the eight octants of a cube, of which here three pairs make one box each."""
+    w = sizes[0]
+    b, c = (2, 1) if sizes[1] % 2 == 0 and sizes[2] % 2 else (1, 2)
+    h, d = sizes[b], sizes[c]
+    i, j, k = _half(w), _half(h), _half(d)
+    if d % 2 and i % 2 == 0:
+        i -= 1  # two boxes are crossed along c: if that is odd, their other sizes have to be
+    return [
+        ((b, 0, j - 1), (c, 0, k - 1), (0, 0, i - 1)),
+        ((c, 0, d - 1), (0, 0, i - 1), (b, j, h - 1)),
+        ((0, 0, w - 1), (b, j - 1, 0), (c, d - 1, k)),
+        ((c, d - 1, 0), (0, w - 1, i), (b, j, h - 1)),
+        ((b, j - 1, 0), (c, 0, k - 1), (0, w - 1, i)),
+    ]
+
+
+def _half(size: int) -> int:
+    """Of a size above 2 an even number, so that the rest is as odd or even as the whole."""
+    return size // 2 + size // 2 % 2 if size > 2 else 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 from attn_dispatch.errors import InvalidInput
@@ -74,8 +75,7 @@ def _hilbert(pattern: Pattern, length: int) -> Tensor:
         return _folded(length)
     grid, step = pattern.grid, pattern.dilation
     found = []
-    for first in torch.cartesian_prod(*(torch.arange(min(e, size)) for e, size in zip(step, grid))).reshape(-1, len(grid)):
-        start = [int(x) for x in first]
+    for start in product(*(range(min(e, size)) for e, size in zip(step, grid))):
         members = tuple(-(-(size - x) // e) for size, x, e in zip(grid, start, step))
         points = torch.unravel_index(curve(members), members)
         position = torch.zeros_like(points[0])

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from attn_dispatch import learned, registry
+from attn_dispatch import learned, registry, threshold
 from attn_dispatch.candidates import Candidate, can_run, candidates, environment_now, versions
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.group import group_of
 from attn_dispatch.logging import say_once
 from attn_dispatch.machine import provenance, silicon
+from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row, Store, cache_folder, shipped
 
@@ -142,8 +143,14 @@ def refresh(decision: Decision) -> Decision:
 def predict(problem: Problem, found: list[Candidate]) -> learned.Prediction | None:
     """What evidence from other sizes says of a problem that was never measured."""
     where, plain = silicon(problem.device), problem.to_dict()
+    known = evidence(where, group_of(plain))
     able = [each.id for each in found if each.row is None]
-    return learned.predict(plain, evidence(where, group_of(plain)), able, versions()) if able else None
+    said = learned.predict(plain, known, able, versions()) if able else None
+    if said is None or said.in_bucket or said.order == NATURAL:
+        return said
+    # Far from what was measured an order is taken only above the length from which it has been seen to pay.
+    worth = threshold.allowed(plain, known)
+    return learned.predict(plain, known, [each for each in able if each[1] in worth], versions())
 
 
 def evidence(where: str, group: str) -> learned.Evidence:

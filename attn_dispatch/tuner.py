@@ -1,8 +1,8 @@
 """From a problem to a decision: refusals, memory, the gate, timing in turns. Every failure is data. A candidate is a
 backend in an order of tokens.
 
-The incumbent, which is the stored decision or else the static choice, is always a candidate and runs first; only a
-significant win replaces it (see `choice`). With a decision to start from, only what changed is measured again, beside
+The incumbent, which is the stored decision or else the static choice, runs first, unless another has so much less to do
+that there might be no time left for it; only a significant win replaces it (see `choice`). With a decision to start from, only what changed is measured again, beside
 the best of what did not.
 """
 
@@ -31,6 +31,7 @@ from attn_dispatch.units import one_line, printable
 
 Name = tuple[str, str]  #: of a candidate: backend and order
 
+FAR_LESS = 4  #: times less work than the static choice's, from which a candidate is tried before it
 GENEROUS = 2.0  #: how many times the incumbent's rate a candidate is believed capable of, before it is tried
 
 
@@ -85,8 +86,16 @@ def _runners(
         names &= {*changed, prior.chosen, *_anchor(prior, able.keys() - set(changed))}
     there = [able[name] for name in able if name in names]
     first_one = next((each for each in there if each.id == first), None) or heuristic(there)
-    rest = [each for each in there if each is not first_one]
-    return [*filter(None, [first_one]), *sorted(rest, key=lambda each: flops(each, problem) or 0)]
+    rest = sorted((each for each in there if each is not first_one), key=lambda each: flops(each, problem) or 0)
+    if prior is None and first is None and _is_far_less(rest, first_one, problem):
+        first_one, rest[0] = rest[0], first_one
+    return [*filter(None, [first_one]), *filter(None, rest)]
+
+
+def _is_far_less(rest: list[Candidate], first: Candidate | None, problem: Problem) -> bool:
+    """Whether the least work of the others is a small part of the first one's, which might leave them no time."""
+    least, whole = (None if each is None else flops(each, problem) for each in (rest[0] if rest else None, first))
+    return bool(least and whole and least * FAR_LESS <= whole)
 
 
 def _anchor(prior: Decision, names: Collection[Name]) -> list[Name]:

@@ -33,6 +33,7 @@ from attn_dispatch.contract import (
     refuse_ranks,
 )
 from attn_dispatch.counts import count_of, repeats
+from attn_dispatch.order import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.units import gib
@@ -48,6 +49,8 @@ CUDA_HEAD_DIM = 16  #: the least that the matrix units take
 CUDA_CAPABILITY = (7, 0)  #: the least that Triton compiles for
 CPU_COMPILE_MS = 15_000.0  #: of a C++ kernel
 CUDA_COMPILE_MS = 10_000.0  #: of a Triton kernel
+#: Pairs of all heads that are gone through for the blocks of dilated segments in residue order.
+PAIRS_LIMIT = 2**31
 PATTERNS = (Dense, Window, Dilated, Neighborhood)
 SPLITS = 1024  #: most pieces that few queries' keys are cut into, so that they occupy a whole GPU
 
@@ -55,7 +58,7 @@ SPLITS = 1024  #: most pieces that few queries' keys are cut into, so that they 
 #: device, which holds their arithmetic to the definition without a compiler.
 compiling = True
 
-_kept: OrderedDict[Problem, _Attention] = OrderedDict()
+_kept: OrderedDict[tuple[Problem, str], _Attention] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -78,6 +81,13 @@ def refusals(problem: Problem) -> list[Refusal]:
     if problem.device.type == "cpu":
         return found + _refuse_cpu(problem)
     return found + (_refuse_cuda(problem) if problem.device.type == "cuda" else [])
+
+
+def orders(problem: Problem) -> tuple[str, ...]:
+    """Those in which blocks may be fewer."""
+    few = isinstance(problem.pattern, Neighborhood) or problem.heads * problem.q_len * problem.k_len <= PAIRS_LIMIT
+    found = [each for each in ORDERS if few and serves(each, problem.pattern) and each != NATURAL]
+    return (NATURAL, *(each for each in found if table_bytes(problem, each) <= TABLE_LIMIT))
 
 
 def _refuse_cpu(problem: Problem) -> list[Refusal]:
@@ -119,12 +129,12 @@ def _refuse_cuda(problem: Problem) -> list[Refusal]:
     return found
 
 
-def table_bytes(problem: Problem) -> int:
+def table_bytes(problem: Problem, order: str = NATURAL) -> int:
     """Bytes of the block tables: two for the queries' and two for the keys' side, int32."""
     if _unmasked(problem):
         return 0
     entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
-    return 16 * heads_apart(problem.pattern, problem.heads, BLOCK) * entries
+    return 16 * heads_apart(problem.pattern, problem.heads, BLOCK, order != NATURAL) * entries
 
 
 def flops(problem: Problem) -> int:
@@ -145,7 +155,10 @@ def workspace_bytes(problem: Problem) -> int:
     row = problem.head_dim * problem.dtype.itemsize
     q, kv = rows * row, problem.batch * problem.k_len * problem.kv_heads * row
     # Inputs in an order of their own are copied; sorting the blocks takes a few passes.
-    needed = q + 2 * kv + 4 * table_bytes(problem)
+    needed = q + 2 * kv + 4 * max(table_bytes(problem, order) for order in orders(problem))
+    if len(orders(problem)) > 1:
+        # Permuted copies, the result in both orders, the permutation and its inverse.
+        needed += (2 * q + 2 * kv) * (2 if problem.needs_grad else 1) + 24 * problem.q_len
     if not compiling:
         return needed + _whole_scores(problem)
     if problem.device.type == "cpu":
@@ -165,7 +178,7 @@ def _whole_scores(problem: Problem) -> int:
 
 def first_call_ms(problem: Problem) -> float:
     """What compiling takes, from an empty cache of compiled kernels; 0 where it is done."""
-    found = _kept.get(problem)
+    found = _kept.get((problem, NATURAL))
     if not compiling or (found is not None and found.ready):
         return 0.0
     if problem.device.type == "cpu":
@@ -173,14 +186,21 @@ def first_call_ms(problem: Problem) -> float:
     return CUDA_COMPILE_MS * (3 if problem.needs_grad else 1)
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    attention = _prepared(problem)
+def run(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    attention = _prepared(problem, order)
     with _settled(problem):
-        inputs = [_heads_first(x if problem.needs_grad else x.detach()) for x in (q, k, v)]
-        result = attention(*inputs, *_masks(tensors))
-    if isinstance(result, Tensor):
-        return result.transpose(1, 2)
-    return result[0].transpose(1, 2), result[1]
+        inputs = [x if problem.needs_grad else x.detach() for x in (q, k, v)]
+        if attention.positions is not None:
+            inputs = [x.index_select(1, attention.positions) for x in inputs]
+        result = attention(*map(_heads_first, inputs), *_masks(tensors))
+        out, lse = (result, None) if isinstance(result, Tensor) else result
+        out = out.transpose(1, 2)
+        if attention.positions is not None and attention.places is not None:
+            out = out.index_select(1, attention.places)
+            lse = None if lse is None else lse.index_select(2, attention.places)
+    return out if lse is None else (out, lse)
 
 
 def release() -> None:
@@ -192,15 +212,18 @@ def release() -> None:
 def forget(problem: Problem) -> None:
     """Drop what was compiled for one problem."""
     with _lock:
-        _kept.pop(problem, None)
+        for order in ORDERS:
+            _kept.pop((problem, order), None)
 
 
 @dataclass
 class _Attention:
-    """The function of one problem, compiled by its first call."""
+    """The function of one problem in one order, compiled by its first call; the position at each place, and back."""
 
     function: Callable[..., Any]
     table_bytes: int
+    positions: Tensor | None = None
+    places: Tensor | None = None
     ready: bool = False
 
     def __call__(self, *inputs: Tensor | None) -> Any:
@@ -213,18 +236,26 @@ class _Attention:
         return result
 
 
-def _prepared(problem: Problem) -> _Attention:
+def _prepared(problem: Problem, order: str) -> _Attention:
     with _lock:
-        found = _kept.get(problem)
+        found = _kept.get((problem, order))
         if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not (found and found.ready):
             raise RuntimeError("its first call compiles, which no CUDA graph can capture: call it once before")
         if found is None:
-            found = _Attention(_function(problem), table_bytes(problem))
+            found = _attention(problem, order)
             while _kept and (len(_kept) >= MOST_KEPT or _held() + found.table_bytes > TABLE_LIMIT):
                 _kept.popitem(last=False)
-            _kept[problem] = found
-        _kept.move_to_end(problem)
+            _kept[problem, order] = found
+        _kept.move_to_end((problem, order))
     return found
+
+
+def _attention(problem: Problem, order: str) -> _Attention:
+    with _settled(problem):  # tables of an inference mode could not be used outside of it
+        moved = permutation(order, problem.pattern, problem.q_len) if problem.q_len == problem.k_len else None
+        positions = None if moved is None else moved.to(problem.device)
+        back = None if positions is None else places(positions)
+    return _Attention(_function(problem, positions), table_bytes(problem, order), positions, back)
 
 
 def _held() -> int:
@@ -264,12 +295,14 @@ def _unmasked(problem: Problem) -> bool:
     return not problem.masked and count_of(problem.pattern, problem.q_len, problem.k_len, problem.heads) is None
 
 
-def _function(problem: Problem) -> Callable[..., Any]:
-    """From q, k, v [batch, heads, len, head_dim], seq_lens and key_mask to out, or (out, lse)."""
+def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
+    """From q, k, v [batch, heads, len, head_dim], seq_lens and key_mask to out, or (out, lse). `positions` are those of
+    the rows of q, k and v; masks are about positions.
+    """
     from torch.nn.attention import flex_attention as library
 
-    with _settled(problem):  # tables of an inference mode could not be used outside of it
-        tables = None if _unmasked(problem) else _tables(problem)
+    with _settled(problem):
+        tables = None if _unmasked(problem) else _tables(problem, positions)
     attend: Any = library.flex_attention if compiling else _uncompiled
     count = count_of(problem.pattern, problem.q_len, problem.k_len, problem.heads)
     bias = repeats(problem.pattern) and count is not None
@@ -279,6 +312,7 @@ def _function(problem: Problem) -> Callable[..., Any]:
 
     def call(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None) -> Any:
         def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            i, j = (i, j) if positions is None else (positions[i], positions[j])
             seen = j >= 0 if count is None else count(h, i, j) > 0
             if seq_lens is not None:
                 seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
@@ -286,6 +320,7 @@ def _function(problem: Problem) -> Callable[..., Any]:
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             assert count is not None
+            i, j = (i, j) if positions is None else (positions[i], positions[j])
             return s + count(h, i, j).clamp(min=1).to(wide).log()
 
         if compiling and not torch.compiler.is_dynamo_compiling():
@@ -314,11 +349,12 @@ def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
     return options
 
 
-def _tables(problem: Problem) -> dict[str, Any]:
+def _tables(problem: Problem, positions: Tensor | None) -> dict[str, Any]:
     """What a BlockMask holds but its function. seq_lens and key_mask are data: then no block is known to be whole."""
-    blocks = blocks_of(problem.pattern, problem.q_len, problem.k_len, problem.heads, BLOCK, problem.device)
+    q_len, k_len, heads = problem.q_len, problem.k_len, problem.heads
+    blocks = blocks_of(problem.pattern, q_len, k_len, heads, BLOCK, problem.device, positions)
     whole = torch.zeros_like(blocks.whole) if problem.masked else blocks.whole
-    tables: dict[str, Any] = {"seq_lengths": (problem.q_len, problem.k_len), "BLOCK_SIZE": (BLOCK, BLOCK)}
+    tables: dict[str, Any] = {"seq_lengths": (q_len, k_len), "BLOCK_SIZE": (BLOCK, BLOCK)}
     for prefix, chosen in (("", blocks.some & ~whole), ("full_", whole)):
         used = not prefix or bool(whole.any())
         for side, table in (("kv", chosen), ("q", chosen.mT)):

@@ -25,8 +25,10 @@ from attn_dispatch.contract import (
     refuse_ranks,
 )
 from attn_dispatch.native import library
-from attn_dispatch.native.tiles import PERIOD_LIMIT, TILE, Tiles, period, table_bytes, tiles_of
-from attn_dispatch.pattern import Dense, Dilated, Window
+from attn_dispatch.native.tables import TILE, Tiles
+from attn_dispatch.native.tiles import PERIOD_LIMIT, period, table_bytes, tiles_of
+from attn_dispatch.order import NATURAL, ORDERS, serves
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
 
 name = "native"
@@ -51,7 +53,7 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu",))
-    found += refuse_dtype(problem, DTYPES) + refuse_pattern(problem, (Dense, Window, Dilated))
+    found += refuse_dtype(problem, DTYPES) + refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
     if period(problem.pattern) > PERIOD_LIMIT:
         tokens = period(problem.pattern)
         found.append(Refusal("pattern", f"its rates come round every {tokens} tokens, over {PERIOD_LIMIT}"))
@@ -60,6 +62,13 @@ def refusals(problem: Problem) -> list[Refusal]:
     if library.compiler() is None:
         found.append(Refusal("not_installed", "needs a C++ compiler: g++ on the path, or $CXX"))
     return found
+
+
+def orders(problem: Problem) -> tuple[str, ...]:
+    """Other patterns are made of steps, which need no order to stand together."""
+    if not isinstance(problem.pattern, Neighborhood):
+        return (NATURAL,)
+    return tuple(order for order in ORDERS if serves(order, problem.pattern))
 
 
 def prepare() -> None:
@@ -73,8 +82,8 @@ def flops(problem: Problem) -> int:
 
 def workspace_bytes(problem: Problem) -> int:
     width = _padded(problem.head_dim)
-    scratch = 4 * torch.get_num_threads() * (5 * width * TILE + 4 * BLOCK * max(TILE, width))
-    total = scratch + table_bytes(problem)
+    scratch = 4 * torch.get_num_threads() * (5 * width * TILE + 6 * BLOCK * max(TILE, width))
+    total = scratch + max(table_bytes(problem, order) for order in orders(problem))
     total += 4 * problem.batch * problem.heads * problem.q_len * (3 if problem.needs_grad else 1)
     total += problem.batch * (problem.k_len * problem.has_key_mask + 8 * problem.has_seq_lens)
     # Rows that are not dense are copied; out and its gradient may be too.
@@ -89,13 +98,15 @@ def workspace_bytes(problem: Problem) -> int:
     return total
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
     key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
     seen = None if key_mask is None else key_mask.contiguous()
     # Before anything is kept: wrapped tensors have no address, and meta tensors none that means anything.
     if any(x.device.type != "cpu" or not x.data_ptr() for x in (q, k, v)):
         raise TypeError("native reads plain tensors in a CPU's memory")
-    call = _Call(problem, tiles_of(problem), seen, None if seq_lens is None else seq_lens.long().contiguous())
+    call = _Call(problem, tiles_of(problem, order), seen, None if seq_lens is None else seq_lens.long().contiguous())
     if problem.needs_grad:
         out, lse = _Native.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out, lse
@@ -113,11 +124,9 @@ class _Call:
         """Views of [batch, len, heads, head_dim] tensors, and everything that does not change with the pass."""
         problem = self.problem
         made = library.Args(**{name: _view(x) for name, x in tensors.items()})
-        for name in ("tiles", "runs", "first_tile", "head_class"):
-            setattr(made, name, getattr(self.tiles, name).data_ptr())
-        for name in ("seen", "seq_lens"):
-            mask: Tensor | None = getattr(self, name)
-            setattr(made, name, None if mask is None else mask.data_ptr())
+        tables = {name: getattr(self.tiles, name) for name in Tiles.__dataclass_fields__}
+        for name, table in {**tables, "seen": self.seen, "seq_lens": self.seq_lens}.items():
+            setattr(made, name, None if table is None else table.data_ptr())
         for name in ("batch", "heads", "q_len", "k_len", "head_dim", "scale"):
             setattr(made, name, getattr(problem, name))
         made.group = problem.heads // problem.kv_heads
@@ -210,6 +219,8 @@ def _pairs(problem: Problem) -> int:
     """Query-key pairs per batch row, counted by tile: what a tile's last query sees, for all of its queries."""
     tables = tiles_of(problem)
     tiles, runs = tables.tiles, tables.runs
+    if tables.order is not None:
+        return problem.heads * int((runs[:, 2] * (runs[:, 4] - runs[:, 3])).sum())
     per_class = []
     for first, last in zip(tables.first_tile[:-1].tolist(), tables.first_tile[1:].tolist()):
         mine = tiles[first:last]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_dispatch.blocks import Blocks, blocks_of, heads_apart
 from attn_dispatch.counts import count_of, repeats
+from attn_dispatch.order import permutation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.cases import CASES, Case
 from tests.test_conformance import patterns
@@ -89,6 +90,22 @@ def test_sparse_patterns_have_few_blocks() -> None:
     assert int(segments.whole.sum()) == 64 * (16 * 15 // 2)
     rows = blocks_of(Neighborhood((256, 256), (13, 13)), 2**16, 2**16, 8, 128)
     assert float(rows.some.float().mean()) < 0.06
+
+
+@pytest.mark.parametrize("order", ["hilbert", "residue"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.k_len is None], ids=lambda case: case.id)
+def test_blocks_in_another_order(case: Case, order: str) -> None:
+    _, length, heads, _ = case.shape
+    pattern = case.pattern.simplify(length, length, heads)
+    positions = permutation(order, pattern, length)
+    if positions is None:
+        pytest.skip("it is the natural order")
+    counts = pattern.multiplicity(length, length, heads, q_pos=positions, k_pos=positions).expand(heads, -1, -1)
+    found, exact = blocks_of(pattern, length, length, heads, 8, positions=positions), exact_blocks(counts, 8)
+    assert not (exact.some & ~found.some).any(), "a pair that is seen lies in no block"
+    assert not (found.whole & ~exact.whole).any(), "a block that is called whole is not"
+    if not isinstance(pattern, Neighborhood) and len(found.some) == heads:
+        assert torch.equal(found.some, exact.some)
 
 
 def test_heads_apart() -> None:

@@ -155,7 +155,7 @@ def test_the_least_work_is_tried_first(alone: Alone) -> None:
             tried.append(self.name)
             return manual.run(q, k, v, problem, **tensors)
 
-    alone(Worker("static", work=1000), Worker("heavy", work=900), Worker("light", work=10))
+    alone(Worker("static", work=1000), Worker("heavy", work=900), Worker("light", work=300))
     decision = measured(60.0)
     assert list(dict.fromkeys(tried)) == ["static", "light", "heavy"]
     assert [each.backend for each in decision.candidates] == ["static", "heavy", "light"]
@@ -263,6 +263,20 @@ def test_what_is_built_first_says_nothing_of_the_rate(alone: Alone) -> None:
     decision = measured(3.0)
     assert (row(decision, "first").first_ms or 0) >= 300
     assert row(decision, "other").median_ms is not None
+
+
+@pytest.mark.parametrize(("work", "first"), [(8_000, "short"), (2_000, "long")])
+def test_the_static_choice_does_not_take_the_time_of_what_has_far_less_to_do(
+    work: int, first: str, alone: Alone
+) -> None:
+    """The first one is tried whatever it takes; here that leaves no time for the other."""
+    long, short = Builder("long"), Builder("short")
+    long.flops, short.flops = lambda problem: work, lambda problem: 1000  # type: ignore[attr-defined]
+    for backend in (long, short):
+        backend.run = _after(0.8, backend.run)  # type: ignore[method-assign]
+    alone(long, short)
+    decision = measured(0.5)
+    assert [each.backend for each in decision.candidates if each.first_ms is not None] == [first]
 
 
 @pytest.mark.usefixtures("little_time")

@@ -5,10 +5,13 @@ test_conformance.py holds its arithmetic to the definition without the compiler.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from attn_dispatch.measure import peak_bytes
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
-from tests.cases import Case
+from tests.cases import Case, gate
 
 LONGNET = Dilated((64, 128, 256), (1, 2, 4), is_causal=True)
 
@@ -139,7 +142,8 @@ class Compiler:
 
 def call(of: Problem) -> None:
     example = make(of)
-    flex.run(example.q, example.k, example.v, of, **example.masks)
+    masks: dict[str, Any] = example.masks
+    flex.run(example.q, example.k, example.v, of, **masks)
 
 
 def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +175,12 @@ def test_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = [problem(length=n) for n in (8, 9, 10)]
     for each in (problems[0], problems[1], problems[0], problems[2]):
         call(each)
-    assert list(flex._kept) == [problems[0], problems[2]]
+    assert [kept for kept, _ in flex._kept] == [problems[0], problems[2]]
     monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.table_bytes(problems[0]))
     large = problem(length=129)  # four blocks
     monkeypatch.setattr(flex, "MOST_KEPT", 9)
     call(large)
-    assert list(flex._kept) == [large]
+    assert [kept for kept, _ in flex._kept] == [large]
 
 
 def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +210,7 @@ def test_lse_is_asked_for_as_each_release_wants_it() -> None:
 def test_tables_are_those_of_torch() -> None:
     """For a pattern whose blocks are known exactly, what torch makes of the whole mask."""
     library = pytest.importorskip("torch.nn.attention.flex_attention")
-    ours = library.BlockMask(mask_mod=library.noop_mask, **flex._tables(problem(Window(300, 0), 500)))
+    ours = library.BlockMask(mask_mod=library.noop_mask, **flex._tables(problem(Window(300, 0), 500), None))
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return (i - j <= 300) & (j <= i)
@@ -322,3 +326,45 @@ def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
     lse_bytes = found["lse"].numel() * found["lse"].itemsize
     assert peak is not None
     assert peak <= flex.workspace_bytes(of) + of.result_bytes + lse_bytes
+
+
+# --- orders of tokens -------------------------------------------------------------------------------------------------
+
+IN_ORDER = [
+    ("hilbert", Neighborhood((9, 15), (5, 3))),
+    ("hilbert", Neighborhood((12, 13), (3, 5), (2, 1), (True, False), "shift")),
+    ("hilbert", Neighborhood((5, 6, 7), (3, 3, 5))),
+    ("residue", Dilated((64, 100), (2, 4), is_causal=True)),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("order", "pattern"), IN_ORDER)
+def test_results_in_another_order(
+    order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
+    case = Case("", pattern, (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
+    asked = case.problem(torch.float32, needs_grad=True)
+    assert order in flex.orders(asked)
+    expected = gate(asked)
+    in_order = SimpleNamespace(name="flex", run=partial(flex.run, order=order))
+    assert expected.check(expected.run(in_order)).failures == ()
+
+
+def test_a_compiled_kernel_in_hilbert_order() -> None:
+    asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
+    expected = gate(replace(asked, return_lse=False))
+    in_order = SimpleNamespace(name="flex", run=partial(flex.run, order="hilbert"))
+    assert expected.check(expected.run(in_order)).failures == ()
+
+
+def test_residue_order_is_offered_where_its_blocks_can_be_found() -> None:
+    def offered(tokens: int) -> tuple[str, ...]:
+        return flex.orders(
+            Case("", Dilated((4096,), (4,)), (1, tokens, 8, 16)).problem(torch.float32, needs_grad=False)
+        )
+
+    assert offered(8192) == ("natural", "residue")
+    assert offered(32768) == ("natural",)

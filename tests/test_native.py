@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.example import make
 from attn_dispatch.native import library
-from attn_dispatch.native.tiles import PERIOD_LIMIT, TILE, table_bytes, tiles_of
+from attn_dispatch.native.tables import TILE
+from attn_dispatch.native.tiles import PERIOD_LIMIT, table_bytes, tiles_of
 from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
@@ -256,8 +258,9 @@ def test_nan_that_takes_part_is_not_swallowed(dtype: torch.dtype, name: str) -> 
 def test_a_mask_changed_before_the_backward_pass_is_an_error() -> None:
     asked = Case("", Dense(), (1, 12, 1, 8), key_mask=True).problem(torch.float32, needs_grad=True)
     example = make(asked)
-    out, _ = native.run(example.q, example.k, example.v, asked, **example.masks)
-    example.masks["key_mask"].fill_(True)
+    masks: dict[str, Any] = example.masks
+    out, _ = native.run(example.q, example.k, example.v, asked, **masks)
+    masks["key_mask"].fill_(True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), example.q)
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from attn_dispatch.cli import regrets
+from attn_dispatch.cli import regrets, thresholds
 from attn_dispatch.cli.output import print_json, table
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.store import Decision, Store, cache_folder
@@ -19,7 +19,10 @@ EXAMPLE = """examples:
   attn-dispatch inspect --key 3f9a
       all that is known of one decision: its key is the first column of the table
   attn-dispatch inspect --regret
-      each decision predicted from the others of its group: how much slower the learned choice is than the best"""
+      each decision predicted from the others of its group: how much slower the learned choice is than the best
+  attn-dispatch inspect --thresholds
+      from how many tokens on an order of tokens such as hilbert pays, with a plot; 'attn-dispatch profile --thresholds'
+      measures what this tells"""
 
 Found = tuple[Path, Decision]
 
@@ -28,12 +31,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with this")
     one.add_argument("--regret", action="store_true", help="how far learned choices are from the best, by group")
+    one.add_argument("--thresholds", action="store_true", help="from how many tokens on an order of tokens pays")
 
 
 def run(args: argparse.Namespace) -> int:
     folder = cache_folder()
     if args.regret:
         return regrets.run(folder, args.json)
+    if args.thresholds:
+        return thresholds.run(folder, args.json)
     prefix = args.key.strip().lower()
     found = [pair for pair in Store(folder).all() if pair[1].key.startswith(prefix)]
     found.sort(key=lambda pair: pair[1].created, reverse=True)

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attn_dispatch.cli import shapes
+from attn_dispatch.cli import shapes, thresholds
 from attn_dispatch.cli.output import full_table, no_backend, print_json
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.gains import Series, family_of, family_title
+from attn_dispatch.threshold import LEAST_LENGTHS
 from attn_dispatch.units import printable
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ EXAMPLE = """examples:
       dilated attention with grouped heads
   attn-dispatch profile --grid 64,64 --window 7
       a 7 x 7 neighborhood
+  attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
+      the same on grids of about 1024, 2048, .. 65536 tokens: from how many on other orders of the tokens pay
   attn-dispatch profile --from problems.jsonl
       what attn_dispatch.record("problems.jsonl") noted in a run
 
@@ -35,6 +39,7 @@ Ctrl-C keeps and prints what is measured so far."""
 QUICK_S = 40.0  #: for all of the usual problems; loading torch and checking the results comes on top
 QUICK_EACH_S = 2.0
 EACH_S = 10.0
+SPAN = "1k:64k"  #: of --thresholds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +49,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     effort.add_argument("--quick", action="store_true", help=quick)
     full = "however long it takes; without any problem: those of --quick"
     effort.add_argument("--full", action="store_true", help=full)
+    learned = (
+        "from how many tokens on other orders of the tokens pay: measures each problem at --lengths, by default "
+        f"{SPAN}, the shortest first, so that what they leave of the budget goes to the long ones"
+    )
+    parser.add_argument("--thresholds", action="store_true", help=learned)
     budget = "for all problems together; by default 10 s for each of them"
     parser.add_argument("--budget", metavar="SECONDS", type=_seconds, help=budget)
     parser.add_argument("--from", dest="record", metavar="RECORD", help="the problems in a file that record() wrote")
@@ -64,14 +74,19 @@ def run(args: argparse.Namespace) -> int:
     if interrupted:
         done = f"{len(found)} of {len(problems)} problems are decided"
         print(f"interrupted: {done}; the same command goes on from there", file=sys.stderr)
+    learned = _learned(problems) if args.thresholds else None
     if args.json:
-        _print_json(found, interrupted)
+        _print_json(found, interrupted, learned)
     else:
         _print_tables(found, _kept(problems, found))
+        if learned is not None:
+            print("", *thresholds.lines(learned), sep="\n")
     return 1 if interrupted or any(explanation.choice is None for explanation in found) else 0
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
+    if args.thresholds:
+        return _at_lengths(args)
     used = shapes.given(args)
     if args.record is not None:
         if used:
@@ -87,6 +102,22 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
             "or let --quick alone take a few problems of every kind"
         )
     return shapes.problems_of(args)
+
+
+def _at_lengths(args: argparse.Namespace) -> list[Problem]:
+    """The problems of the options at every length, the shortest first."""
+    if args.record is not None:
+        raise InvalidInput("--thresholds measures at lengths of its own: leave --from away")
+    if not (args.grid or args.segments):
+        raise InvalidInput(
+            "--thresholds needs a pattern that another order of the tokens can serve: --grid H,W with --window, or "
+            "--segments with --dilations"
+        )
+    args.lengths = args.lengths or shapes.lengths(SPAN)
+    found = sorted(shapes.problems_of(args), key=lambda problem: problem.q_len)
+    if len({problem.q_len for problem in found}) < LEAST_LENGTHS:
+        raise InvalidInput(f"--thresholds needs at least {LEAST_LENGTHS} lengths, such as --lengths {SPAN}")
+    return found
 
 
 def _recorded(path: str, device: str | None) -> list[Problem]:
@@ -122,11 +153,29 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _print_json(found: Sequence[Explanation], interrupted: bool) -> None:
+def _learned(problems: Sequence[Problem]) -> list[Series]:
+    """What is known now of the families of these problems: of these lengths, and of those measured before."""
+    from attn_dispatch.store import cache_folder
+
+    families = sorted(set(map(_family, problems)))
+    found = thresholds.of_groups(cache_folder(), (family[:2] for family in families))
+    return [each for each in found if (each.silicon, each.group, family_title(each.family)) in families]
+
+
+def _family(problem: Problem) -> tuple[str, str, str]:
+    from attn_dispatch.group import group_of
+    from attn_dispatch.machine import silicon
+
+    plain = problem.to_dict()
+    return silicon(problem.device), group_of(plain), family_title(family_of(plain))
+
+
+def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequence[Series] | None) -> None:
     from attn_dispatch.store import cache_folder
 
     decisions = [explanation.to_dict() for explanation in found]
-    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted})
+    told = {} if learned is None else {"thresholds": thresholds.to_dicts(learned)}
+    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **told})
 
 
 def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:

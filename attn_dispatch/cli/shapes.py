@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="batch, length, heads, head_dim; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
     add("--lengths", metavar="A:B", type=lengths,
         help="lengths from A, doubling, up to B, or a list A,B,..; "
-        "they replace the N of each shape, or of 1,N,8,64")  # fmt: skip
+        "they replace the N of each shape, or of 1,N,8,64; with --grid, its axes grow or shrink together to hold "
+        "about so many tokens")  # fmt: skip
     add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
     add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
     add("--grid", metavar="H,W", type=counts, help="neighborhood attention: tokens per axis, 1 to 3 axes; sets N")
@@ -85,10 +87,17 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
     names: list[str] = args.dtype or [_usual_dtype(device)]
     found: dict[Problem, None] = {}
     for pattern, name, size, backward in product(patterns, names, _shapes(args), SWITCH[args.backward or "no"]):
-        wanted = (size.batch, size.length, size.heads, size.head_dim)
+        fitted, length = _grown(pattern, size.length, args) if args.grid and args.lengths else (pattern, size.length)
+        wanted = (size.batch, length, size.heads, size.head_dim)
         dtype = getattr(torch, name)
-        found[problem_of(wanted, pattern, dtype, device, kv_heads=size.kv_heads, backward=backward)] = None
+        found[problem_of(wanted, fitted, dtype, device, kv_heads=size.kv_heads, backward=backward)] = None
     return list(found)
+
+
+def scaled(grid: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The grid of about so many tokens with about the same proportions."""
+    factor = (tokens / math.prod(grid)) ** (1 / len(grid))
+    return tuple(max(round(size * factor), 1) for size in grid)
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
@@ -173,6 +182,13 @@ def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
             yield Dilated(args.segments, args.dilations, causal)
         else:
             yield Neighborhood(args.grid, args.window, is_causal=(causal,)) if args.grid else Dense(causal)
+
+
+def _grown(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pattern, int]:
+    """The window as it was given: a small grid has clipped it."""
+    assert isinstance(pattern, Neighborhood)
+    grid = scaled(args.grid, tokens)
+    return replace(pattern, grid=grid, window=args.window), math.prod(grid)
 
 
 def _sliding(args: argparse.Namespace) -> Window:

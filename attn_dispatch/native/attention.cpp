@@ -21,6 +21,8 @@ using i64 = std::int64_t;
 using u8 = std::uint8_t;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
+using i32 = std::int32_t;
+using u64 = std::uint64_t;
 
 // W float lanes make a vector. A register tile is MR x NV vectors of sums, NV vectors of one operand and a scalar of the
 // other: as many independent sums as the registers hold, and few loads for each.
@@ -245,7 +247,13 @@ template <class P> void multiply(const P& product, int count, int from, int to) 
 
 // What is asked for. The tables are described in tiles.py.
 
-struct Run { i64 key, step, count, lo, hi; };
+// A tile without a step takes its queries from `order`; its runs are listed. A listed run takes its keys from `listed` and
+// is met by the lanes from `lo` to `hi`: by all of them if its step is 0, else each key by the lanes of its bits.
+struct Run {
+    i64 key, step, count, lo, hi;
+    bool is_listed() const { return step <= 0; }
+    bool is_masked() const { return step < 0; }
+};
 struct Tile { i64 query, step, count, run, runs; };
 struct View { void* data; i64 batch, row, head; }; // strides in elements; the entries of a row are neighbours
 
@@ -259,6 +267,9 @@ struct Args {
     const i64* head_class;
     const u8* seen;      // [batch, k_len], or null
     const i64* seq_lens; // [batch], or null
+    const i32* order;    // positions of queries, or null
+    const i32* listed;   // positions of keys, or null
+    const u64* lanes;    // for each of those, the lanes that see it
     i64 batch, heads, group, q_len, k_len, head_dim, dtype, threads, parts, part_stride;
     double scale;
 
@@ -266,6 +277,7 @@ struct Args {
     i64 queries_of(i64 b) const { return seq_lens ? seq_lens[b] : q_len; }
     const u8* seen_in(i64 b) const { return seen ? seen + b * k_len : nullptr; }
     i64 lse_row(i64 b, i64 h) const { return (b * heads + h) * q_len; }
+    i64 query(const Tile& tile, i64 i) const { return tile.step ? tile.query + i * tile.step : order[tile.query + i]; }
 };
 
 template <class E> inline E* head_of(const View& x, i64 b, i64 h) { return (E*)x.data + b * x.batch + h * x.head; }
@@ -307,26 +319,39 @@ struct Lanes {
 struct Block {
     const Tile& tile;
     const Run& run;
-    i64 t;
-    const u8* seen; // by position, or null
+    i64 t, limit;
+    const u8* seen;        // by position, or null
+    const i32* positions;  // of the keys, or null where they are in steps
+    const u64* lanes;      // that see each key, or null
     int keys, from, to;
     bool partial, hidden;
 
-    Block(const Tile& tile, const Run& run, const Span& span, i64 t, const u8* seen)
-        : tile(tile), run(run), t(t), seen(seen), keys(span.block(t)), from(0), to((int)(tile.count + W - 1) / W),
-          partial(span.partial(t, keys)), hidden(false) {
-        for (int i = 0; seen && i < keys; i++) hidden |= !seen[key(i)];
+    Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 b)
+        : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
+          keys(span.block(t)), from(0), to((int)(tile.count + W - 1) / W), partial(span.partial(t, keys)), hidden(false) {
+        find_hidden();
         if (!partial) return;
         // Bounds only rise with the key: the first key has the first lane, the last one the last.
         from = Lanes(tile, run, t).from / W;
         to = std::min(to, (Lanes(tile, run, t + keys - 1).to + W - 1) / W);
     }
-    i64 key(int i) const { return run.key + (t + i) * run.step; }
+    Block(const Args& a, const Tile& tile, const Run& run, i64 t, i64 b)
+        : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(a.listed + run.key + t),
+          lanes(run.is_masked() ? a.lanes + run.key + t : nullptr), keys((int)std::min<i64>(KEYS, run.count - t)),
+          from((int)run.lo / W), to((int)(std::min(run.hi, tile.count) + W - 1) / W), partial(false), hidden(false) {
+        find_hidden();
+    }
+    i64 key(int i) const { return positions ? positions[i] : run.key + (t + i) * run.step; }
 
-    bool sees(int i) const { return !seen || seen[key(i)]; }
+    bool sees(int i) const { return key(i) < limit && (!seen || seen[key(i)]); }
+    void find_hidden() {
+        if (!seen && !positions) return; // the last key of a run in steps lies below the limit
+        for (int i = 0; i < keys; i++) hidden |= !sees(i);
+    }
 
     void hide(float* scores) const {
         if (partial) hide_far(scores);
+        if (lanes) hide_unseen(scores);
         fill_hidden(scores, NONE);
     }
     void fill_hidden(float* rows, float value) const {
@@ -346,46 +371,81 @@ struct Block {
             }
         }
     }
+    void hide_unseen(float* scores) const {
+        ivec bit;
+        for (int i = 0; i < W; i++) bit[i] = 1 << i;
+        for (int i = 0; i < keys; i++)
+            for (int n = from; n < to; n++) {
+                float* p = scores + i * T + n * W;
+                store(p, ((bit & (int)(lanes[i] >> n * W)) != 0) ? load(p) : splat(NONE));
+            }
+    }
 };
+
+// Calls `visit` with every block of keys that a tile meets.
+template <class F> void each_block(const Args& a, const Tile& tile, i64 b, const F& visit) {
+    for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
+        const Run& run = a.runs[r];
+        if (run.is_listed()) {
+            for (i64 t = 0; t < run.count;) {
+                Block block(a, tile, run, t, b);
+                t += block.keys;
+                visit(block);
+            }
+            continue;
+        }
+        Span span(tile, run, a.keys_of(b));
+        for (i64 t = span.first; t < span.last;) {
+            Block block(a, tile, run, span, t, b);
+            t += block.keys;
+            visit(block);
+        }
+    }
+}
 
 // A thread's own memory.
 struct Scratch {
-    float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *memory;
+    float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *dk_rows, *dv_rows, *memory;
     float peak[T], total[T], delta[T];
+    i64 at[T]; // positions of the queries; lanes past the last repeat it, and their results are dropped
     bool dead[T]; // lanes that are not there, or see nothing
     int width; // of a padded row
 
     explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
-        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
-        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
+        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes, block, block};
+        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows, &dk_rows, &dv_rows};
         i64 all = 0;
         for (i64 size : sizes) all += size;
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
-        float* at = memory;
-        for (int i = 0; i < 9; i++) { *parts[i] = at; at += sizes[i]; }
+        float* next = memory;
+        for (int i = 0; i < 11; i++) { *parts[i] = next; next += sizes[i]; }
     }
     Scratch(const Scratch&) = delete;
+    void place(const Args& a, const Tile& tile) {
+        for (i64 i = 0; i < T; i++) at[i] = a.query(tile, std::min(i, tile.count - 1));
+    }
     ~Scratch() { std::free(memory); }
 };
 
-// Rows of queries to lanes; lanes past the last repeat it, and their results are dropped.
+// Rows of queries to lanes.
 template <class E>
-void pack(const View& x, const E* rows, const Tile& tile, int depth, float factor, float* lanes, const bool* dead = nullptr) {
-    int count = (int)tile.count, whole = (count + W - 1) / W * W;
+void pack(const View& x, const E* rows, const i64* at, i64 count, int depth, float factor, float* lanes,
+          const bool* dead = nullptr) {
+    int whole = (int)(count + W - 1) / W * W;
     for (int i = 0; i < whole; i++) {
-        const E* row = rows + (tile.query + std::min(i, count - 1) * tile.step) * x.row;
+        const E* row = rows + at[i] * x.row;
         bool none = dead && dead[i];
         for (int d = 0; d < depth; d++) lanes[d * T + i] = none ? 0.0f : widen(row[d]) * factor;
     }
 }
 
 template <class E>
-void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float* to, int width, const bool* dead) {
+void pack_rows(const View& x, const E* rows, const i64* at, i64 count, int depth, float* to, int width, const bool* dead) {
     std::memset(to, 0, sizeof(float) * T * width);
-    for (int i = 0; i < tile.count; i++) {
+    for (int i = 0; i < count; i++) {
         if (dead[i]) continue;
-        const E* row = rows + (tile.query + i * tile.step) * x.row;
+        const E* row = rows + at[i] * x.row;
         for (int d = 0; d < depth; d++) to[i * width + d] = widen(row[d]);
     }
 }
@@ -393,13 +453,13 @@ void pack_rows(const View& x, const E* rows, const Tile& tile, int depth, float*
 #if defined(HAS_PAIRS)
 // Rows of queries to lanes, two neighbours of a row in each. The inputs keep their bits, so that all of `factor` but its
 // sign is returned, for the product.
-float pack_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, float factor, float* lanes,
+float pack_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, int depth, float factor, float* lanes,
                  const bool* dead = nullptr) {
     u16 sign = factor < 0.0f ? 0x8000 : 0, mask = factor == 0.0f ? 0 : 0xffff;
     auto entry = [&](Bf16 e) { return Bf16{(u16)((e.bits ^ sign) & mask)}; };
-    int count = (int)tile.count, whole = (count + W - 1) / W * W;
+    int whole = (int)(count + W - 1) / W * W;
     for (int i = 0; i < whole; i++) {
-        const Bf16* row = rows + (tile.query + std::min(i, count - 1) * tile.step) * x.row;
+        const Bf16* row = rows + at[i] * x.row;
         u32 kept = dead && dead[i] ? 0 : 0xffffffff;
         for (int d = 0; d < depth; d += 2)
             ((u32*)lanes)[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1])) & kept;
@@ -408,31 +468,32 @@ float pack_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, f
 }
 
 // Two rows of queries in each, where rows are summed.
-void pack_row_pairs(const View& x, const Bf16* rows, const Tile& tile, int depth, u32* to, int width, const bool* dead) {
+void pack_row_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, int depth, u32* to, int width,
+                    const bool* dead) {
     std::memset(to, 0, sizeof(u32) * T / 2 * width);
-    for (int i = 0; i < tile.count; i += 2) {
-        const Bf16* first = rows + (tile.query + i * tile.step) * x.row;
-        const Bf16* second = i + 1 < tile.count ? first + tile.step * x.row : first;
-        u32 mask = (dead[i] ? 0 : 0xffffu) | (i + 1 < tile.count && !dead[i + 1] ? 0xffff0000u : 0);
+    for (int i = 0; i < count; i += 2) {
+        const Bf16 *first = rows + at[i] * x.row, *second = i + 1 < count ? rows + at[i + 1] * x.row : first;
+        u32 mask = (dead[i] ? 0 : 0xffffu) | (i + 1 < count && !dead[i + 1] ? 0xffff0000u : 0);
         for (int d = 0; d < depth; d++) to[i / 2 * width + d] = pair_of(first[d], second[d]) & mask;
     }
 }
 
 // Two keys of a block in each; hidden keys are zeros, whatever they hold.
 void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
-    i64 next = block.run.step * x.row;
     for (int t = 0; t < block.keys; t += 2) {
         const Bf16* first = head + block.key(t) * x.row;
         bool second = t + 1 < block.keys;
-        const Bf16* other = second ? first + next : first;
+        const Bf16* other = second ? head + block.key(t + 1) * x.row : first;
         u32 mask = (block.sees(t) ? 0xffffu : 0) | (second && block.sees(t + 1) ? 0xffff0000u : 0);
         for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = pair_of(first[d], other[d]) & mask;
     }
 }
 #endif
 
-// The rows of a block as floats: where they lie if they are floats already. Hidden keys are zeros, whatever they hold.
+// The rows of a block as floats: where they lie if they are floats already, in steps. Hidden keys are zeros, whatever they
+// hold.
 struct Rows { const char* data; i64 stride; };
+template <class E> bool is_copied(const Block& block) { return sizeof(E) < sizeof(float) || block.hidden || block.positions; }
 
 template <class E> Rows copied_rows(const View& x, const E* head, const Block& block, int depth, float* to) {
     for (int i = 0; i < block.keys; i++)
@@ -444,9 +505,19 @@ template <class E> Rows rows_of(const View& x, const E* head, const Block& block
     return copied_rows(x, head, block, depth, to);
 }
 template <> Rows rows_of<float>(const View& x, const float* head, const Block& block, int depth, float* to) {
-    if (block.hidden) return copied_rows(x, head, block, depth, to);
+    if (is_copied<float>(block)) return copied_rows(x, head, block, depth, to);
     return {(const char*)(head + block.key(0) * x.row), (i64)sizeof(float) * block.run.step * x.row};
 }
+
+#if defined(HAS_PAIRS)
+// Rows as they are, for products in pairs. What hidden keys hold does not matter to scores.
+Rows pair_rows(const View& x, const Bf16* head, const Block& block, int depth, float* to) {
+    i64 size = (i64)sizeof(Bf16);
+    if (!block.positions) return {(const char*)(head + block.key(0) * x.row), size * block.run.step * x.row};
+    for (int i = 0; i < block.keys; i++) std::memcpy((Bf16*)to + i * depth, head + block.key(i) * x.row, size * depth);
+    return {(const char*)to, size * depth};
+}
+#endif
 
 // How weights are handed to the product with V: as they are, or rounded to bfloat16, two keys in a lane.
 struct Floats {
@@ -504,7 +575,7 @@ template <class E> struct Wide {
 
     Wide(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
-        pack(a.q, head_of<E>(a.q, b, h), tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+        pack(a.q, head_of<E>(a.q, b, h), s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
@@ -529,12 +600,12 @@ struct Paired {
 
     Paired(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
-        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
     }
     void score(const Block& block) {
-        const char* rows = (const char*)(k + block.key(0) * a.k.row);
-        i64 stride = (i64)sizeof(Bf16) * block.run.step * a.k.row;
-        multiply(Dot<Pair>{rows, stride, (int)a.head_dim / 2, s.q, s.scores}, block.keys, block.from, block.to);
+        int depth = (int)a.head_dim;
+        Rows rows = pair_rows(a.k, k, block, depth, s.keys);
+        multiply(Dot<Pair>{rows.data, rows.stride, depth / 2, s.q, s.scores}, block.keys, block.from, block.to);
     }
     void mix(const Block& block) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
@@ -548,7 +619,8 @@ struct Paired {
 template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, i64 h) {
     E* out = head_of<E>(a.out, b, h);
     float* lse = a.lse + a.lse_row(b, h);
-    for (i64 p = tile.query, i = 0; i < tile.count; i++, p += tile.step) {
+    for (i64 i = 0; i < tile.count; i++) {
+        i64 p = a.query(tile, i);
         std::fill_n(out + p * a.out.row, a.head_dim, narrow<E>(0.0f));
         lse[p] = NONE;
     }
@@ -557,25 +629,21 @@ template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, 
 template <class E, class Products> void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, Scratch& s) {
     const int depth = (int)a.head_dim;
     if (!tile.runs) return forward_nothing<E>(a, tile, b, h);
+    s.place(a, tile);
     Products products(a, s, tile, b, h);
     std::fill_n(s.peak, T, NONE);
     std::fill_n(s.total, T, 0.0f);
     std::memset(s.sums, 0, sizeof(float) * depth * T);
-    for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
-        Span span(tile, a.runs[r], a.keys_of(b));
-        for (i64 t = span.first; t < span.last;) {
-            Block block(tile, a.runs[r], span, t, a.seen_in(b));
-            t += block.keys;
-            products.score(block);
-            block.hide(s.scores);
-            weigh<typename Products::Weights>(block, products.unit, depth, s);
-            products.mix(block);
-        }
-    }
+    each_block(a, tile, b, [&](const Block& block) {
+        products.score(block);
+        block.hide(s.scores);
+        weigh<typename Products::Weights>(block, products.unit, depth, s);
+        products.mix(block);
+    });
     E* out = head_of<E>(a.out, b, h);
     float* lse = a.lse + a.lse_row(b, h);
     for (int i = 0; i < tile.count; i++) {
-        i64 p = tile.query + i * tile.step;
+        i64 p = s.at[i];
         bool any = s.total[i] != 0.0f && p < a.queries_of(b);
         float share = any ? 1.0f / s.total[i] : 0.0f;
         for (int d = 0; d < depth; d++) out[p * a.out.row + d] = narrow<E>(any ? s.sums[d * T + i] * share : 0.0f);
@@ -606,10 +674,10 @@ template <class E> struct WideBack {
     WideBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
         const E *q = head_of<E>(a.q, b, h), *grad = head_of<E>(a.grad, b, h);
-        pack(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
-        pack(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad, s.dead);
-        pack_rows(a.q, q, tile, (int)a.head_dim, s.q_rows, s.width, s.dead);
-        pack_rows(a.grad, grad, tile, (int)a.head_dim, s.grad_rows, s.width, s.dead);
+        pack(a.q, q, s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack(a.grad, grad, s.at, tile.count, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        pack_rows(a.q, q, s.at, tile.count, (int)a.head_dim, s.q_rows, s.width, s.dead);
+        pack_rows(a.grad, grad, s.at, tile.count, (int)a.head_dim, s.grad_rows, s.width, s.dead);
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
@@ -628,8 +696,8 @@ template <class E> struct WideBack {
     }
     void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
         int depth = (int)a.head_dim, vectors = s.width / W, first = block.from * W, last = std::min(block.to * W, count);
-        Rows kr = sizeof(E) == sizeof(float) ? rows_of(a.k, k, block, depth, s.keys)
-                                             : Rows{(const char*)s.keys, (i64)sizeof(float) * depth};
+        Rows kr = is_copied<E>(block) ? Rows{(const char*)s.keys, (i64)sizeof(float) * depth} // by score()
+                                      : rows_of(a.k, k, block, depth, s.keys);
         multiply(Mix<Single>{kr.data, kr.stride, block.keys, s.other, s.sums}, depth, block.from, block.to);
         multiply(Spread<Single>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
         multiply(Spread<Single>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
@@ -648,16 +716,16 @@ struct PairedBack {
     PairedBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
         const Bf16 *q = head_of<Bf16>(a.q, b, h), *grad = head_of<Bf16>(a.grad, b, h);
-        unit = pack_pairs(a.q, q, tile, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
-        pack_pairs(a.grad, grad, tile, (int)a.head_dim, 1.0f, s.grad, s.dead);
-        pack_row_pairs(a.q, q, tile, (int)a.head_dim, (u32*)s.q_rows, s.width, s.dead);
-        pack_row_pairs(a.grad, grad, tile, (int)a.head_dim, (u32*)s.grad_rows, s.width, s.dead);
+        unit = pack_pairs(a.q, q, s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack_pairs(a.grad, grad, s.at, tile.count, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        pack_row_pairs(a.q, q, s.at, tile.count, (int)a.head_dim, (u32*)s.q_rows, s.width, s.dead);
+        pack_row_pairs(a.grad, grad, s.at, tile.count, (int)a.head_dim, (u32*)s.grad_rows, s.width, s.dead);
     }
     void score(const Block& block) {
-        multiply(Dot<Pair>{(const char*)(k + block.key(0) * a.k.row), 2 * block.run.step * a.k.row, (int)a.head_dim / 2,
-                           s.q, s.scores}, block.keys, block.from, block.to);
-        multiply(Dot<Pair>{(const char*)(v + block.key(0) * a.v.row), 2 * block.run.step * a.v.row, (int)a.head_dim / 2,
-                           s.grad, s.other}, block.keys, block.from, block.to);
+        int depth = (int)a.head_dim;
+        Rows kr = pair_rows(a.k, k, block, depth, s.keys), vr = pair_rows(a.v, v, block, depth, s.values);
+        multiply(Dot<Pair>{kr.data, kr.stride, depth / 2, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Pair>{vr.data, vr.stride, depth / 2, s.grad, s.other}, block.keys, block.from, block.to);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
         for (int t = 0; t < block.keys; t += 2)
@@ -686,6 +754,14 @@ struct PairedBack {
 };
 #endif
 
+// Rows of a block to where its keys stand.
+void add_rows(const Block& block, const float* rows, int width, float* to, i64 stride) {
+    for (int i = 0; i < block.keys; i++) {
+        float* row = to + block.key(i) * stride;
+        for (int d = 0; d < width; d += W) store(row + d, load(row + d) + load(rows + i * width + d));
+    }
+}
+
 // P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): the formula's own gradient, so that branches need no care.
 template <class E, class Products>
 void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
@@ -693,13 +769,13 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
     const E *out = head_of<E>(a.out, b, h), *grad = head_of<E>(a.grad, b, h);
     E* dq = head_of<E>(a.dq, b, h);
     if (!tile.runs) {
-        for (int i = 0; i < count; i++)
-            std::fill_n(dq + (tile.query + i * tile.step) * a.dq.row, depth, narrow<E>(0.0f));
+        for (int i = 0; i < count; i++) std::fill_n(dq + a.query(tile, i) * a.dq.row, depth, narrow<E>(0.0f));
         return;
     }
+    s.place(a, tile);
     std::memset(s.sums, 0, sizeof(float) * depth * T);
     for (int i = 0; i < T; i++) {
-        i64 p = tile.query + std::min(i, count - 1) * tile.step;
+        i64 p = s.at[i];
         float lse = a.lse[a.lse_row(b, h) + p], delta = 0.0f;
         for (int d = 0; d < depth; d++) delta += widen(out[p * a.out.row + d]) * widen(grad[p * a.grad.row + d]);
         // A lane that is not there, or sees nothing, weighs nothing, whatever its gradient.
@@ -713,21 +789,24 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         p = exp2_(load(s.scores + t * T + n * W) * unit - load(s.peak + n * W));
         ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W)) * scale;
     };
-    for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
-        Span span(tile, a.runs[r], a.keys_of(b));
-        for (i64 t = span.first; t < span.last;) {
-            Block block(tile, a.runs[r], span, t, a.seen_in(b));
-            t += block.keys;
-            products.score(block);
-            block.hide(s.scores);
-            block.fill_hidden(s.other, 0.0f); // whatever the values are there
-            products.weigh(block, slope);
+    each_block(a, tile, b, [&](const Block& block) {
+        products.score(block);
+        block.hide(s.scores);
+        block.fill_hidden(s.other, 0.0f); // whatever the values are there
+        products.weigh(block, slope);
+        if (block.positions) {
+            std::memset(s.dk_rows, 0, sizeof(float) * block.keys * s.width);
+            std::memset(s.dv_rows, 0, sizeof(float) * block.keys * s.width);
+            products.add(block, count, s.dk_rows, s.width, s.dv_rows, s.width);
+            add_rows(block, s.dk_rows, s.width, dk, a.dk.row);
+            add_rows(block, s.dv_rows, s.width, dv, a.dv.row);
+        } else {
             i64 key = block.key(0), step = block.run.step;
             products.add(block, count, dk + key * a.dk.row, step * a.dk.row, dv + key * a.dv.row, step * a.dv.row);
         }
-    }
+    });
     for (int i = 0; i < count; i++)
-        for (int d = 0; d < depth; d++) dq[(tile.query + i * tile.step) * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);
+        for (int d = 0; d < depth; d++) dq[s.at[i] * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);
 }
 
 // A thread owns the sums dk and dv of the key head, or of the part of its queries, that it works on.

@@ -9,36 +9,20 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.native.neighbours import neighbour_bytes, neighbour_tiles
+from attn_dispatch.native.tables import TILE, Tiles
+from attn_dispatch.order import NATURAL
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 
-TILE = 64  #: queries of a tile, as in attention.cpp
 PERIOD_LIMIT = 64  #: tokens after which the rates of a dilated pattern repeat together; past it tiles are mostly empty
 ROW = 5  #: numbers in a row of a table
 OPEN = 2**40  #: no bound: farther than any two positions
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tables for attention.cpp, int64.
-
-    Args:
-        tiles: [tiles, 5]: first query, step, count, first run, runs.
-        runs: [runs, 5]: first key, step, count, and the bounds `lo <= key - query <= hi` of what a query sees.
-        first_tile: [classes + 1]: where each class of heads starts in `tiles`.
-        head_class: [heads].
-    """
-
-    tiles: Tensor
-    runs: Tensor
-    first_tile: Tensor
-    head_class: Tensor
 
 
 def period(pattern: Pattern) -> int:
@@ -46,9 +30,11 @@ def period(pattern: Pattern) -> int:
     return math.lcm(*pattern.dilation_rates) if isinstance(pattern, Dilated) else 1
 
 
-def table_bytes(problem: Problem) -> int:
+def table_bytes(problem: Problem, order: str = NATURAL) -> int:
     """Upper bound of the bytes that `tiles_of` takes, and of what it takes to make them, without making them."""
     pattern, item = problem.pattern, ROW * 8
+    if isinstance(pattern, Neighborhood):
+        return neighbour_bytes(pattern, problem.q_len, order)
     if not isinstance(pattern, Dilated):
         return 3 * 2 * item * -(-problem.q_len // TILE)
     intervals = min(problem.q_len, sum(-(-problem.q_len // w) for w, _ in pattern.branches))
@@ -58,15 +44,17 @@ def table_bytes(problem: Problem) -> int:
 
 
 @lru_cache(maxsize=64)
-def tiles_of(problem: Problem) -> Tiles:
-    """The tiles of a dense, windowed or dilated pattern."""
+def tiles_of(problem: Problem, order: str = NATURAL) -> Tiles:
+    """The tiles of a pattern; those of a neighbourhood in any order of tokens, the others' in the natural one."""
     # Default devices, fake tensors and function transforms belong to a thread: in a fresh one tables are plain.
     with ThreadPoolExecutor(max_workers=1) as fresh:
-        return fresh.submit(_tiles, problem).result()
+        return fresh.submit(_tiles, problem, order).result()
 
 
-def _tiles(problem: Problem) -> Tiles:
+def _tiles(problem: Problem, order: str) -> Tiles:
     pattern = problem.pattern
+    if isinstance(pattern, Neighborhood):
+        return neighbour_tiles(pattern, problem.q_len, problem.heads, order)
     if isinstance(pattern, Dilated):
         return _dilated(pattern, problem)
     ahead = problem.k_len - problem.q_len

@@ -1,0 +1,132 @@
+"""What `inspect --thresholds` prints: from how many tokens on an order pays, and the gains that show it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from attn_dispatch.cli.output import print_json
+from attn_dispatch.cli.plots import curve
+from attn_dispatch.gains import Series, all_series, family_title
+from attn_dispatch.store import Decision, Store
+from attn_dispatch.threshold import LEAST_LENGTHS, Threshold, by_length, threshold_of
+from attn_dispatch.units import align, printable
+
+HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
+LEFT = {0, 1, 3, 4, 7}
+NOTHING = (
+    "no decision timed another order than the natural one beside it; 'attn-dispatch profile --thresholds --grid 64,64 "
+    "--window 13,13' measures some"
+)
+EXPLAINED = (
+    "gain: time of the best candidate in natural order over that of the best in this order, permuting included",
+    "an order pays where the lower end of the gain's interval is above 1, there and at all longer lengths",
+)
+
+
+def run(folder: Path, as_json: bool) -> int:
+    """Print them for every family of problems that the folder has measured in more than one order; the exit code."""
+    found = all_series(decision for _, decision in Store(folder).all())
+    if as_json:
+        print_json({"folder": str(folder), "thresholds": to_dicts(found)})
+    else:
+        print(*lines(found), sep="\n")
+    return 0
+
+
+def of_groups(folder: Path, groups: Iterable[tuple[str, str]]) -> list[Series]:
+    """Those of some groups, each with its silicon."""
+    store = Store(folder)
+    decisions: list[Decision] = [each for address in dict.fromkeys(groups) for each in store.group(*address)]
+    return all_series(decisions)
+
+
+def lines(found: Sequence[Series]) -> list[str]:
+    """A table for each silicon, under it a plot for each threshold."""
+    if not found:
+        return [NOTHING]
+    told: list[str] = []
+    for silicon, members in groupby(sorted(found, key=_place), key=lambda series: series.silicon):
+        pairs = [(series, threshold_of(series)) for series in members]
+        told += [f"silicon   {silicon}", ""]
+        told += [*align([list(HEAD), *(_cells(*pair) for pair in pairs)], LEFT), ""]
+        for series, threshold in pairs:
+            told += [] if threshold is None else [*_plot(series, threshold), ""]
+    return [*told, *EXPLAINED]
+
+
+def to_dicts(found: Sequence[Series]) -> list[dict[str, Any]]:
+    """Plain values for JSON; lengths in tokens."""
+    return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=_place)]
+
+
+def _place(series: Series) -> tuple[str, str, int, list[str], str]:
+    head_dim = series.problem.get("head_dim")
+    return series.silicon, family_title(series.family), head_dim or 0, _name(series), series.group
+
+
+def _name(series: Series) -> list[str]:
+    problem = series.problem
+    what = (str(problem.get("dtype")), str(problem.get("head_dim")), _direction(series))
+    return [family_title(series.family), *what, series.order]
+
+
+def _to_dict(series: Series, threshold: Threshold | None) -> dict[str, Any]:
+    lengths = by_length(series.gains)
+    return {
+        "silicon": series.silicon,
+        "group": series.group,
+        "pattern": series.family,
+        "dtype": series.problem.get("dtype"),
+        "head_dim": series.problem.get("head_dim"),
+        "direction": _direction(series),
+        "order": series.order,
+        "verdict": "unknown" if threshold is None else "never" if threshold.tokens is None else "above",
+        "tokens": None if threshold is None else threshold.tokens,
+        "low": None if threshold is None else threshold.low,
+        "high": None if threshold is None else threshold.high,
+        "measured_to": lengths[-1].tokens if lengths else None,
+        "points": [
+            {"tokens": each.tokens, "gain": each.gain, "low": each.low, "high": each.high, "key": each.key}
+            for each in sorted(series.gains, key=lambda each: (each.tokens, each.key))
+        ],
+    }
+
+
+def _cells(series: Series, threshold: Threshold | None) -> list[str]:
+    lengths = by_length(series.gains)
+    longest = f"{lengths[-1].gain:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
+    return [*_name(series), str(len(lengths)), longest, said(threshold)]
+
+
+def said(threshold: Threshold | None) -> str:
+    """`above 3,100 tokens (2,048 - 4,096)`."""
+    if threshold is None:
+        return f"needs more lengths: {LEAST_LENGTHS} at least"
+    if threshold.tokens is None or threshold.high is None:
+        return f"never (up to {threshold.low:,} measured)"
+    if threshold.low is None:
+        return f"from {threshold.tokens:,} tokens on, the shortest measured"
+    rounded = round(threshold.tokens, 1 - math.floor(math.log10(threshold.tokens)))
+    tokens = rounded if threshold.low <= rounded <= threshold.high else threshold.tokens
+    return f"above {tokens:,} tokens ({threshold.low:,} - {threshold.high:,})"
+
+
+def _direction(series: Series) -> str:
+    """With what else makes a group of its own."""
+    problem = series.problem
+    words = ["forward + backward" if problem.get("needs_grad") else "forward"]
+    words += [name for name in ("seq_lens", "key_mask") if problem.get(f"has_{name}")]
+    words += ["dropout"] * ((problem.get("dropout_p") or 0) > 0)
+    words += [f"ranks {problem['ranks']}"] * ((problem.get("ranks") or 1) > 1)
+    return " ".join(words)
+
+
+def _plot(series: Series, threshold: Threshold) -> list[str]:
+    points = [(each.tokens, each.low, each.gain, each.high) for each in by_length(threshold.points)]
+    title = f"{family_title(series.family)} {series.problem.get('dtype')} d{series.problem.get('head_dim')}"
+    end = f"{_direction(series)}, {series.order}: {said(threshold)}"
+    return [printable(f"{title} {end}"), *curve(points, threshold.tokens)]

@@ -1,0 +1,322 @@
+"""Attention over pairs of tiles, by any dense kernel that takes a mask: few large calls, and their gradients.
+
+Query tiles with equally many key tiles go together. Their keys are gathered into memory that is kept and small enough
+to stay in a cache, straight from where the caller has them; what comes out is written straight to where it belongs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from attn_dispatch.branches import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.kernels import Kernel
+from attn_dispatch.pieces import kv_heads_of
+from attn_dispatch.problem import Problem
+from attn_dispatch.tiles import TileTable, counts
+
+CHUNK_BYTES = 2**20  #: of keys that are gathered at once, so that they are still in a core's cache when they are read
+CUDA_CHUNK_BYTES = 2**28
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    tables: Sequence[TileTable],
+    kernel: Kernel,
+    seq_lens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the pairs of these tables.
+
+    Args:
+        q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
+        tables: one for each class of heads.
+        kernel: one that takes masks.
+        seq_lens, key_mask: where the problem has them. Keys that they hide are never read: not even NaN shows.
+
+    Returns:
+        out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
+    """
+    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
+    if problem.scale < least:
+        # The kernels hide keys with -inf before they scale: a scale of 0 or less would turn that into NaN or +inf.
+        sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
+        return run(q * sign, k, v, replace(problem, scale=size), tables, kernel, seq_lens, key_mask)
+    call = _Call(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
+    if problem.needs_grad:
+        out, lse = _Tiled.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return out, lse
+    with torch.no_grad():
+        return _forward(q, k, v, call)
+
+
+def chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES if device.type == "cpu" else CUDA_CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """`hidden` bool [batch, k_len]: keys that no query sees, whatever the pattern."""
+
+    problem: Problem
+    tables: tuple[TileTable, ...]
+    kernel: Kernel
+    hidden: Tensor | None
+    seq_lens: Tensor | None
+
+
+class _Chunk(NamedTuple):
+    """Some query tiles with equally many key tiles.
+
+    Args:
+        queries, keys: positions, [query tiles * tile] and [query tiles * key tiles * tile].
+        tiles: query tiles.
+        bias: log of the counts, [query tiles, 1, tile, keys]; None where they are all 1.
+        own: how many of the queries are not the repetition of another.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    tiles: int
+    bias: Tensor | None
+    own: int
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad, grad_lse = grad_outputs
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad
+        return (*_backward(grad, grad_lse, (q, k, v, out, lse), ctx.call), None)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    # By token, as everything else: all heads of a token are then written at once.
+    lse = torch.full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype), device=q.device)
+    for table in call.tables:
+        heads = _Heads.of(table, call)
+        sources = _Rows(q[:, :, heads.q]), _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
+        for chunk, b in _calls(table, call):
+            queries = sources[0].at(b, chunk.queries, chunk.tiles)
+            keys, values, mask = _keys(sources[1:], heads, chunk, b, call)
+            part, stats = call.kernel.forward(queries, keys, values, False, call.problem.scale, mask)
+            stats = stats.transpose(1, 2)
+            if mask is not None and (call.hidden is not None or not table.covered):
+                stats = stats.masked_fill((mask == -math.inf).all(-1).transpose(1, 2), -math.inf)
+            _put(out[b, :, heads.q], chunk, part)
+            _put(lse[b, :, heads.q], chunk, stats)
+    if call.seq_lens is not None:
+        padding = torch.arange(q.shape[1], device=q.device) >= call.seq_lens[:, None]
+        out.masked_fill_(padding[:, :, None, None], 0.0)
+        lse.masked_fill_(padding[:, :, None], -math.inf)
+    return out, lse.transpose(1, 2)
+
+
+def _backward(
+    grad: Tensor, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every chunk's own backward, given the out and lse of the whole."""
+    q, k, v, out, lse = saved
+    d = q.shape[3]
+    lse = lse.transpose(1, 2)
+    # exp(s - -inf) would be inf; a row without keys must weigh nothing.
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    by_token = [grad, q, out, lse] + ([] if grad_lse is None else [grad_lse.transpose(1, 2)])
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=q.device) for _ in range(2))
+    for table in call.tables:
+        heads = _Heads.of(table, call)
+        q_side = [_Rows(x[:, :, heads.q]) for x in by_token]
+        sources = _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
+        for chunk, b in _calls(table, call):
+            g, queries, o, stats, *slope = (x.at(b, chunk.queries, chunk.tiles) for x in q_side)
+            keys, values, mask = _keys(sources, heads, chunk, b, call)
+            stats.flatten(0, 1)[chunk.own :] = math.inf
+            if slope:
+                g, queries, keys, values, o = _with_column(slope[0], g, queries, keys, values, o)
+            grads = call.kernel.backward(
+                g, queries, keys, values, o, stats.transpose(1, 2), False, call.problem.scale, mask
+            )
+            gq, gk, gv = (x[..., :d] for x in grads)
+            _put(dq[b, :, heads.q], chunk, gq)
+            heads.add(dk[b], chunk.keys, gk)
+            heads.add(dv[b], chunk.keys, gv)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _keys(
+    sources: tuple[_Rows, ...], heads: _Heads, chunk: _Chunk, batch: int, call: _Call
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A chunk's keys and values [query tiles, keys, heads, head_dim], and what to add to their scores."""
+    k, v = (x.at(batch, chunk.keys, chunk.tiles) for x in sources)
+    mask = chunk.bias
+    if call.hidden is not None:
+        hidden = call.hidden[batch][chunk.keys].view(chunk.tiles, -1)
+        for x in (k, v):
+            x.masked_fill_(hidden[:, :, None, None], 0.0)
+        if mask is None:
+            mask = k.new_zeros(
+                (chunk.tiles, 1, chunk.queries.numel() // chunk.tiles, hidden.shape[1]), dtype=torch.float32
+            )
+        mask = mask.masked_fill(hidden[:, None, None], -math.inf)
+    return heads.for_queries(k), heads.for_queries(v), mask
+
+
+def _with_column(slope: Tensor, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Tensor]:
+    """One more column, zero in q, k and v, adds -slope to the rowsum(grad * out) that the kernels form themselves.
+
+    dS = P * (dP - rowsum(grad * out) + slope). Two roots reach farther in float16 than the whole would.
+    """
+    root = slope.abs().sqrt()
+    g = torch.cat([g, root.to(g.dtype)[..., None]], dim=-1)
+    out = torch.cat([out, (-slope.sign() * root).to(out.dtype)[..., None]], dim=-1)
+    return [g, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), out]
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+def _calls(table: TileTable, call: _Call) -> Iterator[tuple[_Chunk, int]]:
+    for chunk in _chunks(table, call):
+        for batch in range(call.problem.batch):
+            yield chunk, batch
+
+
+def _chunks(table: TileTable, call: _Call) -> Iterator[_Chunk]:
+    problem, tile = call.problem, table.tile
+    biases = _Biases.of(table, sum_dtype(problem.dtype))
+    sizes, first, missing = table.first.diff(), table.first, -problem.q_len % tile
+    for size in sizes[sizes > 0].unique().tolist():
+        tiles = (sizes == size).nonzero().flatten()
+        for some in tiles.split(_tiles_at_once(problem, size * tile, tile)):
+            pairs = (first[some][:, None] + torch.arange(size, device=some.device)).to(table.keys.device)
+            some = some.to(table.keys.device)
+            keys = table.keys[pairs]
+            last = int(some[-1]) == len(table.q_pos) - 1
+            yield _Chunk(
+                table.q_pos[some].flatten(),
+                table.k_pos[keys].flatten(),
+                len(some),
+                biases.at(some, keys, pairs),
+                len(some) * tile - (missing if last else 0),
+            )
+
+
+def _tiles_at_once(problem: Problem, keys: int, tile: int) -> int:
+    """Query tiles whose keys, or masks, take CHUNK_BYTES."""
+    row = problem.kv_heads * problem.head_dim * problem.dtype.itemsize
+    one = keys * max(row, tile * sum_dtype(problem.dtype).itemsize)
+    return max(1, chunk_bytes(problem.device) // max(one, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Biases:
+    table: TileTable
+    dtype: torch.dtype
+    known: Tensor | None
+
+    @classmethod
+    def of(cls, table: TileTable, dtype: torch.dtype) -> _Biases:
+        return cls(table, dtype, None if table.masks is None else table.masks.to(dtype).log_())
+
+    def at(self, queries: Tensor, keys: Tensor, pairs: Tensor) -> Tensor | None:
+        """[query tiles, 1, tile, keys] of those pairs [query tiles, key tiles]."""
+        tiles, size, tile = *keys.shape, self.table.tile
+        if self.known is None:
+            found = counts(self.table.branches, queries.repeat_interleave(size), keys.flatten())
+            found = found.view(tiles, size, tile, tile).transpose(1, 2)
+            return found.reshape(tiles, 1, tile, size * tile).to(self.dtype).log_()
+        mask = self.table.mask[pairs]
+        if not mask.any():
+            return None
+        rows = mask[:, None, :] * tile + torch.arange(tile, device=mask.device)[:, None]
+        return self.known.view(-1, tile).index_select(0, rows.flatten()).view(tiles, 1, tile, size * tile)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Tokens of [batch, len, heads, ...], gathered into memory that the next call of `at` uses again."""
+
+    x: Tensor
+    kept: Tensor | None = None
+
+    def at(self, batch: int, positions: Tensor, tiles: int) -> Tensor:
+        """[tiles, tokens, heads, ...]; it may be written to."""
+        x = self.x[batch]
+        if self.kept is None or len(self.kept) < len(positions):
+            self.kept = torch.empty(len(positions), *x.shape[1:], dtype=x.dtype, device=x.device)
+        rows = self.kept[: len(positions)]
+        torch.index_select(x, 0, positions, out=rows)
+        return rows.unflatten(0, (tiles, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The heads of a table.
+
+    Args:
+        q: as a slice.
+        kv: what they read; a slice of the key heads.
+        spread: which of those each query head reads, where the kernel cannot find out by grouping.
+    """
+
+    q: slice
+    kv: slice
+    spread: Tensor | None
+
+    @classmethod
+    def of(cls, table: TileTable, call: _Call) -> _Heads:
+        heads = table.heads
+        read = kv_heads_of(heads, call.problem, call.kernel.grouped)
+        q = slice(heads.start, heads.stop, heads.step)
+        if isinstance(read, slice):
+            return cls(q, read, None)
+        return cls(q, slice(None), torch.tensor(read, device=call.problem.device))
+
+    def for_queries(self, keys: Tensor) -> Tensor:
+        """[..., tokens, key heads, head_dim], spread over the query heads."""
+        return keys if self.spread is None else keys.index_select(-2, self.spread)
+
+    def add(self, whole: Tensor, positions: Tensor, part: Tensor) -> None:
+        """Add gradients of gathered keys [tiles, keys, heads, head_dim] to [k_len, kv_heads, head_dim]."""
+        part = part.flatten(0, 1).to(whole.dtype)
+        if self.spread is not None:
+            part = part.new_zeros(len(part), *whole.shape[1:]).index_add_(1, self.spread, part)
+        whole[:, self.kv].index_add_(0, positions, part)
+
+
+def _put(whole: Tensor, chunk: _Chunk, part: Tensor) -> None:
+    """Write a chunk's [query tiles, tile, ...] to [q_len, ...]."""
+    whole.index_copy_(0, chunk.queries[: chunk.own], part.flatten(0, 1)[: chunk.own])
+
+
+def _hidden(problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    hidden = None if key_mask is None else ~key_mask
+    if seq_lens is not None:
+        past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
+        hidden = past if hidden is None else hidden | past
+    return hidden

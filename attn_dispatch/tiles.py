@@ -1,0 +1,315 @@
+"""From a pattern and a token order to tiles: which tiles of queries and keys meet, and what is seen where they do.
+
+Every pattern here is a sum of branches, and each branch says on some axes "from here to there": query i sees key j where
+`first[i] <= at[j] <= last[i]` on all of them. A tile then has a box, and a pair of tiles is looked into only where boxes
+meet. Where the tokens of a tile come from does not matter, so that any order will do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.order import permutation
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.pieces import progression
+from attn_dispatch.problem import Problem
+
+FULL = 0  #: the mask of a pair in which every query sees every key once
+MASK_BYTES = 2**28  #: of the masks that a table keeps; those of larger ones are worked out again on every call
+KEPT = 4  #: tables of problems
+OPEN = 2**30  #: no bound: farther than any two positions
+DIRECT = 2**20  #: pairs of boxes that are compared at once; more are sorted out in groups first
+GROUP = 16  #: boxes of such a group
+CELLS = 2**20  #: entries of masks that are worked out at once
+MOST_BRANCHES = 255  #: whose counts fit into a byte
+
+
+@dataclass(frozen=True, slots=True)
+class TileTable:
+    """The pairs of tiles that meet, for heads that are treated alike. A tile is so many consecutive places of an order.
+
+    Args:
+        heads: those query heads, an arithmetic progression.
+        q_pos, k_pos: int64 [tiles, tile], the position at each place. A last tile that is short repeats its last one:
+            such a query is that query again, such a key is never seen.
+        first: int64 [query tiles + 1], where the pairs of each query tile start.
+        keys: int64 [pairs], the key tile of each pair, ascending within a query tile.
+        mask: int64 [pairs], its place in `masks`; empty where there are none.
+        masks: uint8 [masks, tile, tile], how many times each query sees each key; `masks[FULL]` is all 1. None where
+            they would take more than MASK_BYTES.
+        covered: every query is known to see a key.
+        branches: what `counts` works the masks out from.
+    """
+
+    heads: range
+    q_pos: Tensor
+    k_pos: Tensor
+    first: Tensor
+    keys: Tensor
+    mask: Tensor
+    masks: Tensor | None
+    covered: bool
+    branches: tuple[Branch, ...]
+
+    @property
+    def tile(self) -> int:
+        return self.q_pos.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        return len(self.keys)
+
+    def queries(self) -> Tensor:
+        """The query tile of each pair."""
+        return torch.arange(len(self.q_pos), device=self.first.device).repeat_interleave(self.first.diff())
+
+    def to(self, device: torch.device) -> TileTable:
+        moved = {name: getattr(self, name).to(device) for name in ("q_pos", "k_pos", "keys", "mask")}
+        masks = None if self.masks is None else self.masks.to(device)
+        return replace(self, **moved, masks=masks, branches=tuple(branch.to(device) for branch in self.branches))
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """int32: `first` and `last` [axes, query tiles, tile], `at` [axes, key tiles, tile]."""
+
+    first: Tensor
+    last: Tensor
+    at: Tensor
+
+    def to(self, device: torch.device) -> Branch:
+        return Branch(self.first.to(device), self.last.to(device), self.at.to(device))
+
+    def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Bool [pairs, tile, tile]."""
+        seen = torch.ones((), dtype=torch.bool, device=self.at.device)
+        for first, last, at in zip(self.first, self.last, self.at):
+            place = at[keys][:, None, :]
+            seen = seen & (place >= first[queries][:, :, None]) & (place <= last[queries][:, :, None])
+        return seen
+
+
+def counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:
+    """How many times each query of a tile sees each key of another: uint8 [pairs, tile, tile]."""
+    found = branches[0].sees(queries, keys).to(torch.uint8)
+    for branch in branches[1:]:
+        found += branch.sees(queries, keys)
+    return found
+
+
+def tables_of(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
+    """A table for each class of heads, on the problem's device."""
+    return _tables(problem.pattern, problem.q_len, problem.k_len, problem.heads, order, tile, problem.device)
+
+
+@lru_cache(maxsize=KEPT)
+def _tables(
+    pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, device: torch.device
+) -> tuple[TileTable, ...]:
+    # Default devices, fake tensors and function transforms belong to a thread: in a fresh one tables are plain.
+    with ThreadPoolExecutor(max_workers=1) as fresh:
+        made = fresh.submit(_built, pattern, q_len, k_len, heads, order, tile).result()
+    return tuple(table if device.type == "cpu" else table.to(device) for table in made)
+
+
+def forget() -> None:
+    """Drop the tables."""
+    _tables.cache_clear()
+
+
+def _built(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> tuple[TileTable, ...]:
+    q_pos = _tiled(permutation(order, pattern, q_len), q_len, tile)
+    k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern, k_len), k_len, tile)
+    found = []
+    for members, offsets in _classes(pattern, heads):
+        branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in _reaches(pattern, q_len, k_len, offsets))
+        found.append(_table(members, branches, q_pos, k_pos))
+    return tuple(found)
+
+
+def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
+    """[tiles, tile]; the last place is repeated until a tile is full."""
+    places = torch.arange(-(-length // tile) * tile).clamp_(max=length - 1)
+    return (places if permuted is None else permuted[places]).view(-1, tile)
+
+
+def _classes(pattern: Pattern, heads: int) -> list[tuple[range, tuple[int | None, ...]]]:
+    """The heads that share one multiplicity, with their offset in each branch."""
+    if not isinstance(pattern, Dilated):
+        return [(range(heads), ())]
+    found: dict[tuple[int | None, ...], list[int]] = {}
+    for head in range(heads):
+        offsets = tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches)))
+        found.setdefault(offsets, []).append(head)
+    return [(progression(members), offsets) for offsets, members in found.items()]
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+Reach = tuple[list[Tensor], list[Tensor], list[Tensor]]  #: first, last and at of one branch, each axis by position
+
+
+def _reaches(pattern: Pattern, q_len: int, k_len: int, offsets: tuple[int | None, ...]) -> list[Reach]:
+    query, key = torch.arange(q_len), torch.arange(k_len)
+    if isinstance(pattern, Dense):
+        pattern = Window(None, 0 if pattern.is_causal else None)
+    if isinstance(pattern, Window):
+        met = query + (k_len - q_len)
+        first = torch.full_like(met, -OPEN) if pattern.left is None else met - pattern.left
+        last = torch.full_like(met, OPEN) if pattern.right is None else met + pattern.right
+        return [([first], [last], [key])]
+    if isinstance(pattern, Neighborhood):
+        return [_neighbors(pattern, query)]
+    if isinstance(pattern, Dilated):
+        branches = zip(pattern.branches, offsets)
+        return [_segment(pattern, query, *branch, o) for branch, o in branches if o is not None]
+    raise TypeError(f"no tiles for {pattern!r}")
+
+
+def _neighbors(pattern: Neighborhood, position: Tensor) -> Reach:
+    """Two axes for one of the grid that is dilated: places in a residue class, and the class, which must be the same."""
+    found: Reach = ([], [], [])
+    stride = len(position)
+    for axis, (size, width, step) in enumerate(zip(pattern.grid, pattern.window, pattern.dilation)):
+        stride //= size
+        x = position // stride % size
+        place, half = x // step, (width - 1) // 2
+        if pattern.edges == "clip":
+            low, high = place - half, place + half
+        elif pattern.is_causal[axis]:
+            low, high = place - width + 1, place
+        else:
+            members = (size - x % step + step - 1) // step
+            low = (place - half).clamp(min=0).minimum(members - width)
+            high = low + width - 1
+        high = place if pattern.is_causal[axis] else high
+        for store, values in zip(found, (low, high, place)):
+            store.append(values)
+        if step > 1:
+            for store in found:
+                store.append(x % step)
+    return found
+
+
+def _segment(pattern: Dilated, position: Tensor, length: int, rate: int, offset: int) -> Reach:
+    """The segment is one axis; the other holds 0 where a token is selected, and elsewhere what no other token has."""
+    length = min(length, len(position))
+    start = position // length * length
+    end = position if pattern.is_causal else start + (length - 1)
+    chosen = position % length % rate == offset
+    query, key = torch.where(chosen, 0, 1), torch.where(chosen, 0, 2)
+    if rate == 1:
+        return [start], [end], [position]
+    return [start, query], [end, query], [position, key]
+
+
+def _branch(
+    first: list[Tensor], last: list[Tensor], at: list[Tensor], q_pos: Tensor, k_pos: Tensor, k_len: int
+) -> Branch:
+    places = torch.stack(at).int()[:, k_pos]
+    places.flatten(1)[:, k_len:] = 2 * OPEN - 1  # a repeated key: past all that is seen
+    return Branch(torch.stack(first).int()[:, q_pos], torch.stack(last).int()[:, q_pos], places)
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """The least and the most on every axis, int32 [axes, tiles]."""
+
+    low: Tensor
+    high: Tensor
+
+    def __len__(self) -> int:
+        return self.low.shape[1]
+
+    def some(self, which: Tensor) -> _Boxes:
+        return _Boxes(self.low[:, which], self.high[:, which])
+
+    def grouped(self) -> _Boxes:
+        last = torch.arange(-(-len(self) // GROUP) * GROUP).clamp_(max=len(self) - 1)
+        low, high = (x[:, last].unflatten(1, (-1, GROUP)) for x in (self.low, self.high))
+        return _Boxes(low.amin(2), high.amax(2))
+
+
+def _meet(q: _Boxes, k: _Boxes) -> Tensor:
+    """Whether boxes have anything in common: bool, the shapes after the axes broadcast."""
+    return ((q.low <= k.high) & (q.high >= k.low)).all(0)
+
+
+def _candidates(q: _Boxes, k: _Boxes) -> Tensor:
+    """Pairs of boxes that meet, [pairs, 2]."""
+    if len(q) * len(k) <= DIRECT:
+        across = _Boxes(q.low[:, :, None], q.high[:, :, None])
+        return _meet(across, _Boxes(k.low[:, None], k.high[:, None])).nonzero()
+    within = torch.cartesian_prod(torch.arange(GROUP), torch.arange(GROUP))
+    found = []
+    for coarse in _candidates(q.grouped(), k.grouped()).split(DIRECT // GROUP**2):
+        pairs = (coarse[:, None] * GROUP + within).flatten(0, 1)
+        pairs = pairs[(pairs[:, 0] < len(q)) & (pairs[:, 1] < len(k))]
+        found.append(pairs[_meet(q.some(pairs[:, 0]), k.some(pairs[:, 1]))])
+    return torch.cat(found)
+
+
+def _boxes(branch: Branch) -> tuple[_Boxes, _Boxes, _Boxes]:
+    """What some query of a tile reaches, what all of them reach, and where the keys of a tile are."""
+    some = _Boxes(branch.first.amin(2), branch.last.amax(2))
+    every = _Boxes(branch.first.amax(2), branch.last.amin(2))
+    return some, every, _Boxes(branch.at.amin(2), branch.at.amax(2))
+
+
+def _pairs(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
+    """Pairs that may meet in any branch, in order, as `query tile * width + key tile`; and which of them are full."""
+    near, whole = [], []
+    for branch in branches:
+        some, every, place = _boxes(branch)
+        pairs = _candidates(some, place)
+        reach, keys = every.some(pairs[:, 0]), place.some(pairs[:, 1])
+        near.append(pairs[:, 0] * width + pairs[:, 1])
+        whole.append(((reach.low <= keys.low) & (reach.high >= keys.high)).all(0))
+    pairs, inverse, times = torch.cat(near).unique(return_inverse=True, return_counts=True)
+    full = torch.zeros_like(pairs, dtype=torch.bool)
+    full[inverse[torch.cat(whole)]] = True
+    return pairs, full & (times == 1)
+
+
+def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Tensor) -> TileTable:
+    tile = q_pos.shape[1]
+    pairs, full = _pairs(branches, len(k_pos))
+    queries, keys = pairs // len(k_pos), pairs % len(k_pos)
+    masks, mask, covered = None, pairs[:0], False
+    if int((~full).sum()) * tile**2 <= MASK_BYTES:
+        masks, mask = _masks(branches, queries, keys, full, tile)
+        kept = mask >= 0
+        queries, keys, mask = queries[kept], keys[kept], mask[kept]
+        sees = torch.zeros(len(q_pos), tile, dtype=torch.int32).index_add_(0, queries, masks.any(2).int()[mask])
+        covered = bool(sees.all())
+    first = torch.searchsorted(queries, torch.arange(len(q_pos) + 1))
+    return TileTable(heads, q_pos, k_pos, first, keys, mask, masks, covered, branches)
+
+
+def _masks(branches: Sequence[Branch], queries: Tensor, keys: Tensor, full: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Each mask once, and the place of every pair's; -1 where nothing is seen."""
+    known: dict[bytes, int] = {bytes([0]) * tile**2: -1, bytes([1]) * tile**2: FULL}
+    place = torch.full_like(queries, FULL)
+    partial = (~full).nonzero().flatten()
+    for some in partial.split(max(1, CELLS // tile**2)):
+        found = counts(branches, queries[some], keys[some])
+        place[some] = torch.tensor([known.setdefault(each, len(known) - 1) for each in _each(found)], dtype=torch.int64)
+    del known[bytes([0]) * tile**2]
+    joined = bytearray().join(known)
+    return torch.frombuffer(joined, dtype=torch.uint8).view(-1, tile, tile), place
+
+
+def _each(masks: Tensor) -> Iterator[bytes]:
+    size = masks.shape[1] * masks.shape[2]
+    memory = ctypes.string_at(masks.data_ptr(), masks.numel())
+    return (memory[start : start + size] for start in range(0, len(memory), size))
