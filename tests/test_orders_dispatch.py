@@ -477,8 +477,9 @@ def test_orders_that_are_none(offered: Callable[[Problem], Any], status: str, re
     assert reason in found[NATURAL].reason
 
 
-def test_one_that_offers_no_natural_order(house: House) -> None:
+def test_one_that_offers_no_natural_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """The static choice is in natural order, but better another than none."""
+    monkeypatch.setattr(registry, "names", lambda: ("tiled", "other"))
     house.tiled.offered = lambda problem: ("hilbert",)
     assert explain(*qkv()).choice == "other"
     house.other.reasons = [Refusal("moon", "not at full moon")]
