@@ -119,9 +119,10 @@ def _residue(pattern: Pattern, length: int) -> Tensor | None:
 
 
 def _period(pattern: Pattern) -> int:
-    """Tokens after which all dilations have come round."""
+    """Tokens after which all dilations have come round; 1 where that is no sooner than the shortest segment ends."""
     if isinstance(pattern, Dilated):
-        return math.lcm(*(min(rate, length) for length, rate in pattern.branches))
+        found = math.lcm(*(min(rate, length) for length, rate in pattern.branches))
+        return found if found < min(pattern.segment_lengths) else 1
     if isinstance(pattern, Neighborhood) and len(pattern.grid) == 1:
         return pattern.dilation[0]
     return 1
