@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attn_dispatch.backends import native
 from attn_dispatch.native.tables import TILE
 from attn_dispatch.native.tiles import table_bytes, tiles_of
-from attn_dispatch.order import ORDERS
+from attn_dispatch.order import TOKEN_ORDERS
 from attn_dispatch.pattern import Dilated, Neighborhood
 from attn_dispatch.problem import Problem
 from attn_dispatch.reorder import Reordered
@@ -57,7 +57,7 @@ def counts_of_lists(problem: Problem, order: str) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_lists_are_the_pattern(pattern: Neighborhood, order: str) -> None:
     problem = asked(pattern)
@@ -76,11 +76,11 @@ def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
     pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges)  # type: ignore[arg-type]
     problem = Case("", pattern, (1, math.prod(grid), 1, 4)).problem(torch.float32, needs_grad=False)
     if isinstance(problem.pattern, Neighborhood):  # not one that is a plain window
-        found = counts_of_lists(problem, data.draw(st.sampled_from(ORDERS)))
+        found = counts_of_lists(problem, data.draw(st.sampled_from(TOKEN_ORDERS)))
         assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -> None:
     tables = tiles_of(asked(pattern), order)
@@ -93,7 +93,7 @@ def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -
 
 
 @pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     expected = gate(asked(pattern, dtype))
@@ -101,7 +101,7 @@ def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dt
     assert expected.check(expected.run(in_order)).failures == ()
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
 def test_masks_in_any_order(order: str) -> None:
     """Padding and masked keys are about positions, wherever they are listed."""
     expected = gate(asked(SHAPES[1], torch.bfloat16, seq_lens=True, key_mask=True))
@@ -110,7 +110,7 @@ def test_masks_in_any_order(order: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_tokens_that_are_kept_in_another_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     """Nothing is permuted: the lists are about the rows where they lie."""
