@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.order import ORDERS, permutation, places
+from attn_dispatch.order import TOKEN_ORDERS, permutation, places
 from attn_dispatch.pattern import Dense, Pattern
 
 if TYPE_CHECKING:
@@ -127,5 +127,5 @@ def _permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
 def _check(order: object, pattern: object) -> None:
     if not isinstance(pattern, Pattern) or isinstance(pattern, Reordered):
         raise InvalidInput(f"pattern must be a pattern in natural order, got {pattern!r}")
-    if order not in ORDERS:
-        raise InvalidInput(f"order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
+    if order not in TOKEN_ORDERS:
+        raise InvalidInput(f"order must be one of {', '.join(map(repr, TOKEN_ORDERS))}, got {order!r}")
