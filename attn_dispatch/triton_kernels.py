@@ -35,13 +35,19 @@ def _place(first_tile, kind_of, launches, heads, programs, LISTED: tl.constexpr)
     program = tl.program_id(0).to(tl.int64)
     if LISTED:
         at = launches + program % programs * LAUNCH
+        batch = program // programs
         head = tl.load(at).to(tl.int64)
         tile = tl.load(at + 1).to(tl.int64)
-        return program // programs, head, tile, tile + 1, tl.load(at + 2) != 0
-    head = (program // programs) % heads
-    kind = tl.load(kind_of + head)
-    tile = tl.load(first_tile + kind) + program % programs
-    return program // programs // heads, head, tile, tl.load(first_tile + kind + 1), program < 0
+        last_tile = tile + 1
+        backwards = tl.load(at + 2) != 0
+    else:
+        head = (program // programs) % heads
+        kind = tl.load(kind_of + head)
+        tile = tl.load(first_tile + kind) + program % programs
+        batch = program // programs // heads
+        last_tile = tl.load(first_tile + kind + 1)
+        backwards = program < 0
+    return batch, head, tile, last_tile, backwards
 
 
 @triton.jit

@@ -9,9 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -349,15 +347,13 @@ def test_results_in_another_order(
     asked = case.problem(torch.float32, needs_grad=True)
     assert order in flex.orders(asked)
     expected = gate(asked)
-    in_order = SimpleNamespace(name="flex", run=partial(flex.run, order=order))
-    assert expected.check(expected.run(in_order)).failures == ()
+    assert expected.check(expected.run(flex, order)).failures == ()
 
 
 def test_a_compiled_kernel_in_hilbert_order() -> None:
     asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
     expected = gate(replace(asked, return_lse=False))
-    in_order = SimpleNamespace(name="flex", run=partial(flex.run, order="hilbert"))
-    assert expected.check(expected.run(in_order)).failures == ()
+    assert expected.check(expected.run(flex, "hilbert")).failures == ()
 
 
 def test_residue_order_is_offered_where_its_blocks_can_be_found() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,8 +184,7 @@ def small_blocks(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_results_in_any_order(case: Case, order: str) -> None:
     expected = gate(case.problem(torch.float32, needs_grad=True))
-    in_order = SimpleNamespace(name="triton", run=partial(triton.run, order=order))
-    assert expected.check(expected.run(in_order)).failures == ()
+    assert expected.check(expected.run(triton, order)).failures == ()
 
 
 @interpreted
