@@ -158,7 +158,7 @@ def _reordered(pattern: Pattern, runs: _Runs, heads: int, size: int, positions: 
         rows = positions[first : last + 1]
         seen = pattern.multiplicity(len(positions), heads=heads, q_pos=rows, k_pos=positions) > 0
         by_key = torch.stack([seen.any(1), seen.all(1)])
-        padded = torch.nn.functional.pad(by_key, (0, -len(positions) % size)).unflatten(-1, (-1, size))
+        padded = torch.nn.functional.pad(by_key, (0, -len(positions) % size)).view(2, len(seen), -1, size)
         some.append(padded[0].any(-1))
         whole.append(padded[1].all(-1))
     return torch.stack(some, 1), torch.stack(whole, 1)
