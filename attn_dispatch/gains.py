@@ -117,7 +117,9 @@ def group_series(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evid
 
 
 def gains_of(problem: Mapping[str, Any], rows: Collection[Row], key: str = "") -> Iterator[tuple[str, Gain]]:
-    """Every order that was timed beside the natural one, with its gain. Nothing where q and k differ in length."""
+    """Every order that was timed beside the natural one, with its gain. Nothing where q and k differ in length, or
+    where the fastest backend in an order is not known in the natural one.
+    """
     tokens = problem.get("q_len")
     if type(tokens) is not int or tokens < 1 or problem.get("k_len") != tokens:
         return
@@ -127,7 +129,11 @@ def gains_of(problem: Mapping[str, Any], rows: Collection[Row], key: str = "") -
     natural = best.pop(NATURAL, None)
     if natural is None:
         return
+    timed = {row.backend for row in rows if row.order == NATURAL and is_timed(row)}
+    left_out = {row.backend for row in rows if row.order == NATURAL} - timed
     for order, row in sorted(best.items()):
+        if row.backend in left_out:
+            continue
         low, middle, high = _guarded(_paired(natural, row) or _unpaired(natural, row), natural, row)
         yield order, Gain(tokens, middle, low, high, key)
 

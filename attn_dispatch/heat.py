@@ -21,6 +21,7 @@ from attn_dispatch.store import cache_folder
 ENOUGH_ROUNDS = 10  #: that tell candidates apart which differ by more than a tenth
 FEW_ROUNDS = 4
 FAR = 1.5  #: times the fastest's first call, from which one is left out if there is no time for enough rounds
+BEATEN = 8.0  #: times the fastest's, from which the incumbent too is left out then: it would take all of the time
 NEAR = 1.15  #: and if there is none for a few of them
 OVERTIME = 0.75  #: of the budget, for who seems faster by more than `PROMISE` when it ends
 PROMISE = 0.05
@@ -48,8 +49,9 @@ class Heat:
         racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.aside}
         if len(racing) == 1 and remaining_s is not None and remaining_s <= 0:
             # Nobody to compare with, and the run that was checked has taken the time there was: it is the sample.
-            call_ms = self.runners[self.incumbent][1].call_ms
-            self.turns = measure.Turns({self.incumbent: measure.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
+            (only,) = racing
+            call_ms = self.runners[only][1].call_ms
+            self.turns = measure.Turns({only: measure.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
             return
         guard.retire()  # its threads would take part of the cores
         calls = {name: example.call(*candidate.run_by) for name, candidate in racing.items()}
@@ -97,7 +99,7 @@ class Heat:
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
             if rounds >= ENOUGH_ROUNDS or ratio < NEAR or (rounds >= FEW_ROUNDS and ratio < FAR):
                 return
-            if name != self.incumbent:
+            if name != self.incumbent or ratio >= BEATEN:
                 self.aside[name] = times.pop(name) / least
 
     def _rounds(self, calls: Calls, budget_s: float | None) -> measure.Turns:

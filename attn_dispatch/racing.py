@@ -22,6 +22,7 @@ from attn_dispatch.stopwatch import HostStopwatch, Stopwatch, calibrate
 FINE_ROUNDS = 24  #: rounds after which a median is fine enough, and only open comparisons ask for more
 #: Rounds from which a race goes on only while it has taken less than so many seconds, whatever its budget.
 PATIENCE_S = {FINE_ROUNDS: 10.0, 300: 0.5}
+KEPT = 4.0  #: times as hopeless as others must the incumbent be to be dropped: past all doubt
 _LOOKS_GROW = 1.25  # Looks at ever longer distances: few looks err seldom and cost little.
 _EXTRA_SAMPLES = 5
 
@@ -68,8 +69,8 @@ def time_in_turns(
 
     Each call runs once in the given order, unless ``first_ms`` has the milliseconds of its first call already. Round 0
     warms up: it finds how many repeats make a sample last 0.2 ms or more (a sample is their mean), and whoever is then
-    over ``hopeless`` times slower than the fastest is dropped, save for the names in ``keep``: the incumbent. Both of
-    its runs have to say so; where the first one may have built something, it runs once more.
+    over ``hopeless`` times slower than the fastest is dropped; the names in ``keep``, the incumbent, only past four times
+    that. Both of its runs have to say so; where the first one may have built something, it runs once more.
 
     From ``min_rounds`` on, at ever longer distances, it is looked at what is sure. Whoever another one surely beats by
     more than ``margin`` is retired, and so is who surely does not beat the incumbent by that much: their samples stand.
@@ -270,8 +271,9 @@ class _Race:
     def _hopeless_among(self, times_ms: Mapping[str, float]) -> dict[str, float]:
         costs_ms = {name: self.rules.cost(name, time_ms) for name, time_ms in times_ms.items()}
         fastest_ms = min(costs_ms.values(), default=0.0)
-        ratios = {name: safe_ratio(cost, fastest_ms) for name, cost in costs_ms.items() if name not in self.rules.keep}
-        return {name: ratio for name, ratio in ratios.items() if ratio > self.hopeless}
+        ratios = {name: safe_ratio(cost, fastest_ms) for name, cost in costs_ms.items()}
+        most = {name: self.hopeless * (KEPT if name in self.rules.keep else 1.0) for name in ratios}
+        return {name: ratio for name, ratio in ratios.items() if ratio > most[name]}
 
     @contextmanager
     def _ending_on_failure(self, name: str) -> Iterator[None]:

@@ -185,6 +185,12 @@ def test_who_built_something_runs_once_more_before_it_is_dropped(costs_ms: list[
     assert (len(turns.timings["b"].samples_ms) == 1) == dropped
 
 
+def test_the_incumbent_is_dropped_past_all_doubt() -> None:
+    turns = Machine().race({"slow": 170.0, "fast": 10.0}, keep=("slow",))
+    assert turns.dropped == {"slow": pytest.approx(17.0)}
+    assert not Machine().race({"slow": 150.0, "fast": 10.0}, keep=("slow",)).dropped
+
+
 def test_keep_and_no_limit_are_never_dropped() -> None:
     costs_ms = {"slow": 50.0, "fast": 10.0}
     for turns in (Machine().race(costs_ms, keep=("slow",)), Machine().race(costs_ms, hopeless=None)):
@@ -194,7 +200,7 @@ def test_keep_and_no_limit_are_never_dropped() -> None:
 
 def test_hopeless_first_call_stands_once_the_budget_is_gone() -> None:
     machine = Machine()
-    turns = machine.race({"slow": 500.0, "kept": 300.0, "fast": 10.0}, budget_s=0.1, keep=("kept",))
+    turns = machine.race({"slow": 500.0, "kept": 150.0, "fast": 10.0}, budget_s=0.1, keep=("kept",))
     assert turns.dropped == {"slow": pytest.approx(50.0)}
     assert turns.cold == {"slow"}
     assert turns.timings["slow"].samples_ms == (turns.timings["slow"].first_ms,)
