@@ -111,11 +111,14 @@ class _Tiled(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # By token, as everything else: all heads of a token are then written at once.
-    lse = torch.full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype), device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=sum_dtype(q.dtype), device=q.device)
     for table in call.tables:
         heads = _Heads.of(table, call)
+        for positions in _alone(table):
+            out[:, positions, heads.q] = 0.0
+            lse[:, positions, heads.q] = -math.inf
         sources = _Rows(q[:, :, heads.q]), _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
         for chunk, b in _calls(table, call):
             queries = sources[0].at(b, chunk.queries, chunk.tiles)
@@ -143,10 +146,12 @@ def _backward(
     # exp(s - -inf) would be inf; a row without keys must weigh nothing.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     by_token = [grad, q, out, lse] + ([] if grad_lse is None else [grad_lse.transpose(1, 2)])
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=q.device) for _ in range(2))
     for table in call.tables:
         heads = _Heads.of(table, call)
+        for positions in _alone(table):
+            dq[:, positions, heads.q] = 0.0
         q_side = [_Rows(x[:, :, heads.q]) for x in by_token]
         sources = _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
         for chunk, b in _calls(table, call):
@@ -228,6 +233,12 @@ def _tiles_at_once(problem: Problem, keys: int, tile: int) -> int:
     return max(1, chunk_bytes(problem.device) // max(one, 1))
 
 
+def _alone(table: TileTable) -> tuple[Tensor, ...]:
+    """Positions of the queries whose tiles meet no key tile, if there are any."""
+    alone = (table.first.diff() == 0).nonzero().flatten().to(table.q_pos.device)
+    return (table.q_pos[alone].flatten(),) if len(alone) else ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Biases:
     table: TileTable
@@ -255,21 +266,29 @@ class _Biases:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class _Rows:
     """Tokens of [batch, len, heads, ...], gathered into memory that the next call of `at` uses again."""
 
-    x: Tensor
-    kept: Tensor | None = None
+    def __init__(self, x: Tensor) -> None:
+        self.sources = x.unbind()
+        self.kept = x.new_empty(0)
+        self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def at(self, batch: int, positions: Tensor, tiles: int) -> Tensor:
         """[tiles, tokens, heads, ...]; it may be written to."""
-        x = self.x[batch]
-        if self.kept is None or len(self.kept) < len(positions):
-            self.kept = torch.empty(len(positions), *x.shape[1:], dtype=x.dtype, device=x.device)
-        rows = self.kept[: len(positions)]
-        torch.index_select(x, 0, positions, out=rows)
-        return rows.unflatten(0, (tiles, -1))
+        size = len(positions), tiles
+        flat, shaped = self.views.get(size) or self._room(*size)
+        torch.index_select(self.sources[batch], 0, positions, out=flat)
+        return shaped
+
+    def _room(self, tokens: int, tiles: int) -> tuple[Tensor, Tensor]:
+        # Taking a view costs as much as gathering some rows does.
+        row = self.sources[0].shape[1:]
+        if len(self.kept) < tokens:
+            self.kept, self.views = self.kept.new_empty(tokens, *row), {}
+        flat = self.kept[:tokens]
+        self.views[tokens, tiles] = flat, flat.unflatten(0, (tiles, -1))
+        return self.views[tokens, tiles]
 
 
 @dataclass(frozen=True, slots=True)
