@@ -69,7 +69,7 @@ def time_in_turns(
 
     Each call runs once in the given order, unless ``first_ms`` has the milliseconds of its first call already. Round 0
     warms up: it finds how many repeats make a sample last 0.2 ms or more (a sample is their mean), and whoever is then
-    over ``hopeless`` times slower than the fastest is dropped; the names in ``keep``, the incumbent, only past four times
+    over ``hopeless`` times slower than the fastest is dropped; who is in ``keep``, the incumbent, only past four times
     that. Both of its runs have to say so; where the first one may have built something, it runs once more.
 
     From ``min_rounds`` on, at ever longer distances, it is looked at what is sure. Whoever another one surely beats by

@@ -22,6 +22,7 @@ BUILT_IN = (
     "sdpa_efficient",
     "sdpa_float32",
     "sdpa_mask",
+    "tiles",
     "triton",
     "native",
     "flex",

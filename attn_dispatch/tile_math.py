@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from attn_dispatch.branches import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.branches import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
 from attn_dispatch.kernels import Kernel
 from attn_dispatch.pieces import kv_heads_of
 from attn_dispatch.problem import Problem
 from attn_dispatch.tiles import TileTable, counts
 
-CHUNK_BYTES = 2**20  #: of keys that are gathered at once, so that they are still in a core's cache when they are read
+CHUNK_BYTES = 5 * 2**19  #: of keys that are gathered at once, so that they are still in a cache when they are read
 CUDA_CHUNK_BYTES = 2**28
 
 
@@ -58,10 +58,6 @@ def run(
         return out, lse
     with torch.no_grad():
         return _forward(q, k, v, call)
-
-
-def chunk_bytes(device: torch.device) -> int:
-    return CHUNK_BYTES if device.type == "cpu" else CUDA_CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +107,14 @@ class _Tiled(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # By token, as everything else: all heads of a token are then written at once.
-    lse = torch.full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype), device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=sum_dtype(q.dtype), device=q.device)
     for table in call.tables:
         heads = _Heads.of(table, call)
+        for positions in _alone(table):
+            out[:, positions, heads.q] = 0.0
+            lse[:, positions, heads.q] = -math.inf
         sources = _Rows(q[:, :, heads.q]), _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
         for chunk, b in _calls(table, call):
             queries = sources[0].at(b, chunk.queries, chunk.tiles)
@@ -143,10 +142,12 @@ def _backward(
     # exp(s - -inf) would be inf; a row without keys must weigh nothing.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     by_token = [grad, q, out, lse] + ([] if grad_lse is None else [grad_lse.transpose(1, 2)])
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=q.device) for _ in range(2))
     for table in call.tables:
         heads = _Heads.of(table, call)
+        for positions in _alone(table):
+            dq[:, positions, heads.q] = 0.0
         q_side = [_Rows(x[:, :, heads.q]) for x in by_token]
         sources = _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
         for chunk, b in _calls(table, call):
@@ -176,9 +177,8 @@ def _keys(
         for x in (k, v):
             x.masked_fill_(hidden[:, :, None, None], 0.0)
         if mask is None:
-            mask = k.new_zeros(
-                (chunk.tiles, 1, chunk.queries.numel() // chunk.tiles, hidden.shape[1]), dtype=torch.float32
-            )
+            shape = chunk.tiles, 1, len(chunk.queries) // chunk.tiles, hidden.shape[1]
+            mask = torch.zeros(shape, dtype=sum_dtype(k.dtype), device=k.device)
         mask = mask.masked_fill(hidden[:, None, None], -math.inf)
     return heads.for_queries(k), heads.for_queries(v), mask
 
@@ -205,73 +205,99 @@ def _calls(table: TileTable, call: _Call) -> Iterator[tuple[_Chunk, int]]:
 
 def _chunks(table: TileTable, call: _Call) -> Iterator[_Chunk]:
     problem, tile = call.problem, table.tile
-    biases = _Biases.of(table, sum_dtype(problem.dtype))
     sizes, first, missing = table.first.diff(), table.first, -problem.q_len % tile
-    for size in sizes[sizes > 0].unique().tolist():
+    for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
-        for some in tiles.split(_tiles_at_once(problem, size * tile, tile)):
-            pairs = (first[some][:, None] + torch.arange(size, device=some.device)).to(table.keys.device)
+        for some in torch.split(tiles, _tiles_at_once(problem, size * tile, tile)):
+            last = int(some[-1]) == len(table.q_pos) - 1
+            pairs = (first[some][:, None] + torch.arange(size)).to(table.keys.device)
             some = some.to(table.keys.device)
             keys = table.keys[pairs]
-            last = int(some[-1]) == len(table.q_pos) - 1
             yield _Chunk(
                 table.q_pos[some].flatten(),
                 table.k_pos[keys].flatten(),
                 len(some),
-                biases.at(some, keys, pairs),
+                _bias(table, some, keys, pairs, sum_dtype(problem.dtype)),
                 len(some) * tile - (missing if last else 0),
             )
 
 
+def _alone(table: TileTable) -> tuple[Tensor, ...]:
+    """Positions of the queries whose tiles meet no key tile, if there are any."""
+    alone = (table.first.diff() == 0).nonzero().flatten().to(table.q_pos.device)
+    return (table.q_pos[alone].flatten(),) if len(alone) else ()
+
+
 def _tiles_at_once(problem: Problem, keys: int, tile: int) -> int:
     """Query tiles whose keys, or masks, take CHUNK_BYTES."""
+    return max(1, _most_keys(problem, tile) // keys)
+
+
+def _most_keys(problem: Problem, tile: int) -> int:
+    limit = CHUNK_BYTES if problem.device.type == "cpu" else CUDA_CHUNK_BYTES
     row = problem.kv_heads * problem.head_dim * problem.dtype.itemsize
-    one = keys * max(row, tile * sum_dtype(problem.dtype).itemsize)
-    return max(1, chunk_bytes(problem.device) // max(one, 1))
+    return limit // max(row, tile * sum_dtype(problem.dtype).itemsize)
 
 
-@dataclass(frozen=True, slots=True)
-class _Biases:
-    table: TileTable
-    dtype: torch.dtype
-    known: Tensor | None
+def workspace_bytes(problem: Problem, tile: int) -> int:
+    """Upper bound of what `run` and its backward allocate beyond q, k, v, out and their gradients, tables aside."""
+    item, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
+    q_tiles, padded = -(-problem.q_len // tile), -(-problem.k_len // tile) * tile
+    keys = min(max(_most_keys(problem, tile), padded), q_tiles * padded)
+    row = problem.heads * (problem.head_dim + 1)
+    # Of k and v: gathered, spread over the query heads, aligned or with a column more.
+    total = keys * (2 * 3 * row * item + 64) + min(keys, q_tiles * tile) * 10 * row * item
+    total += keys * tile * (3 * wide + 2 * item + 8)  # counts, bias, and what is hidden besides
+    total += problem.batch * problem.q_len * row * (item * (problem.scale <= 0) + 1)
+    if problem.needs_grad:
+        total += keys * 2 * row * (2 * item + 2 * wide)  # a chunk's dk and dv, also widened
+        total += problem.batch * problem.q_len * row * (item + 1)  # a gradient of out that was not given
+        total += 2 * problem.batch * problem.k_len * problem.kv_heads * problem.head_dim * wide
+    threads = torch.get_num_threads() if problem.device.type == "cpu" else 1
+    lse = 4 * problem.batch * problem.q_len * problem.heads * wide
+    return total + lse + threads * THREAD_BYTES
 
-    @classmethod
-    def of(cls, table: TileTable, dtype: torch.dtype) -> _Biases:
-        return cls(table, dtype, None if table.masks is None else table.masks.to(dtype).log_())
 
-    def at(self, queries: Tensor, keys: Tensor, pairs: Tensor) -> Tensor | None:
-        """[query tiles, 1, tile, keys] of those pairs [query tiles, key tiles]."""
-        tiles, size, tile = *keys.shape, self.table.tile
-        if self.known is None:
-            found = counts(self.table.branches, queries.repeat_interleave(size), keys.flatten())
-            found = found.view(tiles, size, tile, tile).transpose(1, 2)
-            return found.reshape(tiles, 1, tile, size * tile).to(self.dtype).log_()
-        mask = self.table.mask[pairs]
-        if not mask.any():
-            return None
-        rows = mask[:, None, :] * tile + torch.arange(tile, device=mask.device)[:, None]
-        return self.known.view(-1, tile).index_select(0, rows.flatten()).view(tiles, 1, tile, size * tile)
+def _bias(table: TileTable, queries: Tensor, keys: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """log of the counts, [query tiles, 1, tile, keys], of those pairs [query tiles, key tiles]."""
+    tiles, size, tile = *keys.shape, table.tile
+    if table.bias is None:
+        found = counts(table.branches, queries.repeat_interleave(size), keys.flatten())
+        found = found.view(tiles, size, tile, tile).transpose(1, 2).reshape(tiles, 1, tile, size * tile)
+        return found.to(dtype).log_()
+    mask = table.mask[pairs]
+    if not mask.any():
+        return None
+    rows = mask[:, None, :] * tile + torch.arange(tile, device=mask.device)[:, None]
+    return table.bias.view(-1, tile).index_select(0, rows.flatten()).view(tiles, 1, tile, size * tile)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class _Rows:
     """Tokens of [batch, len, heads, ...], gathered into memory that the next call of `at` uses again."""
 
-    x: Tensor
-    kept: Tensor | None = None
+    def __init__(self, x: Tensor) -> None:
+        self.sources = x.unbind()
+        self.kept = x.new_empty(0)
+        self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def at(self, batch: int, positions: Tensor, tiles: int) -> Tensor:
         """[tiles, tokens, heads, ...]; it may be written to."""
-        x = self.x[batch]
-        if self.kept is None or len(self.kept) < len(positions):
-            self.kept = torch.empty(len(positions), *x.shape[1:], dtype=x.dtype, device=x.device)
-        rows = self.kept[: len(positions)]
-        torch.index_select(x, 0, positions, out=rows)
-        return rows.unflatten(0, (tiles, -1))
+        size = len(positions), tiles
+        flat, shaped = self.views.get(size) or self._room(*size)
+        torch.index_select(self.sources[batch], 0, positions, out=flat)
+        return shaped
+
+    def _room(self, tokens: int, tiles: int) -> tuple[Tensor, Tensor]:
+        # Taking a view costs as much as gathering some rows does.
+        row = self.sources[0].shape[1:]
+        if len(self.kept) < tokens:
+            self.kept, self.views = self.kept.new_empty(tokens, *row), {}
+        flat = self.kept[:tokens]
+        self.views[tokens, tiles] = flat, torch.unflatten(flat, 0, (tiles, -1))
+        return self.views[tokens, tiles]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """From a pattern and a token order to tiles: which tiles of queries and keys meet, and what is seen where they do.
 
-Every pattern here is a sum of branches, and each branch says on some axes "from here to there": query i sees key j where
-`first[i] <= at[j] <= last[i]` on all of them. A tile then has a box, and a pair of tiles is looked into only where boxes
-meet. Where the tokens of a tile come from does not matter, so that any order will do.
+Every pattern here is a sum of branches, and each branch says on some axes "from here to there": query i sees key j
+where `first[i] <= at[j] <= last[i]` on all of them. A tile then has a box, and a pair of tiles is looked into only
+where boxes meet. Where the tokens of a tile come from does not matter, so that any order will do.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attn_dispatch.branches import sum_dtype
 from attn_dispatch.order import permutation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.pieces import progression
 from attn_dispatch.problem import Problem
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
-MASK_BYTES = 2**28  #: of the masks that a table keeps; those of larger ones are worked out again on every call
+MASK_BYTES = 2**25  #: of different masks, a byte an entry; a table with more works them out again on every call
 KEPT = 4  #: tables of problems
 OPEN = 2**30  #: no bound: farther than any two positions
-DIRECT = 2**20  #: pairs of boxes that are compared at once; more are sorted out in groups first
+AT_ONCE = 2**20  #: pairs of boxes that are compared; more are sorted out in groups first
 GROUP = 16  #: boxes of such a group
 CELLS = 2**20  #: entries of masks that are worked out at once
 MOST_BRANCHES = 255  #: whose counts fit into a byte
@@ -44,6 +45,7 @@ class TileTable:
         mask: int64 [pairs], its place in `masks`; empty where there are none.
         masks: uint8 [masks, tile, tile], how many times each query sees each key; `masks[FULL]` is all 1. None where
             they would take more than MASK_BYTES.
+        bias: their logarithm, in the dtype of scores.
         covered: every query is known to see a key.
         branches: what `counts` works the masks out from.
     """
@@ -55,6 +57,7 @@ class TileTable:
     keys: Tensor
     mask: Tensor
     masks: Tensor | None
+    bias: Tensor | None
     covered: bool
     branches: tuple[Branch, ...]
 
@@ -72,8 +75,8 @@ class TileTable:
 
     def to(self, device: torch.device) -> TileTable:
         moved = {name: getattr(self, name).to(device) for name in ("q_pos", "k_pos", "keys", "mask")}
-        masks = None if self.masks is None else self.masks.to(device)
-        return replace(self, **moved, masks=masks, branches=tuple(branch.to(device) for branch in self.branches))
+        masks = {name: x.to(device) for name in ("masks", "bias") if (x := getattr(self, name)) is not None}
+        return replace(self, **moved, **masks, branches=tuple(branch.to(device) for branch in self.branches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +109,41 @@ def counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:
 
 def tables_of(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
     """A table for each class of heads, on the problem's device."""
-    return _tables(problem.pattern, problem.q_len, problem.k_len, problem.heads, order, tile, problem.device)
+    shape = problem.q_len, problem.k_len, problem.heads
+    return _tables(problem.pattern, *shape, order, tile, sum_dtype(problem.dtype), problem.device)
 
 
 @lru_cache(maxsize=KEPT)
 def _tables(
-    pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, device: torch.device
+    pattern: Pattern,
+    q_len: int,
+    k_len: int,
+    heads: int,
+    order: str,
+    tile: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[TileTable, ...]:
     # Default devices, fake tensors and function transforms belong to a thread: in a fresh one tables are plain.
     with ThreadPoolExecutor(max_workers=1) as fresh:
-        made = fresh.submit(_built, pattern, q_len, k_len, heads, order, tile).result()
+        made = fresh.submit(_built, pattern, q_len, k_len, heads, order, tile, dtype).result()
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
 
 
-def forget() -> None:
+def forget_tables() -> None:
     """Drop the tables."""
     _tables.cache_clear()
 
 
-def _built(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> tuple[TileTable, ...]:
+def _built(
+    pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, dtype: torch.dtype
+) -> tuple[TileTable, ...]:
     q_pos = _tiled(permutation(order, pattern, q_len), q_len, tile)
     k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern, k_len), k_len, tile)
     found = []
-    for members, offsets in _classes(pattern, heads):
+    for members, offsets in head_classes(pattern, heads):
         branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in _reaches(pattern, q_len, k_len, offsets))
-        found.append(_table(members, branches, q_pos, k_pos))
+        found.append(_table(members, branches, q_pos, k_pos, dtype))
     return tuple(found)
 
 
@@ -140,7 +153,7 @@ def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
     return (places if permuted is None else permuted[places]).view(-1, tile)
 
 
-def _classes(pattern: Pattern, heads: int) -> list[tuple[range, tuple[int | None, ...]]]:
+def head_classes(pattern: Pattern, heads: int) -> list[tuple[range, tuple[int | None, ...]]]:
     """The heads that share one multiplicity, with their offset in each branch."""
     if not isinstance(pattern, Dilated):
         return [(range(heads), ())]
@@ -174,7 +187,7 @@ def _reaches(pattern: Pattern, q_len: int, k_len: int, offsets: tuple[int | None
 
 
 def _neighbors(pattern: Neighborhood, position: Tensor) -> Reach:
-    """Two axes for one of the grid that is dilated: places in a residue class, and the class, which must be the same."""
+    """Two axes for one that is dilated: places in a residue class, and the class, which must be the same."""
     found: Reach = ([], [], [])
     stride = len(position)
     for axis, (size, width, step) in enumerate(zip(pattern.grid, pattern.window, pattern.dilation)):
@@ -236,7 +249,7 @@ class _Boxes:
 
     def grouped(self) -> _Boxes:
         last = torch.arange(-(-len(self) // GROUP) * GROUP).clamp_(max=len(self) - 1)
-        low, high = (x[:, last].unflatten(1, (-1, GROUP)) for x in (self.low, self.high))
+        low, high = (x[:, last].view(len(x), -1, GROUP) for x in (self.low, self.high))
         return _Boxes(low.amin(2), high.amax(2))
 
 
@@ -247,12 +260,12 @@ def _meet(q: _Boxes, k: _Boxes) -> Tensor:
 
 def _candidates(q: _Boxes, k: _Boxes) -> Tensor:
     """Pairs of boxes that meet, [pairs, 2]."""
-    if len(q) * len(k) <= DIRECT:
+    if len(q) * len(k) <= AT_ONCE:
         across = _Boxes(q.low[:, :, None], q.high[:, :, None])
         return _meet(across, _Boxes(k.low[:, None], k.high[:, None])).nonzero()
     within = torch.cartesian_prod(torch.arange(GROUP), torch.arange(GROUP))
     found = []
-    for coarse in _candidates(q.grouped(), k.grouped()).split(DIRECT // GROUP**2):
+    for coarse in torch.split(_candidates(q.grouped(), k.grouped()), AT_ONCE // GROUP**2):
         pairs = (coarse[:, None] * GROUP + within).flatten(0, 1)
         pairs = pairs[(pairs[:, 0] < len(q)) & (pairs[:, 1] < len(k))]
         found.append(pairs[_meet(q.some(pairs[:, 0]), k.some(pairs[:, 1]))])
@@ -275,38 +288,40 @@ def _pairs(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
         reach, keys = every.some(pairs[:, 0]), place.some(pairs[:, 1])
         near.append(pairs[:, 0] * width + pairs[:, 1])
         whole.append(((reach.low <= keys.low) & (reach.high >= keys.high)).all(0))
-    pairs, inverse, times = torch.cat(near).unique(return_inverse=True, return_counts=True)
+    pairs, inverse, times = torch.unique(torch.cat(near), return_inverse=True, return_counts=True)
     full = torch.zeros_like(pairs, dtype=torch.bool)
     full[inverse[torch.cat(whole)]] = True
     return pairs, full & (times == 1)
 
 
-def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Tensor) -> TileTable:
-    tile = q_pos.shape[1]
+def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype) -> TileTable:
     pairs, full = _pairs(branches, len(k_pos))
     queries, keys = pairs // len(k_pos), pairs % len(k_pos)
-    masks, mask, covered = None, pairs[:0], False
-    if int((~full).sum()) * tile**2 <= MASK_BYTES:
-        masks, mask = _masks(branches, queries, keys, full, tile)
-        kept = mask >= 0
-        queries, keys, mask = queries[kept], keys[kept], mask[kept]
-        sees = torch.zeros(len(q_pos), tile, dtype=torch.int32).index_add_(0, queries, masks.any(2).int()[mask])
-        covered = bool(sees.all())
+    found = _masks(branches, queries, keys, full, q_pos.shape[1])
+    masks, bias, mask, covered = None, None, pairs[:0], False
+    if found is not None:
+        masks, mask = found
+        queries, keys, mask = (x[mask >= 0] for x in (queries, keys, mask))
+        sees = torch.zeros(q_pos.shape, dtype=torch.int32).index_add_(0, queries, masks.any(2).int()[mask])
+        bias, covered = masks.to(dtype).log_(), bool(sees.all())
     first = torch.searchsorted(queries, torch.arange(len(q_pos) + 1))
-    return TileTable(heads, q_pos, k_pos, first, keys, mask, masks, covered, branches)
+    return TileTable(heads, q_pos, k_pos, first, keys, mask, masks, bias, covered, branches)
 
 
-def _masks(branches: Sequence[Branch], queries: Tensor, keys: Tensor, full: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """Each mask once, and the place of every pair's; -1 where nothing is seen."""
-    known: dict[bytes, int] = {bytes([0]) * tile**2: -1, bytes([1]) * tile**2: FULL}
+def _masks(
+    branches: Sequence[Branch], queries: Tensor, keys: Tensor, full: Tensor, tile: int
+) -> tuple[Tensor, Tensor] | None:
+    """Each mask once, and the place of every pair's, -1 where nothing is seen; None where they are too many."""
+    cells = tile**2
+    known: dict[bytes, int] = {bytes([0]) * cells: -1, bytes([1]) * cells: FULL}
     place = torch.full_like(queries, FULL)
-    partial = (~full).nonzero().flatten()
-    for some in partial.split(max(1, CELLS // tile**2)):
-        found = counts(branches, queries[some], keys[some])
-        place[some] = torch.tensor([known.setdefault(each, len(known) - 1) for each in _each(found)], dtype=torch.int64)
-    del known[bytes([0]) * tile**2]
-    joined = bytearray().join(known)
-    return torch.frombuffer(joined, dtype=torch.uint8).view(-1, tile, tile), place
+    for some in torch.split((~full).nonzero().flatten(), max(1, CELLS // cells)):
+        found = _each(counts(branches, queries[some], keys[some]))
+        place[some] = torch.tensor([known.setdefault(each, len(known) - 1) for each in found], dtype=torch.int64)
+        if (len(known) - 1) * cells > MASK_BYTES:
+            return None
+    del known[bytes([0]) * cells]
+    return torch.frombuffer(bytearray().join(known), dtype=torch.uint8).view(-1, tile, tile), place
 
 
 def _each(masks: Tensor) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem
 
 BUILT_IN = list(registry.names())
-RUN_HERE = ["sdpa", "sdpa_mask", "native", "flex", "manual"]  #: what a plain problem on a CPU can be run by
+RUN_HERE = ["sdpa", "sdpa_mask", "tiles", "native", "flex", "manual"]  #: what a plain problem on a CPU can be run by
 
 
 def qkv(length: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

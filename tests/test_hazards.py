@@ -67,7 +67,7 @@ def failures(backend: Any, problem: Problem) -> list[str]:
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize("backend_name", ["sdpa", "sdpa_float32", "sdpa_mask", "native", "flex", "manual"])
+@pytest.mark.parametrize("backend_name", ["sdpa", "sdpa_float32", "sdpa_mask", "tiles", "native", "flex", "manual"])
 def test_built_in_backends_pass(backend_name: str) -> None:
     """Each in every class and dtype that it takes; it then takes the hard cases too."""
     backend: Any = registry.load(backend_name)

@@ -44,7 +44,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
-@pytest.mark.parametrize("backend", ["sdpa", "sdpa_float32", "native"])
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa_float32", "tiles", "native"])
 def test_no_more_becomes_resident_than_announced(backend: str) -> None:
     # Blocks of a mebibyte and more go back to the system at once, so that the next peak counts them again.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": "0"}
