@@ -14,7 +14,7 @@ from attn_dispatch.backends import tiles as backend
 from attn_dispatch.contract import Result
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.example import make
-from attn_dispatch.order import ORDERS
+from attn_dispatch.order import TOKEN_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.tiles import FULL, TileTable, counts, head_classes, tables_of
@@ -76,7 +76,7 @@ def total(table: TileTable, q_len: int, k_len: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("pattern", "q_len", "k_len"), PATTERNS, ids=str)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
 def test_tables_are_the_definition(pattern: Pattern, q_len: int, k_len: int, order: str) -> None:
     expected = pattern.multiplicity(q_len, k_len, HEADS)
     for tile in (4, 8, 16):
@@ -91,7 +91,7 @@ def test_tables_are_the_definition(pattern: Pattern, q_len: int, k_len: int, ord
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(True), Window(100, 7)], ids=str)
 def test_a_table_holds_no_more_than_it_must(pattern: Pattern) -> None:
     """No pair without a key that is seen, no mask twice, full pairs without one of their own, key tiles in order."""
-    for order in ORDERS:
+    for order in TOKEN_ORDERS:
         table = tables_of(asked(pattern, 4096, 4096), order, 64)[0]
         assert table.masks is not None
         flat = table.masks.flatten(1)
@@ -169,7 +169,7 @@ def failures(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
 def test_every_order_gives_the_same(case: Case) -> None:
-    for order, tile in zip(ORDERS, (32, 8, 16), strict=True):
+    for order, tile in zip(TOKEN_ORDERS, (32, 8, 16), strict=True):
         assert failures(case, order, tile) == (), (order, tile)
     assert failures(case, "hilbert", 16, torch.bfloat16) == ()
 
