@@ -11,7 +11,7 @@ from attn_dispatch import tile_math
 from attn_dispatch.branches import sum_dtype
 from attn_dispatch.contract import Refusal
 from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.order import NATURAL, TOKEN_ORDERS, RESIDUE, check, serves
+from attn_dispatch.order import NATURAL, RESIDUE, TOKEN_ORDERS, check, serves
 from attn_dispatch.pattern import Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.tiles import AT_ONCE, MASK_BYTES, MOST_BRANCHES, forget_tables, head_classes, tables_of
