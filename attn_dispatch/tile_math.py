@@ -116,6 +116,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
             out[:, positions, heads.q] = 0.0
             lse[:, positions, heads.q] = -math.inf
         sources = _Rows(q[:, :, heads.q]), _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
+        outs, lses = out[:, :, heads.q].unbind(), lse[:, :, heads.q].unbind()
         for chunk, b in _calls(table, call):
             queries = sources[0].at(b, chunk.queries, chunk.tiles)
             keys, values, mask = _keys(sources[1:], heads, chunk, b, call)
@@ -123,8 +124,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
             stats = stats.transpose(1, 2)
             if mask is not None and (call.hidden is not None or not table.covered):
                 stats = stats.masked_fill((mask == -math.inf).all(-1).transpose(1, 2), -math.inf)
-            _put(out[b, :, heads.q], chunk, part)
-            _put(lse[b, :, heads.q], chunk, stats)
+            _put(outs[b], chunk, part)
+            _put(lses[b], chunk, stats)
     if call.seq_lens is not None:
         padding = torch.arange(q.shape[1], device=q.device) >= call.seq_lens[:, None]
         out.masked_fill_(padding[:, :, None, None], 0.0)
@@ -153,7 +154,8 @@ def _backward(
         for chunk, b in _calls(table, call):
             g, queries, o, stats, *slope = (x.at(b, chunk.queries, chunk.tiles) for x in q_side)
             keys, values, mask = _keys(sources, heads, chunk, b, call)
-            stats.flatten(0, 1)[chunk.own :] = math.inf
+            if chunk.own < len(chunk.queries):
+                stats.flatten(0, 1)[chunk.own :] = math.inf
             if slope:
                 g, queries, keys, values, o = _with_column(slope[0], g, queries, keys, values, o)
             grads = call.kernel.backward(
@@ -204,22 +206,26 @@ def _calls(table: TileTable, call: _Call) -> Iterator[tuple[_Chunk, int]]:
 
 
 def _chunks(table: TileTable, call: _Call) -> Iterator[_Chunk]:
-    problem, tile = call.problem, table.tile
-    sizes, first, missing = table.first.diff(), table.first, -problem.q_len % tile
+    """Everything that can be done for a whole group at once is: a chunk takes but a millisecond."""
+    problem, device = call.problem, table.keys.device
+    sizes, missing = table.first.diff(), -problem.q_len % table.tile
     for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
-        for some in torch.split(tiles, _tiles_at_once(problem, size * tile, tile)):
-            last = int(some[-1]) == len(table.q_pos) - 1
-            pairs = (first[some][:, None] + torch.arange(size)).to(table.keys.device)
-            some = some.to(table.keys.device)
-            keys = table.keys[pairs]
-            yield _Chunk(
-                table.q_pos[some].flatten(),
-                table.k_pos[keys].flatten(),
-                len(some),
-                _bias(table, some, keys, pairs, sum_dtype(problem.dtype)),
-                len(some) * tile - (missing if last else 0),
-            )
+        own = len(tiles) * table.tile - (missing if int(tiles[-1]) == len(sizes) - 1 else 0)
+        pairs = (table.first[tiles][:, None] + torch.arange(size)).to(device)
+        tiles, keys = tiles.to(device), table.keys[pairs]
+        masks = pairs if table.bias is None else table.mask[pairs]
+        partial = masks.any(1).tolist()
+        step, start = _tiles_at_once(problem, size * table.tile, table.tile), 0
+        for some, q_pos, near, mask in zip(*(torch.split(x, step) for x in (tiles, table.q_pos[tiles], keys, masks))):
+            bias = None
+            if table.bias is None:
+                bias = _counted(table, some, near, sum_dtype(problem.dtype))
+            elif any(partial[start : start + step]):
+                bias = _kept(table.bias, mask)
+            mine = min(q_pos.numel(), own - start * table.tile)
+            start += step
+            yield _Chunk(q_pos.flatten(), table.k_pos[near].flatten(), len(some), bias, mine)
 
 
 def _alone(table: TileTable) -> tuple[Tensor, ...]:
@@ -258,18 +264,19 @@ def workspace_bytes(problem: Problem, tile: int) -> int:
     return total + lse + threads * THREAD_BYTES
 
 
-def _bias(table: TileTable, queries: Tensor, keys: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """log of the counts, [query tiles, 1, tile, keys], of those pairs [query tiles, key tiles]."""
-    tiles, size, tile = *keys.shape, table.tile
-    if table.bias is None:
-        found = counts(table.branches, queries.repeat_interleave(size), keys.flatten())
-        found = found.view(tiles, size, tile, tile).transpose(1, 2).reshape(tiles, 1, tile, size * tile)
-        return found.to(dtype).log_()
-    mask = table.mask[pairs]
-    if not mask.any():
-        return None
-    rows = mask[:, None, :] * tile + torch.arange(tile, device=mask.device)[:, None]
-    return table.bias.view(-1, tile).index_select(0, rows.flatten()).view(tiles, 1, tile, size * tile)
+def _kept(biases: Tensor, masks: Tensor) -> Tensor:
+    """[query tiles, 1, tile, keys] of those masks [query tiles, key tiles]."""
+    (tiles, size), tile = masks.shape, biases.shape[1]
+    rows = masks[:, None, :] * tile + torch.arange(tile, device=masks.device)[:, None]
+    return biases.view(-1, tile).index_select(0, rows.flatten()).view(tiles, 1, tile, size * tile)
+
+
+def _counted(table: TileTable, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same, worked out anew for those tiles."""
+    (tiles, size), tile = keys.shape, table.tile
+    found = counts(table.branches, queries.repeat_interleave(size), keys.flatten())
+    found = found.view(tiles, size, tile, tile).transpose(1, 2).reshape(tiles, 1, tile, size * tile)
+    return found.to(dtype).log_()
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -337,7 +344,10 @@ class _Heads:
 
 def _put(whole: Tensor, chunk: _Chunk, part: Tensor) -> None:
     """Write a chunk's [query tiles, tile, ...] to [q_len, ...]."""
-    whole.index_copy_(0, chunk.queries[: chunk.own], part.flatten(0, 1)[: chunk.own])
+    positions, part = chunk.queries, part.flatten(0, 1)
+    if chunk.own < len(positions):
+        positions, part = positions[: chunk.own], part[: chunk.own]
+    whole.index_copy_(0, positions, part)
 
 
 def _hidden(problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
