@@ -9,15 +9,16 @@ from torch import Tensor
 
 from attn_dispatch import tile_math
 from attn_dispatch.branches import sum_dtype
-from attn_dispatch.contract import Refusal
+from attn_dispatch.contract import Refusal, refuse_pattern
 from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
 from attn_dispatch.order import NATURAL, RESIDUE, TOKEN_ORDERS, check, serves
-from attn_dispatch.pattern import Dilated, Neighborhood, Window
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.tiles import AT_ONCE, MASK_BYTES, MOST_BRANCHES, forget_tables, head_classes, tables_of
 
 name = "tiles"
 
+PATTERNS = (Dense, Window, Dilated, Neighborhood)
 #: Tile sizes, and the share of its best rate that the dense kernel kept on them (on a CPU: AVX-512, float32).
 TILES = {16: 0.62, 32: 0.78, 64: 1.0, 128: 1.03}
 PAIR_LIMIT = 2**24  #: of tiles
@@ -30,6 +31,9 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = (CPU_FLASH if problem.device.type == "cpu" else CUDA_EFFICIENT).refusals(problem)
+    other = refuse_pattern(problem, PATTERNS)
+    if other:
+        return found + other
     pairs = max(_pairs(problem, order) for order in orders(problem))
     if pairs > PAIR_LIMIT:
         found.append(Refusal("pattern", f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.common import RESULTS
+from tools.hilbert_tables import hilbert
 from tools.support import table as support_table
 
 README = RESULTS.parent.parent / "README.md"
@@ -205,7 +206,9 @@ def support() -> str:
 
 
 def filled(text: str) -> str:
-    for name, content in (("figures", figures()), ("explain", explained()), ("support", support())):
+    orders = hilbert(load("hilbert"), load("cache_misses"), load("hilbert_curve"))
+    parts = (("figures", figures()), ("explain", explained()), ("support", support()), ("hilbert", orders))
+    for name, content in parts:
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
         if count != 1:

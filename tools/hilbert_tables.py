@@ -1,0 +1,83 @@
+"""The README's tables of what orders of tokens are worth, from tools/results/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+ORDERED = ("tiles", "native", "flex")
+
+
+def hilbert(found: Any, misses: Any, curves: Any) -> str:
+    """All of them, below one another."""
+    parts = (
+        "By `python -m tools.bench_hilbert`: float32, 4 heads of 64, milliseconds in natural / in Hilbert order, and the "
+        "gain (paired, with its 95 % interval); the figures below name the machine.",
+        grids(found),
+        sequences(found),
+        cache(misses),
+        curve(curves),
+    )
+    return "\n\n".join(parts)
+
+
+def grids(found: Any) -> str:
+    last = "`native` in Hilbert order: useful rate / dense's"
+    head = ("neighbourhood", *(f"`{name}`" for name in ORDERED), "`sdpa_mask`", last)
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in (*found["plane"], *found["volume"], *found["training"]):
+        times, backward = one["times"], ", forward + backward" if one["backward"] else ""
+        cells = [both(times, name, one["gain"].get(name)) for name in ORDERED]
+        mask = times.get("sdpa_mask natural")
+        share = one["useful_share_of_dense"].get("native hilbert")
+        rows.append((
+            f"{one['pattern'].removeprefix('Neighborhood')}{backward}", *cells,
+            "-" if mask is None else f"{mask['median_ms']:,.0f}", "-" if share is None else f"{share:.2f}",
+        ))  # fmt: skip
+    return table(rows)
+
+
+def both(times: Any, name: str, gain: Any) -> str:
+    natural, hilbert = times.get(f"{name} natural"), times.get(f"{name} hilbert")
+    if natural is None or hilbert is None:
+        return "-"
+    ratio = "" if gain is None else f": {gain['median']:.2f}x ({gain['low']:.2f} to {gain['high']:.2f})"
+    return f"{natural['median_ms']:,.1f} / {hilbert['median_ms']:,.1f}{ratio}"
+
+
+def sequences(found: Any) -> str:
+    """One dimension."""
+    gains = [one["gain"] for one in found["sequence"]]
+    wins = sum(gain["low"] > 1 for gain in gains)
+    least, most = min(gain["median"] for gain in gains), max(gain["median"] for gain in gains)
+    tokens = sorted({one["tokens"] for one in found["sequence"]})
+    return (
+        f"Sequences without a grid, folded into a square for the curve: dense, segments and dilations at {tokens[0]:,} to "
+        f"{tokens[-1]:,} tokens, forward and with backward. Hilbert order pays in {wins} of {len(gains)} (`tiles`: gains "
+        f"of {least:.2f} to {most:.2f}), so it is not tried there unless it is forced."
+    )
+
+
+def cache(misses: Any) -> str:
+    head = ("tokens, 13 x 13", "keys that a tile of 64 lists", "first-level misses", "second-level misses")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in misses["rows"]:
+        cells = [
+            f"{one['natural'][name]:,.0f} / {one['hilbert'][name]:,.0f}: {one['fewer'][name]:.0%} fewer"
+            for name in ("keys_per_tile", "l1_misses", "l2_misses")
+        ]
+        rows.append((f"{one['tokens']:,}", *cells))
+    about = (
+        "Why: what `native` reads, natural / Hilbert order, one head, forward, counted by valgrind's cache simulation "
+        f"({misses['l1_bytes'] >> 10} KiB and {misses['l2_bytes'] >> 20} MiB), by `python -m tools.cache_misses`."
+    )
+    return f"{about}\n\n{table(rows)}"
+
+
+def curve(curves: Any) -> str:
+    ours = [f"{'x'.join(map(str, one['grid']))} {one['ours']['median_ns']:.0f}" for one in curves["grids"]]
+    return f"The curve, nanoseconds per point on one core, by `python -m tools.bench_hilbert_curve`: {', '.join(ours)}."
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
