@@ -76,7 +76,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread: several wait for one another where other processes have the cores, which no median evens out."""
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "300")
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "1000")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

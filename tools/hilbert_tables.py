@@ -10,15 +10,11 @@ ORDERED = ("tiles", "native", "flex")
 
 def hilbert(found: Any, misses: Any, curves: Any) -> str:
     """All of them, below one another."""
-    parts = (
-        "By `python -m tools.bench_hilbert`: float32, 4 heads of 64, milliseconds in natural / in Hilbert order, and the "
-        "gain (paired, with its 95 % interval); the figures below name the machine.",
-        grids(found),
-        sequences(found),
-        cache(misses),
-        curve(curves),
+    about = (
+        "By `python -m tools.bench_hilbert`: float32, 4 heads of 64, milliseconds in natural / in Hilbert order, and "
+        "the gain (paired, with its 95 % interval); the figures below name the machine."
     )
-    return "\n\n".join(parts)
+    return "\n\n".join((about, grids(found), sequences(found), cache(misses), curve(curves)))
 
 
 def grids(found: Any) -> str:
@@ -52,9 +48,9 @@ def sequences(found: Any) -> str:
     least, most = min(gain["median"] for gain in gains), max(gain["median"] for gain in gains)
     tokens = sorted({one["tokens"] for one in found["sequence"]})
     return (
-        f"Sequences without a grid, folded into a square for the curve: dense, segments and dilations at {tokens[0]:,} to "
-        f"{tokens[-1]:,} tokens, forward and with backward. Hilbert order pays in {wins} of {len(gains)} (`tiles`: gains "
-        f"of {least:.2f} to {most:.2f}), so it is not tried there unless it is forced."
+        "Sequences without a grid, folded into a square for the curve: dense, segments and dilations at "
+        f"{tokens[0]:,} to {tokens[-1]:,} tokens, forward and with backward. Hilbert order pays in {wins} of "
+        f"{len(gains)} (`tiles`: gains of {least:.2f} to {most:.2f}): it is not tried there unless it is forced."
     )
 
 
