@@ -47,8 +47,9 @@ class Backend(Protocol):
       before the first trial, outside its budget; if it fails, so does the candidate.
     * `forget(problem)`: drops what it keeps for one problem. Called after a trial that it did not win.
     * `release()`: drops what trials left behind. Called after every trial where there is no `forget`.
-    * `orders(problem) -> Sequence[str]`: the orders of tokens or visits (see `order.ORDERS`) in which it offers to be tried, each a
-      candidate of its own; the natural one alone where this is missing. Asked only where there are no refusals.
+    * `orders(problem) -> Sequence[str]`: the orders of tokens or visits (see `order.ORDERS`) in which it offers to be
+      tried, each a candidate of its own; the natural one alone where this is missing. Asked only where there are no
+      refusals.
     * `all_orders: tuple[str, ...]`: more orders in which a caller may force it, though they hardly pay.
 
     Where an order is not the natural one, `run` is handed its name as `order=` and permutes inside: it gets tokens in
