@@ -23,7 +23,7 @@ LAYERS = (
     ("problem", "order"),
     ("contract", "fits"),
     ("limits",),
-    ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks", "poison"),
+    ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks", "poison", "workers"),
     ("branches",),
     ("branched", "tiles"),
     ("tile_math",),
