@@ -7,7 +7,7 @@ to stay in a cache, straight from where the caller has them; what comes out is w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from attn_dispatch.kernels import Kernel
 from attn_dispatch.pieces import kv_heads_of
 from attn_dispatch.problem import Problem
 from attn_dispatch.tiles import TileTable, counts
+from attn_dispatch.workers import Turns, share
 
 CHUNK_BYTES = 5 * 2**19  #: of keys that are gathered at once, so that they are still in a cache when they are read
 CUDA_CHUNK_BYTES = 2**28
@@ -71,21 +72,43 @@ class _Call:
     seq_lens: Tensor | None
 
 
-class _Chunk(NamedTuple):
+class _Piece(NamedTuple):
     """Some query tiles with equally many key tiles.
 
     Args:
-        queries, keys: positions, [query tiles * tile] and [query tiles * key tiles * tile].
-        tiles: query tiles.
-        bias: log of the counts, [query tiles, 1, tile, keys]; None where they are all 1.
+        tiles: query tiles, [tiles].
+        queries: their positions, [tiles * tile].
+        keys, masks: key tiles, and which masks are theirs, [tiles, key tiles].
+        partial: some pair has a mask.
         own: how many of the queries are not the repetition of another.
     """
 
+    tiles: Tensor
     queries: Tensor
     keys: Tensor
-    tiles: int
-    bias: Tensor | None
+    masks: Tensor
+    partial: bool
     own: int
+
+
+class _Chunk(NamedTuple):
+    """A piece in one batch row.
+
+    Args:
+        number: of the piece and row, counted.
+        batch: the row.
+        piece: the query tiles.
+        size: how many they are.
+        keys: positions, [query tiles * key tiles * tile].
+        bias: log of the counts, [query tiles, 1, tile, keys]; None where they are all 1.
+    """
+
+    number: int
+    batch: int
+    piece: _Piece
+    size: int
+    keys: Tensor
+    bias: Tensor | None
 
 
 class _Tiled(torch.autograd.Function):
@@ -115,17 +138,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
         for positions in _alone(table):
             out[:, positions, heads.q] = 0.0
             lse[:, positions, heads.q] = -math.inf
-        sources = _Rows(q[:, :, heads.q]), _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
-        outs, lses = out[:, :, heads.q].unbind(), lse[:, :, heads.q].unbind()
-        for chunk, b in _calls(table, call):
-            queries = sources[0].at(b, chunk.queries, chunk.tiles)
-            keys, values, mask = _keys(sources[1:], heads, chunk, b, call)
-            part, stats = call.kernel.forward(queries, keys, values, False, call.problem.scale, mask)
-            stats = stats.transpose(1, 2)
-            if mask is not None and (call.hidden is not None or not table.covered):
-                stats = stats.masked_fill((mask == -math.inf).all(-1).transpose(1, 2), -math.inf)
-            _put(outs[b], chunk, part)
-            _put(lses[b], chunk, stats)
+        inputs = q[:, :, heads.q], k[:, :, heads.kv], v[:, :, heads.kv]
+        _forward_heads(inputs, out[:, :, heads.q], lse[:, :, heads.q], heads, table, call)
     if call.seq_lens is not None:
         padding = torch.arange(q.shape[1], device=q.device) >= call.seq_lens[:, None]
         out.masked_fill_(padding[:, :, None, None], 0.0)
@@ -133,12 +147,31 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
     return out, lse.transpose(1, 2)
 
 
+def _forward_heads(
+    inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, heads: _Heads, table: TileTable, call: _Call
+) -> None:
+    pieces, outs, lses = _pieces(table, call), out.unbind(), lse.unbind()
+
+    def work(turns: Turns) -> None:
+        q, *kv = map(_Rows, inputs)
+        for chunk in _chunks(pieces, table, call, turns):
+            queries = q.at(chunk.batch, chunk.piece.queries, chunk.size)
+            keys, values, mask = _keys(kv, heads, chunk, call)
+            part, stats = call.kernel.forward(queries, keys, values, False, call.problem.scale, mask)
+            stats = stats.transpose(1, 2)
+            if mask is not None and (call.hidden is not None or not table.covered):
+                stats = stats.masked_fill((mask == -math.inf).all(-1).transpose(1, 2), -math.inf)
+            _put(outs[chunk.batch], chunk.piece, part)
+            _put(lses[chunk.batch], chunk.piece, stats)
+
+    _share(len(pieces) * len(outs), work, call)
+
+
 def _backward(
     grad: Tensor, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Every chunk's own backward, given the out and lse of the whole."""
     q, k, v, out, lse = saved
-    d = q.shape[3]
     lse = lse.transpose(1, 2)
     # exp(s - -inf) would be inf; a row without keys must weigh nothing.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
@@ -149,37 +182,61 @@ def _backward(
         heads = _Heads.of(table, call)
         for positions in _alone(table):
             dq[:, positions, heads.q] = 0.0
-        q_side = [_Rows(x[:, :, heads.q]) for x in by_token]
-        sources = _Rows(k[:, :, heads.kv]), _Rows(v[:, :, heads.kv])
-        for chunk, b in _calls(table, call):
-            g, queries, o, stats, *slope = (x.at(b, chunk.queries, chunk.tiles) for x in q_side)
-            keys, values, mask = _keys(sources, heads, chunk, b, call)
-            if chunk.own < len(chunk.queries):
-                stats.flatten(0, 1)[chunk.own :] = math.inf
-            if slope:
-                g, queries, keys, values, o = _with_column(slope[0], g, queries, keys, values, o)
-            grads = call.kernel.backward(
-                g, queries, keys, values, o, stats.transpose(1, 2), False, call.problem.scale, mask
-            )
-            gq, gk, gv = (x[..., :d] for x in grads)
-            _put(dq[b, :, heads.q], chunk, gq)
-            heads.add(dk[b], chunk.keys, gk)
-            heads.add(dv[b], chunk.keys, gv)
+        inputs = [x[:, :, heads.q] for x in by_token], [x[:, :, heads.kv] for x in (k, v)]
+        _backward_heads(*inputs, dq[:, :, heads.q], dk[:, :, heads.kv], dv[:, :, heads.kv], heads, table, call)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _keys(
-    sources: tuple[_Rows, ...], heads: _Heads, chunk: _Chunk, batch: int, call: _Call
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _backward_heads(
+    q_side: list[Tensor],
+    k_side: list[Tensor],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    heads: _Heads,
+    table: TileTable,
+    call: _Call,
+) -> None:
+    pieces, d = _pieces(table, call), dq.shape[3]
+    into = [x.unbind() for x in (dq, dk, dv)]
+
+    def work(turns: Turns) -> None:
+        rows, kv = [_Rows(x) for x in q_side], [_Rows(x) for x in k_side]
+        for chunk in _chunks(pieces, table, call, turns):
+            g, queries, o, stats, *slope = (x.at(chunk.batch, chunk.piece.queries, chunk.size) for x in rows)
+            keys, values, mask = _keys(kv, heads, chunk, call)
+            if chunk.piece.own < len(chunk.piece.queries):
+                stats.flatten(0, 1)[chunk.piece.own :] = math.inf
+            if slope:
+                g, queries, keys, values, o = _with_column(slope[0], g, queries, keys, values, o)
+            stats = stats.transpose(1, 2)
+            grads = call.kernel.backward(g, queries, keys, values, o, stats, False, call.problem.scale, mask)
+            _put(into[0][chunk.batch], chunk.piece, grads[0][..., :d])
+            # In turn, so that sums are the same in every run.
+            with turns.at(chunk.number):
+                for sums, part in zip(into[1:], grads[1:]):
+                    heads.add(sums[chunk.batch], chunk.keys, part[..., :d])
+
+    _share(len(pieces) * len(dq), work, call)
+
+
+def _share(count: int, work: Callable[[Turns], None], call: _Call) -> None:
+    if call.problem.device.type == "cpu":
+        share(count, work)
+    else:
+        work(Turns(count))
+
+
+def _keys(sources: list[_Rows], heads: _Heads, chunk: _Chunk, call: _Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """A chunk's keys and values [query tiles, keys, heads, head_dim], and what to add to their scores."""
-    k, v = (x.at(batch, chunk.keys, chunk.tiles) for x in sources)
+    k, v = (x.at(chunk.batch, chunk.keys, chunk.size) for x in sources)
     mask = chunk.bias
     if call.hidden is not None:
-        hidden = call.hidden[batch][chunk.keys].view(chunk.tiles, -1)
+        hidden = call.hidden[chunk.batch][chunk.keys].view(chunk.size, -1)
         for x in (k, v):
             x.masked_fill_(hidden[:, :, None, None], 0.0)
         if mask is None:
-            shape = chunk.tiles, 1, len(chunk.queries) // chunk.tiles, hidden.shape[1]
+            shape = chunk.size, 1, len(chunk.piece.queries) // chunk.size, hidden.shape[1]
             mask = torch.zeros(shape, dtype=sum_dtype(k.dtype), device=k.device)
         mask = mask.masked_fill(hidden[:, None, None], -math.inf)
     return heads.for_queries(k), heads.for_queries(v), mask
@@ -199,33 +256,34 @@ def _with_column(slope: Tensor, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out:
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def _calls(table: TileTable, call: _Call) -> Iterator[tuple[_Chunk, int]]:
-    for chunk in _chunks(table, call):
-        for batch in range(call.problem.batch):
-            yield chunk, batch
-
-
-def _chunks(table: TileTable, call: _Call) -> Iterator[_Chunk]:
-    """Everything that can be done for a whole group at once is: a chunk takes but a millisecond."""
-    problem, device = call.problem, table.keys.device
+def _pieces(table: TileTable, call: _Call) -> list[_Piece]:
+    """Everything that can be done for many tiles at once is done here: a chunk takes but a millisecond."""
+    problem, device, found = call.problem, table.keys.device, list[_Piece]()
     sizes, missing = table.first.diff(), -problem.q_len % table.tile
     for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
         own = len(tiles) * table.tile - (missing if int(tiles[-1]) == len(sizes) - 1 else 0)
         pairs = (table.first[tiles][:, None] + torch.arange(size)).to(device)
-        tiles, keys = tiles.to(device), table.keys[pairs]
+        tiles = tiles.to(device)
         masks = pairs if table.bias is None else table.mask[pairs]
         partial = masks.any(1).tolist()
-        step, start = _tiles_at_once(problem, size * table.tile, table.tile), 0
-        for some, q_pos, near, mask in zip(*(torch.split(x, step) for x in (tiles, table.q_pos[tiles], keys, masks))):
-            bias = None
-            if table.bias is None:
-                bias = _counted(table, some, near, sum_dtype(problem.dtype))
-            elif any(partial[start : start + step]):
-                bias = _kept(table.bias, mask)
-            mine = min(q_pos.numel(), own - start * table.tile)
-            start += step
-            yield _Chunk(q_pos.flatten(), table.k_pos[near].flatten(), len(some), bias, mine)
+        step = max(1, _most_keys(problem, table.tile) // (size * table.tile))
+        parts = zip(*(torch.split(x, step) for x in (tiles, table.q_pos[tiles], table.keys[pairs], masks)))
+        for start, (some, queries, keys, mask) in zip(range(0, len(partial), step), parts):
+            mine = min(queries.numel(), own - start * table.tile)
+            found.append(_Piece(some, queries.flatten(), keys, mask, any(partial[start : start + step]), mine))
+    return found
+
+
+def _chunks(pieces: list[_Piece], table: TileTable, call: _Call, turns: Turns) -> Iterator[_Chunk]:
+    for number in turns.taken():
+        which, batch = divmod(number, call.problem.batch)
+        piece, bias = pieces[which], None
+        if table.bias is None:
+            bias = _counted(table, piece.tiles, piece.keys, sum_dtype(call.problem.dtype))
+        elif piece.partial:
+            bias = _kept(table.bias, piece.masks)
+        yield _Chunk(number, batch, piece, len(piece.tiles), table.k_pos[piece.keys].flatten(), bias)
 
 
 def _alone(table: TileTable) -> tuple[Tensor, ...]:
@@ -234,12 +292,8 @@ def _alone(table: TileTable) -> tuple[Tensor, ...]:
     return (table.q_pos[alone].flatten(),) if len(alone) else ()
 
 
-def _tiles_at_once(problem: Problem, keys: int, tile: int) -> int:
-    """Query tiles whose keys, or masks, take CHUNK_BYTES."""
-    return max(1, _most_keys(problem, tile) // keys)
-
-
 def _most_keys(problem: Problem, tile: int) -> int:
+    """Keys that are gathered at once: they, or their masks, take CHUNK_BYTES."""
     limit = CHUNK_BYTES if problem.device.type == "cpu" else CUDA_CHUNK_BYTES
     row = problem.kv_heads * problem.head_dim * problem.dtype.itemsize
     return limit // max(row, tile * sum_dtype(problem.dtype).itemsize)
@@ -252,16 +306,17 @@ def workspace_bytes(problem: Problem, tile: int) -> int:
     keys = min(max(_most_keys(problem, tile), padded), q_tiles * padded)
     row = problem.heads * (problem.head_dim + 1)
     # Of k and v: gathered, spread over the query heads, aligned or with a column more.
-    total = keys * (2 * 3 * row * item + 64) + min(keys, q_tiles * tile) * 10 * row * item
-    total += keys * tile * (3 * wide + 2 * item + 8)  # counts, bias, and what is hidden besides
-    total += problem.batch * problem.q_len * row * (item * (problem.scale <= 0) + 1)
+    chunk = keys * (2 * 3 * row * item + 64) + min(keys, q_tiles * tile) * 10 * row * item
+    chunk += keys * tile * (3 * wide + 2 * item + 8)  # counts, bias, and what is hidden besides
+    total = problem.batch * problem.q_len * row * (item * (problem.scale <= 0) + 1)
     if problem.needs_grad:
-        total += keys * 2 * row * (2 * item + 2 * wide)  # a chunk's dk and dv, also widened
+        chunk += keys * 2 * row * (2 * item + 2 * wide)  # dk and dv, also widened
         total += problem.batch * problem.q_len * row * (item + 1)  # a gradient of out that was not given
         total += 2 * problem.batch * problem.k_len * problem.kv_heads * problem.head_dim * wide
     threads = torch.get_num_threads() if problem.device.type == "cpu" else 1
+    pieces = problem.batch * -(-q_tiles * padded // keys)
     lse = 4 * problem.batch * problem.q_len * problem.heads * wide
-    return total + lse + threads * THREAD_BYTES
+    return total + lse + threads * THREAD_BYTES + min(threads, pieces) * chunk
 
 
 def _kept(biases: Tensor, masks: Tensor) -> Tensor:
@@ -335,18 +390,18 @@ class _Heads:
         return keys if self.spread is None else keys.index_select(-2, self.spread)
 
     def add(self, whole: Tensor, positions: Tensor, part: Tensor) -> None:
-        """Add gradients of gathered keys [tiles, keys, heads, head_dim] to [k_len, kv_heads, head_dim]."""
+        """Add gradients of gathered keys [tiles, keys, heads, head_dim] to [k_len, those heads, head_dim]."""
         part = part.flatten(0, 1).to(whole.dtype)
         if self.spread is not None:
             part = part.new_zeros(len(part), *whole.shape[1:]).index_add_(1, self.spread, part)
-        whole[:, self.kv].index_add_(0, positions, part)
+        whole.index_add_(0, positions, part)
 
 
-def _put(whole: Tensor, chunk: _Chunk, part: Tensor) -> None:
-    """Write a chunk's [query tiles, tile, ...] to [q_len, ...]."""
-    positions, part = chunk.queries, part.flatten(0, 1)
-    if chunk.own < len(positions):
-        positions, part = positions[: chunk.own], part[: chunk.own]
+def _put(whole: Tensor, piece: _Piece, part: Tensor) -> None:
+    """Write [query tiles, tile, ...] to [q_len, ...]."""
+    positions, part = piece.queries, part.flatten(0, 1)
+    if piece.own < len(positions):
+        positions, part = positions[: piece.own], part[: piece.own]
     whole.index_copy_(0, positions, part)
 
 

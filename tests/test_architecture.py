@@ -37,7 +37,7 @@ LAYERS = (
     ("problem",),
     ("contract", "fits"),
     ("limits",),
-    ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks", "poison"),
+    ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks", "poison", "workers"),
     ("branches", "launches"),
     ("branched", "tiles"),
     ("tile_math",),
