@@ -181,6 +181,24 @@ def test_masks_that_are_not_kept(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     assert failures(case, "hilbert", 8) == ()
 
 
+@pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET], ids=str)
+def test_threads_sum_in_the_same_order_every_time(pattern: Pattern) -> None:
+    """Bit for bit, and as one thread does."""
+    threads = torch.get_num_threads()
+    problem = replace(asked(pattern, 4096, 4096), needs_grad=True)
+    example = make(problem)
+    inputs = (example.q, example.k, example.v)
+    found = []
+    for number in (1, 3, 3):
+        torch.set_num_threads(number)
+        out, lse = backend.run(*inputs, problem, tile=64)
+        found.append((out, lse, *torch.autograd.grad((out.square().sum(), lse.sum()), inputs)))
+    torch.set_num_threads(threads)
+    for one, two, three in zip(*found):
+        assert torch.equal(one, two)
+        assert torch.equal(two, three)
+
+
 def test_hidden_keys_are_never_read() -> None:
     case = next(case for case in CASES if case.id == "neighborhood-key-mask")
     problem = case.problem(torch.float32, needs_grad=True)
