@@ -118,8 +118,9 @@ def own_pairs(name: str, problem: Problem, order: str) -> int:
         runs = tiles_of(problem, order).runs
         return int((runs[:, 2] * (runs[:, 4] - runs[:, 3])).sum())
     from attn_dispatch.backends import tiles
+    from attn_dispatch.tiles import tables_of
 
-    tables = tiles.tables_of(problem, order, tiles.tile_size(problem, order))
+    tables = tables_of(problem, order, tiles.tile_size(problem, order))
     return sum(len(each.keys) * each.tile**2 * len(each.heads) for each in tables) // problem.heads
 
 
