@@ -37,13 +37,13 @@ def grids(found: Any) -> str:
 
 def sizes(found: Any) -> str:
     parts = [
-        f"{one['tokens']:,} tokens {one['gain_by_tile']['64']['median']:.1f}x, best against best {one['gain_best']:.1f}x"
+        f"{one['tokens']:,} tokens {one['gain_by_tile']['64']['median']:.1f}x, best to best {one['gain_best']:.1f}x"
         for one in found["tiles"]
     ]
     copies = found["permutation"][0]
     return (
-        "What an order gains depends on the tile: in tiles of 64 queries and 64 keys, as block-sparse kernels have them, "
-        f"`tiles` gains {'; '.join(parts)}. `native` leaves out keys one by one, which helps rows of a grid the most. "
+        "What an order gains depends on the tile: in tiles of 64 queries and 64 keys, as block-sparse kernels have "
+        f"them, `tiles` gains {'; '.join(parts)}. `native` leaves out keys one by one, which helps rows of a grid the most. "
         "Neither copies q, k or v into order; copies, and out put back, would take "
         f"{copies['times']['copies']['median_ms']:.0f} ms at {copies['tokens']:,} tokens."
     )
