@@ -87,14 +87,14 @@ def _runners(
     there = [able[name] for name in able if name in names]
     first_one = next((each for each in there if each.id == first), None) or heuristic(there)
     rest = sorted((each for each in there if each is not first_one), key=lambda each: flops(each, problem) or 0)
-    if prior is None and first is None and _is_far_less(rest, first_one, problem):
-        first_one, rest[0] = rest[0], first_one
-    return [*filter(None, [first_one]), *filter(None, rest)]
+    if prior is None and first is None and first_one is not None and _is_far_less(rest, first_one, problem):
+        first_one, rest = rest[0], [first_one, *rest[1:]]
+    return rest if first_one is None else [first_one, *rest]
 
 
-def _is_far_less(rest: list[Candidate], first: Candidate | None, problem: Problem) -> bool:
+def _is_far_less(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
     """Whether the least work of the others is a small part of the first one's, which might leave them no time."""
-    least, whole = (None if each is None else flops(each, problem) for each in (rest[0] if rest else None, first))
+    least, whole = (flops(rest[0], problem) if rest else None), flops(first, problem)
     return bool(least and whole and least * FAR_LESS <= whole)
 
 

@@ -327,14 +327,14 @@ def test_damaged_decisions_are_passed_over() -> None:
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
+CHANGES: tuple[dict[str, Any], ...] = ({"window": 7}, {"dtype": "bfloat16"}, {"head_dim": 128}, {"needs_grad": True})
+
+
 def test_a_family_shares_all_but_the_length() -> None:
     decisions = [measured(n, {NATURAL: 2.0, HILBERT: 1.0}) for n in LENGTHS]
     same = [measured(n, {NATURAL: 2.0, HILBERT: 1.0}, heads=8, batch=2) for n in LENGTHS]
     assert len(all_series(decisions + same)) == 1
-    others = [
-        measured(512, {NATURAL: 2.0, HILBERT: 1.0}, **more)
-        for more in ({"window": 7}, {"dtype": "bfloat16"}, {"head_dim": 128}, {"needs_grad": True})
-    ]
+    others = [measured(512, {NATURAL: 2.0, HILBERT: 1.0}, **more) for more in CHANGES]
     assert len(all_series(decisions + others)) == 5
     elsewhere = [replace(each, silicon="cpu-other") for each in decisions]
     assert [each.silicon for each in all_series(decisions + elsewhere)] == [decisions[0].silicon, "cpu-other"]

@@ -43,7 +43,7 @@ def sizes(found: Any) -> str:
     copies = found["permutation"][0]
     return (
         "What an order gains depends on the tile: in tiles of 64 queries and 64 keys, as block-sparse kernels have "
-        f"them, `tiles` gains {'; '.join(parts)}. `native` leaves out keys one by one, which helps rows of a grid the most. "
+        f"them, `tiles` gains {'; '.join(parts)}. `native` leaves out key by key, which helps rows of a grid most. "
         "Neither copies q, k or v into order; copies, and out put back, would take "
         f"{copies['times']['copies']['median_ms']:.0f} ms at {copies['tokens']:,} tokens."
     )
