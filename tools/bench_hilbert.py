@@ -204,7 +204,7 @@ def permuting(side: int, rounds: int) -> dict[str, Any]:
     return entry
 
 
-#: The reports' sequences without a grid, folded into a square for Hilbert order; by tokens.
+#: Sequences without a grid, folded into a square for Hilbert order; by tokens.
 SEQUENCES: dict[str, Callable[[int], Pattern]] = {
     "dense": lambda n: Dense(),
     "single segment": lambda n: Dilated((2048,), (1,)),
