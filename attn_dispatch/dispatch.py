@@ -154,6 +154,8 @@ def attend(
         raise _failed(route, error) from error
     if return_lse:
         return _with_lse(route, result)
+    if type(result) is tuple and len(result) == 2 and type(result[0]) is Tensor:  # what most return, without a call
+        return result[0]
     return result if isinstance(result, Tensor) else _parts(route, result)[0]
 
 
