@@ -88,10 +88,11 @@ def _hilbert(pattern: Pattern, length: int) -> Tensor:
     found = []
     for start in product(*(range(min(e, size)) for e, size in zip(step, grid))):
         members = tuple(-(-(size - x) // e) for size, x, e in zip(grid, start, step))
-        points = torch.unravel_index(curve(members), members)
-        position = torch.zeros_like(points[0])
-        for axis, size in enumerate(grid):
-            position = position * size + points[axis] * step[axis] + start[axis]
+        rest = curve(members)
+        position, stride = torch.zeros_like(rest), 1
+        for axis in reversed(range(len(grid))):  # torch.unravel_index would load torch's symbolic mathematics
+            position += (rest % members[axis] * step[axis] + start[axis]) * stride
+            rest, stride = rest // members[axis], stride * grid[axis]
         found.append(position)
     return torch.cat(found)
 

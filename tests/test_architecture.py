@@ -37,7 +37,8 @@ LAYERS = (
     ("problem",),
     ("contract", "fits"),
     ("limits",),
-    ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks", "poison", "workers"),
+    ("pieces", "kernels", "native", "triton_kernels", "visits", "example", "counts", "blocks", "poison"),
+    ("workers", "recorded"),
     ("branches", "launches"),
     ("branched", "tiles"),
     ("tile_math",),
@@ -177,6 +178,16 @@ def test_no_torch_at_import(name: str) -> None:
     loaded = loaded_by(f"import attn_dispatch.{name}")
     assert f"attn_dispatch.{name}" in loaded
     assert "torch" not in loaded
+
+
+def test_a_permutation_loads_no_more_than_it_needs() -> None:
+    """Some of torch's functions load its symbolic mathematics, which takes half a second of a first call."""
+    code = "from attn_dispatch import Neighborhood, attend, order\n"
+    before = loaded_by(code)
+    code += "order.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
+    code += "order.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)"
+    assert "attn_dispatch.hilbert" in loaded_by(code)
+    assert not (loaded_by(code) - before) & {"sympy", "torch._refs", "torch.fx"}
 
 
 def test_the_package_alone_loads_nothing() -> None:
