@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels import Kernel
 from attn_dispatch.pieces import Block, Piece, Plan
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import recorded
 
 SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}  #: less is 0 to a kernel
 THREAD_BYTES = 4 * 2**20  #: the CPU kernel's score tiles, per thread
@@ -62,9 +62,8 @@ def run(
     hidden = hidden_keys(problem, seq_lens, masks.get("key_mask"), q.device)
     call = Call(problem, plan, kernel, hidden, seq_lens, biases)
     if problem.needs_grad:
-        out, lse = _Branches.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-        return out, lse
-    return _forward(q, k, v, call)
+        return recorded(q, k, v, call)
+    return call.forward(q, k, v)
 
 
 @dataclass(slots=True)
@@ -77,6 +76,26 @@ class Call:
     hidden: Tensor | None
     seq_lens: Tensor | None
     biases: tuple[Bias, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(q, k, v, self)
+
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        grad = torch.zeros_like(out) if grad is None else grad
+        if grad_lse is None:
+            return _backward(grad, q, k, v, out, lse, self)
+        # The kernels form rowsum(grad * out) themselves. One more column, zero in q, k and v, adds -grad_lse to it:
+        # dS = P * (dP - rowsum(grad * out) + grad_lse). Two roots reach farther in float16 than the whole would.
+        d, wider = q.shape[-1], (0, 1)
+        grad_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
+        root = grad_lse.abs().sqrt()
+        grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
+        out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
+        dq, dk, dv = _backward(grad, pad(q, wider), pad(k, wider), pad(v, wider), out, lse, self)
+        return dq[..., :d], dk[..., :d], dv[..., :d]
 
     def parts(self) -> Iterator[tuple[slice, Block]]:
         for start in range(0, self.problem.batch, self.plan.batch_step):
@@ -94,34 +113,6 @@ def hidden_keys(
         seen = seen & (torch.arange(problem.k_len, device=device) < seq_lens[:, None])
     zeros = torch.zeros(seen.shape, dtype=sum_dtype(problem.dtype), device=device)
     return zeros.masked_fill_(~seen, -math.inf)
-
-
-class _Branches(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
-        grad, grad_lse = grad_outputs
-        grad = torch.zeros_like(out) if grad is None else grad
-        if grad_lse is None:
-            return (*_backward(grad, q, k, v, out, lse, ctx.call), None)
-        # The kernels form rowsum(grad * out) themselves. One more column, zero in q, k and v, adds -grad_lse to it:
-        # dS = P * (dP - rowsum(grad * out) + grad_lse). Two roots reach farther in float16 than the whole would.
-        d, wider = q.shape[-1], (0, 1)
-        grad_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
-        root = grad_lse.abs().sqrt()
-        grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
-        out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
-        grads = _backward(grad, pad(q, wider), pad(k, wider), pad(v, wider), out, lse, ctx.call)
-        return (*(x[..., :d] for x in grads), None)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import UTC, datetime
 
 import msgspec
 import torch
@@ -249,7 +248,7 @@ def _learned(problem: Problem, found: list[Candidate], least: float) -> Decision
     said = stored.predict(problem, found)
     if said is None or said.confidence < least or (least and not said.in_bucket):
         return None
-    return stored.learned_decision(problem, said, found, _now())
+    return unmeasured.predicted(problem, said, found)
 
 
 def _static(problem: Problem) -> Decision:
@@ -328,7 +327,3 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         _disable_current_modes(),
     ):
         yield
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")

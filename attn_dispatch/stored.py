@@ -17,7 +17,7 @@ from attn_dispatch.candidates import Candidate, can_run, candidates, environment
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.group import group_of
 from attn_dispatch.logging import say_once
-from attn_dispatch.machine import provenance, silicon
+from attn_dispatch.machine import silicon
 from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row, Store, cache_folder, shipped
@@ -169,35 +169,3 @@ def note(decision: Decision) -> None:
     known = _evidence.get((decision.silicon, decision.group))
     if known is not None:
         known.add(decision)
-
-
-def learned_decision(problem: Problem, said: learned.Prediction, found: list[Candidate], created: str) -> Decision:
-    """A prediction as a decision; it is kept in this process only, since evidence to come may know better."""
-    where, plain = silicon(problem.device), problem.to_dict()
-    return Decision(
-        key=problem.key(where),
-        silicon=where,
-        group=group_of(plain),
-        title=str(problem),
-        problem=plain,
-        choice=said.backend,
-        order=said.order,
-        source="learned",
-        candidates=tuple(_predicted(each, said) for each in found),
-        provenance=provenance(problem.device),
-        created=created,
-        confidence=said.confidence,
-        evidence=said.evidence,
-    )
-
-
-def _predicted(each: Candidate, said: learned.Prediction) -> Row:
-    if each.row is not None:
-        return each.row
-    version = registry.version_of(each.backend)
-    if each.id == (said.backend, said.order):
-        reason = f"by {len(said.evidence)} measured neighbours, confidence {said.confidence:.2f}"
-        return Row(backend=each.name, order=each.order, status="chosen", reason=reason, version=version)
-    ratio = said.ratios.get(each.id)
-    reason = "no neighbour measured it" if ratio is None else f"predicted at {ratio:.2f} times the chosen one's time"
-    return Row(backend=each.name, order=each.order, status="not_measured", reason=reason, version=version)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from attn_dispatch.branches import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
 from attn_dispatch.kernels import Kernel
 from attn_dispatch.pieces import kv_heads_of
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import recorded
 from attn_dispatch.tiles import TileTable, counts
 from attn_dispatch.workers import Turns, share
 
@@ -55,8 +55,7 @@ def run(
         return run(q * sign, k, v, replace(problem, scale=size), tables, kernel, seq_lens, key_mask)
     call = _Call(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
     if problem.needs_grad:
-        out, lse = _Tiled.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-        return out, lse
+        return recorded(q, k, v, call)
     with torch.no_grad():
         return _forward(q, k, v, call)
 
@@ -70,6 +69,14 @@ class _Call:
     kernel: Kernel
     hidden: Tensor | None
     seq_lens: Tensor | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(q, k, v, self)
+
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(torch.zeros_like(saved[3]) if grad is None else grad, grad_lse, saved, self)
 
 
 class _Piece(NamedTuple):
@@ -109,24 +116,6 @@ class _Chunk(NamedTuple):
     size: int
     keys: Tensor
     bias: Tensor | None
-
-
-class _Tiled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, grad_lse = grad_outputs
-        q, k, v, out, lse = ctx.saved_tensors
-        grad = torch.zeros_like(out) if grad is None else grad
-        return (*_backward(grad, grad_lse, (q, k, v, out, lse), ctx.call), None)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:

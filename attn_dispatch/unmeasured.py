@@ -12,8 +12,8 @@ from itertools import groupby
 
 import msgspec
 
+from attn_dispatch import learned, registry, stored
 from attn_dispatch import order as orders
-from attn_dispatch import registry, stored
 from attn_dispatch.candidates import Candidate, candidates, heuristic, refused, ruled_out
 from attn_dispatch.contract import Backend, forced_orders, orders_of
 from attn_dispatch.errors import InvalidInput
@@ -52,6 +52,25 @@ def static(problem: Problem, found: Sequence[Candidate]) -> Decision:
     chosen = heuristic(found)
     rows = (_row(each, None if chosen is None else chosen.id, None) for each in found)
     return unmeasured(problem, None if chosen is None else chosen.id, "heuristic", rows)
+
+
+def predicted(problem: Problem, said: learned.Prediction, found: Iterable[Candidate]) -> Decision:
+    """What neighbours say; evidence to come may know better."""
+    rows = [_predicted(each, said) for each in found]
+    decision = unmeasured(problem, (said.backend, said.order), "learned", rows)
+    return msgspec.structs.replace(decision, confidence=said.confidence, evidence=said.evidence)
+
+
+def _predicted(each: Candidate, said: learned.Prediction) -> Row:
+    if each.row is not None:
+        return each.row
+    version = registry.version_of(each.backend)
+    if each.id == (said.backend, said.order):
+        reason = f"by {len(said.evidence)} measured neighbours, confidence {said.confidence:.2f}"
+        return Row(backend=each.name, order=each.order, status="chosen", reason=reason, version=version)
+    ratio = said.ratios.get(each.id)
+    reason = "no neighbour measured it" if ratio is None else f"predicted at {ratio:.2f} times the chosen one's time"
+    return Row(backend=each.name, order=each.order, status="not_measured", reason=reason, version=version)
 
 
 def check(backend: object, order: object) -> None:

@@ -17,6 +17,7 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.tiles import AT_ONCE, MASK_BYTES, MOST_BRANCHES, forget_tables, head_classes, tables_of
 
 name = "tiles"
+all_orders = TOKEN_ORDERS
 
 PATTERNS = (Dense, Window, Dilated, Neighborhood)
 #: Tile sizes, and the rate that the dense kernel kept on them, gathering included (on a CPU: AVX-512, float32).

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_dispatch.contract import Refusal, refuse_dropout, refuse_dtype, refuse_pattern, refuse_ranks
 from attn_dispatch.errors import InvalidInput
@@ -31,6 +30,7 @@ from attn_dispatch.launches import Chip, launches_bytes, launches_of, offered
 from attn_dispatch.order import NATURAL, VISIT_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import recorded
 from attn_dispatch.units import gib
 from attn_dispatch.visits import Side, Visits, covers, largest_cell, visits_bytes, visits_of
 
@@ -168,9 +168,8 @@ def run(
     key_mask = tensors.get("key_mask")
     call = _Call(problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8))
     if problem.needs_grad:
-        out, lse = _Fused.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-        return out, lse
-    return _forward(q, k, v, call)
+        return recorded(q, k, v, call)
+    return call.forward(q, k, v)
 
 
 def release() -> None:
@@ -220,20 +219,13 @@ class _Call:
     seq_lens: Tensor | None
     key_mask: Tensor | None
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(q, k, v, self)
 
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (*_backward(*grad_outputs, *ctx.saved_tensors, call=ctx.call), None)
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(grad, grad_lse, saved, self)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
@@ -245,16 +237,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
 
 
 def _backward(
-    grad: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    call: _Call,
+    grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     grad = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if grad is None else grad
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     (dq,), (dk, dv) = _results("queries", call.problem, q), _results("keys", call.problem, k, v)

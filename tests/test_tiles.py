@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import tile_math, tiles
+from attn_dispatch import attend, tile_math, tiles
 from attn_dispatch.backends import tiles as backend
 from attn_dispatch.contract import Result
 from attn_dispatch.errors import InvalidInput
@@ -272,3 +272,18 @@ def test_heads_of_a_class() -> None:
         range(2, 3),
         range(3, 4),
     ]
+
+
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("pattern", [Dense(), Dense(is_causal=True), Window(5, 0)], ids=str)
+def test_any_order_can_be_forced(pattern: Pattern, order: str) -> None:
+    """Sequences without a grid too, though nothing is gained."""
+    q, k, v = (torch.randn(1, 50, 2, 8, dtype=torch.float64) for _ in range(3))
+    found = attend(q, k, v, pattern, backend="tiles", order=order)
+    torch.testing.assert_close(found, attend(q, k, v, pattern, backend="manual"))
+
+
+def test_queries_and_keys_of_other_lengths_stay_in_their_order() -> None:
+    q, (k, v) = torch.randn(1, 20, 2, 8), torch.randn(2, 1, 70, 2, 8)
+    found = attend(q, k, v, Dense(is_causal=True), backend="tiles", order="hilbert")
+    torch.testing.assert_close(found, attend(q, k, v, Dense(is_causal=True), backend="manual"))

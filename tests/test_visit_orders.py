@@ -275,7 +275,7 @@ def test_columns_are_met_as_listed(pattern: Pattern, order: str) -> None:
     assert torch.equal(out, total / count)
     # What a score is worth to the result is v * grad - out * grad + the gradient of lse, which is 1.
     call = triton._Call(problem, order, None, None)
-    dq, dk, dv = triton._backward(grad, lse + 1, q, k, zero[:, :, :1], zero, lse, call=call)
+    dq, dk, dv = call.backward(grad, lse + 1, (q, k, zero[:, :, :1], zero, lse))
     assert torch.equal(dq, summed(problem, "queries", order, k)[0])
     assert torch.equal(dk, summed(problem, "keys", order, q)[0])
     assert torch.equal(dv, summed(problem, "keys", order, grad)[0])
