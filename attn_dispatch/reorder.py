@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.order import TOKEN_ORDERS, permutation, places
+from attn_dispatch.order import NATURAL, TOKEN_ORDERS, permutation, places
 from attn_dispatch.pattern import Dense, Pattern
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class Reordered(Pattern):
 
     def __str__(self) -> str:
         return f"Reordered({self.pattern}, {self.order})"
+
+
+def kept_in(pattern: Pattern) -> str:
+    """The order in which the caller keeps the tokens; `pattern.natural` is what they are computed on."""
+    return pattern.order if isinstance(pattern, Reordered) else NATURAL
 
 
 def to_order(x: Tensor, order: str, pattern: Pattern, dim: int = 1) -> Tensor:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.branches import sum_dtype
-from attn_dispatch.order import permutation
+from attn_dispatch.order import NATURAL, permutation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.pieces import progression
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import kept_in
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
 MASK_BYTES = 2**25  #: of different masks, a byte an entry; a table with more works them out again on every call
@@ -38,8 +39,8 @@ class TileTable:
 
     Args:
         heads: those query heads, an arithmetic progression.
-        q_pos, k_pos: int64 [tiles, tile], the position at each place. A last tile that is short repeats its last one:
-            such a query is that query again, such a key is never seen.
+        q_pos, k_pos: int64 [tiles, tile], where the token of each place lies in q, k and v. A last tile that is short
+            repeats its last one: such a query is that query again, such a key is never seen.
         first: int64 [query tiles + 1], where the pairs of each query tile start.
         keys: int64 [pairs], the key tile of each pair, ascending within a query tile.
         mask: int64 [pairs], its place in `masks`; empty where there are none.
@@ -138,11 +139,16 @@ def forget_tables() -> None:
 def _built(
     pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, dtype: torch.dtype
 ) -> tuple[TileTable, ...]:
+    kept, pattern = permutation(kept_in(pattern), pattern.natural, q_len), pattern.natural
+    order = order if kept is None else NATURAL
     q_pos = _tiled(permutation(order, pattern, q_len), q_len, tile)
     k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern, k_len), k_len, tile)
     found = []
     for members, offsets in head_classes(pattern, heads):
-        branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in _reaches(pattern, q_len, k_len, offsets))
+        reaches = _reaches(pattern, q_len, k_len, offsets)
+        if kept is not None:
+            reaches = [_moved(reach, kept) for reach in reaches]
+        branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in reaches)
         found.append(_table(members, branches, q_pos, k_pos, dtype))
     return tuple(found)
 
@@ -155,6 +161,7 @@ def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
 
 def head_classes(pattern: Pattern, heads: int) -> list[tuple[range, tuple[int | None, ...]]]:
     """The heads that share one multiplicity, with their offset in each branch."""
+    pattern = pattern.natural
     if not isinstance(pattern, Dilated):
         return [(range(heads), ())]
     found: dict[tuple[int | None, ...], list[int]] = {}
@@ -184,6 +191,12 @@ def _reaches(pattern: Pattern, q_len: int, k_len: int, offsets: tuple[int | None
         branches = zip(pattern.branches, offsets)
         return [_segment(pattern, query, *branch, o) for branch, o in branches if o is not None]
     raise TypeError(f"no tiles for {pattern!r}")
+
+
+def _moved(reach: Reach, kept: Tensor) -> Reach:
+    """Of tokens that are kept in another order, by where they lie."""
+    first, last, at = ([axis[kept] for axis in side] for side in reach)
+    return first, last, at
 
 
 def _neighbors(pattern: Neighborhood, position: Tensor) -> Reach:

@@ -36,6 +36,7 @@ from attn_dispatch.counts import count_of, repeats
 from attn_dispatch.order import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered, kept_in
 from attn_dispatch.units import gib
 
 name = "flex"
@@ -51,7 +52,7 @@ CPU_COMPILE_MS = 15_000.0  #: of a C++ kernel
 CUDA_COMPILE_MS = 10_000.0  #: of a Triton kernel
 #: Pairs of all heads that are gone through for the blocks of dilated segments in residue order.
 PAIRS_LIMIT = 2**31
-PATTERNS = (Dense, Window, Dilated, Neighborhood)
+PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
 SPLITS = 1024  #: most pieces that few queries' keys are cut into, so that they occupy a whole GPU
 
 #: False only in tests: then the same functions run uncompiled, on whole score matrices, with gradients and lse on every
@@ -71,6 +72,8 @@ def refusals(problem: Problem) -> list[Refusal]:
     unknown = refuse_pattern(problem, PATTERNS)
     if unknown:  # nothing below can count it
         return found + unknown
+    if not _countable(problem) and kept_in(problem.pattern) != NATURAL:
+        found.append(Refusal("pattern", f"{problem.pattern} has over {PAIRS_LIMIT} pairs to look for blocks in"))
     needed = table_bytes(problem)
     if needed > TABLE_LIMIT:
         text = f"{problem.pattern} needs block tables of {gib(needed)}, over {gib(TABLE_LIMIT)}"
@@ -85,9 +88,15 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 def orders(problem: Problem) -> tuple[str, ...]:
     """Those in which blocks may be fewer."""
-    few = isinstance(problem.pattern, Neighborhood) or problem.heads * problem.q_len * problem.k_len <= PAIRS_LIMIT
+    few = _countable(problem)
     found = [each for each in ORDERS if few and serves(each, problem.pattern) and each != NATURAL]
     return (NATURAL, *(each for each in found if table_bytes(problem, each) <= TABLE_LIMIT))
+
+
+def _countable(problem: Problem) -> bool:
+    """Whether the blocks can be found where tokens are not in their natural order."""
+    pairs = problem.heads * problem.q_len * problem.k_len
+    return isinstance(problem.pattern.natural, Neighborhood) or pairs <= PAIRS_LIMIT
 
 
 def _refuse_cpu(problem: Problem) -> list[Refusal]:
@@ -134,7 +143,8 @@ def table_bytes(problem: Problem, order: str = NATURAL) -> int:
     if _unmasked(problem):
         return 0
     entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
-    return 16 * heads_apart(problem.pattern, problem.heads, BLOCK, order != NATURAL) * entries
+    moved = order != NATURAL or kept_in(problem.pattern) != NATURAL
+    return 16 * heads_apart(problem.pattern.natural, problem.heads, BLOCK, moved) * entries
 
 
 def flops(problem: Problem) -> int:
@@ -146,7 +156,8 @@ def flops(problem: Problem) -> int:
 @lru_cache(maxsize=4096)
 def _visited(pattern: Pattern, q_len: int, k_len: int, heads: int, device: torch.device) -> int:
     """Blocks of all heads."""
-    some = blocks_of(pattern, q_len, k_len, heads, BLOCK, device).some
+    kept = permutation(kept_in(pattern), pattern.natural, q_len)
+    some = blocks_of(pattern.natural, q_len, k_len, heads, BLOCK, device, kept).some
     return int(some.sum()) * (heads // len(some))
 
 
@@ -218,7 +229,7 @@ def forget(problem: Problem) -> None:
 
 @dataclass
 class _Attention:
-    """The function of one problem in one order, compiled by its first call; the position at each place, and back."""
+    """The function of one problem in one order, compiled by its first call; where inputs are moved to, and back."""
 
     function: Callable[..., Any]
     table_bytes: int
@@ -251,11 +262,14 @@ def _prepared(problem: Problem, order: str) -> _Attention:
 
 
 def _attention(problem: Problem, order: str) -> _Attention:
+    pattern, kept = problem.pattern.natural, kept_in(problem.pattern)
     with _settled(problem):  # tables of an inference mode could not be used outside of it
-        moved = permutation(order, problem.pattern, problem.q_len) if problem.q_len == problem.k_len else None
-        positions = None if moved is None else moved.to(problem.device)
-        back = None if positions is None else places(positions)
-    return _Attention(_function(problem, positions), table_bytes(problem, order), positions, back)
+        order = order if kept == NATURAL else kept
+        at = permutation(order, pattern, problem.q_len) if problem.q_len == problem.k_len else None
+        positions = None if at is None else at.to(problem.device)
+        moved = positions if kept == NATURAL else None
+        back = None if moved is None else places(moved)
+    return _Attention(_function(problem, positions), table_bytes(problem, order), moved, back)
 
 
 def _held() -> int:
@@ -292,28 +306,30 @@ def _settled(problem: Problem) -> Iterator[None]:
 
 
 def _unmasked(problem: Problem) -> bool:
-    return not problem.masked and count_of(problem.pattern, problem.q_len, problem.k_len, problem.heads) is None
+    return not problem.masked and count_of(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads) is None
 
 
 def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
     """From q, k, v [batch, heads, len, head_dim], seq_lens and key_mask to out, or (out, lse). `positions` are those of
-    the rows of q, k and v; masks are about positions.
+    the rows of q, k and v; masks are about tokens as the caller keeps them.
     """
     from torch.nn.attention import flex_attention as library
 
     with _settled(problem):
         tables = None if _unmasked(problem) else _tables(problem, positions)
     attend: Any = library.flex_attention if compiling else _uncompiled
-    count = count_of(problem.pattern, problem.q_len, problem.k_len, problem.heads)
-    bias = repeats(problem.pattern) and count is not None
+    count = count_of(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads)
+    as_kept = positions is None or kept_in(problem.pattern) != NATURAL
+    bias = repeats(problem.pattern.natural) and count is not None
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
     options.update(_lse_options(library, problem))
 
     def call(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None) -> Any:
         def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            i, j = (i, j) if positions is None else (positions[i], positions[j])
-            seen = j >= 0 if count is None else count(h, i, j) > 0
+            at_i, at_j = (i, j) if positions is None else (positions[i], positions[j])
+            seen = j >= 0 if count is None else count(h, at_i, at_j) > 0
+            i, j = (i, j) if as_kept else (at_i, at_j)
             if seq_lens is not None:
                 seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
             return seen if key_mask is None else seen & key_mask[b, j]
@@ -352,7 +368,7 @@ def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
 def _tables(problem: Problem, positions: Tensor | None) -> dict[str, Any]:
     """What a BlockMask holds but its function. seq_lens and key_mask are data: then no block is known to be whole."""
     q_len, k_len, heads = problem.q_len, problem.k_len, problem.heads
-    blocks = blocks_of(problem.pattern, q_len, k_len, heads, BLOCK, problem.device, positions)
+    blocks = blocks_of(problem.pattern.natural, q_len, k_len, heads, BLOCK, problem.device, positions)
     whole = torch.zeros_like(blocks.whole) if problem.masked else blocks.whole
     tables: dict[str, Any] = {"seq_lengths": (q_len, k_len), "BLOCK_SIZE": (BLOCK, BLOCK)}
     for prefix, chosen in (("", blocks.some & ~whole), ("full_", whole)):

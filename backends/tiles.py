@@ -11,15 +11,16 @@ from attn_dispatch import tile_math
 from attn_dispatch.branches import sum_dtype
 from attn_dispatch.contract import Refusal, refuse_pattern
 from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.order import NATURAL, RESIDUE, TOKEN_ORDERS, check, serves
+from attn_dispatch.order import HILBERT, NATURAL, RESIDUE, TOKEN_ORDERS, check, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered, kept_in
 from attn_dispatch.tiles import AT_ONCE, MASK_BYTES, MOST_BRANCHES, forget_tables, head_classes, tables_of
 
 name = "tiles"
 all_orders = TOKEN_ORDERS
 
-PATTERNS = (Dense, Window, Dilated, Neighborhood)
+PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
 #: Tile sizes, and the rate that the dense kernel kept on them, gathering included (on a CPU: AVX-512, float32).
 TILES = {16: 0.65, 32: 0.87, 64: 1.0, 128: 1.07}
 PAIR_LIMIT = 2**24  #: of tiles
@@ -38,8 +39,9 @@ def refusals(problem: Problem) -> list[Refusal]:
     pairs = max(_pairs(problem, order) for order in orders(problem))
     if pairs > PAIR_LIMIT:
         found.append(Refusal("pattern", f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"))
-    if isinstance(problem.pattern, Dilated) and len(problem.pattern.branches) > MOST_BRANCHES:
-        text = f"takes {MOST_BRANCHES} branches, not {len(problem.pattern.branches)}"
+    pattern = problem.pattern.natural
+    if isinstance(pattern, Dilated) and len(pattern.branches) > MOST_BRANCHES:
+        text = f"takes {MOST_BRANCHES} branches, not {len(pattern.branches)}"
         found.append(Refusal("pattern", text))
     return found
 
@@ -91,7 +93,10 @@ def tile_size(problem: Problem, order: str) -> int:
 
 def _keys_met(problem: Problem, order: str, tile: int) -> int:
     """About how many keys a tile of queries meets, in whole tiles, where tiles are aligned."""
-    pattern, most = problem.pattern, -(-problem.k_len // tile) * tile
+    pattern, most = problem.pattern.natural, -(-problem.k_len // tile) * tile
+    order = order if problem.pattern is pattern else kept_in(problem.pattern)
+    if order == HILBERT and not isinstance(pattern, Neighborhood):
+        return most  # what is folded meets keys from everywhere
     if isinstance(pattern, Neighborhood):
         most = min(most, math.prod(_spans(pattern, order, tile)))
     elif isinstance(pattern, Window):
@@ -145,7 +150,7 @@ def _workspace_bytes(problem: Problem, order: str) -> int:
 
 
 def _table_bytes(problem: Problem, order: str) -> int:
-    tile, pattern = tile_size(problem, order), problem.pattern
+    tile, pattern = tile_size(problem, order), problem.pattern.natural
     boxes = -(-problem.q_len // tile) * -(-problem.k_len // tile)
     pairs = min(boxes, 2 * _pairs(problem, order))
     axes = 2 * (len(pattern.branches) if isinstance(pattern, Dilated) else len(getattr(pattern, "grid", "-")))

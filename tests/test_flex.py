@@ -23,6 +23,7 @@ from attn_dispatch.example import Example, make
 from attn_dispatch.measure import peak_bytes
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 from attn_dispatch.verify import Gate
 from tests.cases import Case, gate
 
@@ -348,6 +349,27 @@ def test_results_in_another_order(
     assert order in flex.orders(asked)
     expected = gate(asked)
     assert expected.check(expected.run(flex, order)).failures == ()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("order", "pattern"), [*IN_ORDER, ("hilbert", Window(20, 3)), ("hilbert", IN_ORDER[3][1])])
+def test_tokens_that_are_kept_in_another_order(
+    order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is permuted; masks are about tokens as they lie."""
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
+    case = Case("", Reordered(pattern, order), (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
+    asked = case.problem(torch.float32, needs_grad=True)
+    assert flex.orders(asked) == ("natural",)
+    expected = gate(asked)
+    assert expected.check(expected.run(flex)).failures == ()
+
+
+def test_orders_too_long_to_look_for_blocks_in() -> None:
+    kept = problem(Reordered(Window(20, 3), "hilbert"), 2**16)
+    assert "pattern" in codes(kept)
+    assert "pattern" not in codes(replace(kept, pattern=Window(20, 3)))
 
 
 def test_a_compiled_kernel_in_hilbert_order() -> None:

@@ -232,7 +232,7 @@ def test_it_passes_the_gate_and_is_decided_on(pattern: Pattern, monkeypatch: pyt
     ((_, decision),) = Store(cache_folder()).all()
     rows = {row.backend: row.status for row in decision.candidates}
     assert rows.keys() == set(BUILT_IN)
-    able = {"sdpa_mask", "manual"} | ({"native"} if isinstance(pattern.natural, Neighborhood) else set())
+    able = {"sdpa_mask", "manual", "tiles"} | ({"native"} if isinstance(pattern.natural, Neighborhood) else set())
     assert {rows[name] for name in able} <= {"chosen", "slower", "tie"}
     others = {status for name, status in rows.items() if name not in able}
     assert others <= {"unsupported", "not_installed"}

@@ -17,6 +17,7 @@ from attn_dispatch.example import make
 from attn_dispatch.order import TOKEN_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 from attn_dispatch.tiles import FULL, TileTable, counts, head_classes, tables_of
 from tests.cases import CASES, Case, gate
 
@@ -172,6 +173,19 @@ def test_every_order_gives_the_same(case: Case) -> None:
     for order, tile in zip(TOKEN_ORDERS, (32, 8, 16), strict=True):
         assert failures(case, order, tile) == (), (order, tile)
     assert failures(case, "hilbert", 16, torch.bfloat16) == ()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
+def test_tokens_that_are_kept_in_another_order(case: Case) -> None:
+    """Nothing is permuted, whatever the order that is asked for; masks are about tokens as they lie."""
+    if case.k_len is not None and case.k_len != case.shape[1]:
+        pytest.skip("an order is one of queries and keys alike")
+    for kept, order in (("hilbert", "natural"), ("residue", "hilbert")):
+        moved = replace(case, pattern=Reordered(case.pattern, kept))
+        problem = moved.problem(torch.float32, needs_grad=True)
+        assert backend.refusals(problem) == []
+        assert backend.orders(problem) == ("natural",) or problem.pattern == case.pattern
+        assert failures(moved, order, 16) == (), (kept, order)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)

@@ -101,7 +101,7 @@ def misses(program: Path, asked: Problem, order: str, data: Path) -> dict[str, A
 
 def main() -> None:
     arguments = parser(__doc__, "cache_misses.json")
-    arguments.add_argument("tokens", nargs="*", type=int, default=[4096, 16384])
+    arguments.add_argument("tokens", nargs="*", type=int, default=[4096, 16384, 65536])
     options = arguments.parse_args()
     if shutil.which("valgrind") is None:
         raise SystemExit("valgrind is not installed")
