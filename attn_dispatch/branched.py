@@ -20,6 +20,7 @@ from attn_dispatch.limits import Limits
 from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.pieces import Plan, plan_of
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import Call
 
 
 def torch_version() -> str:
@@ -166,6 +167,12 @@ class Branched:
     def workspace_bytes(self, problem: Problem) -> int:
         _, plan, scratch = _prepared(self, problem)
         return branches.workspace_bytes(problem, plan) + scratch
+
+    def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Call:
+        """The passes of queries that see keys elsewhere too (see `contract`)."""
+        kernel, plan, _ = _prepared(self, problem)
+        hidden = branches.hidden_keys(problem, None, key_mask, problem.device)
+        return branches.Call(problem, plan, kernel, hidden, None, ())
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         kernel, plan, _ = _prepared(self, problem)

@@ -7,6 +7,7 @@ Exception
     BackendFailed       the backend that was chosen or forced raised, or broke its contract
     NotDecided          ATTN_DISPATCH_MODE=locked and this problem has no stored decision
     GroupMismatch       the ranks of a mesh do not agree on the call
+    RankLost            a rank of the mesh died, hung or was not there in time
 """
 
 
@@ -32,3 +33,7 @@ class NotDecided(AttnDispatchError):
 
 class GroupMismatch(AttnDispatchError):
     """The ranks of a mesh disagree on shapes, dtypes or versions."""
+
+
+class RankLost(AttnDispatchError):
+    """Another rank of the mesh died, hung or did not take part within the process group's time-out."""

@@ -186,10 +186,15 @@ def _heads_by_offset(pattern: Dilated, branch: int, heads: int) -> dict[int, ran
 
 
 def progression(members: list[int]) -> range:
+    (run,) = progressions(members)  # every way of dealing out offsets gives an arithmetic progression
+    return run
+
+
+def progressions(members: list[int]) -> list[range]:
+    """Heads as one arithmetic progression, or one by one where they are none."""
     step = members[1] - members[0] if len(members) > 1 else 1
     run = range(members[0], members[-1] + 1, step)
-    assert list(run) == members  # every way of dealing out offsets gives an arithmetic progression
-    return run
+    return [run] if list(run) == members else [range(member, member + 1) for member in members]
 
 
 def kv_heads_of(heads: range, problem: Problem, grouped: bool) -> slice | tuple[int, ...]:

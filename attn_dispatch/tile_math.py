@@ -19,7 +19,7 @@ from attn_dispatch.branches import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
 from attn_dispatch.kernels import Kernel
 from attn_dispatch.pieces import kv_heads_of
 from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import recorded
+from attn_dispatch.recorded import Call, recorded
 from attn_dispatch.tiles import TileTable, counts
 from attn_dispatch.workers import Turns, share
 
@@ -58,6 +58,11 @@ def run(
         return recorded(q, k, v, call)
     with torch.no_grad():
         return _forward(q, k, v, call)
+
+
+def partial(problem: Problem, tables: Sequence[TileTable], kernel: Kernel, key_mask: Tensor | None) -> Call:
+    """The passes of queries that see keys elsewhere too; the scale must be above 0."""
+    return _Call(problem, tuple(tables), kernel, _hidden(problem, None, key_mask), None)
 
 
 @dataclass(frozen=True, slots=True)

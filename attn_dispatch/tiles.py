@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_dispatch.branches import sum_dtype
 from attn_dispatch.order import NATURAL, permutation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.pieces import progression
+from attn_dispatch.pieces import progressions
 from attn_dispatch.problem import Problem
 from attn_dispatch.reorder import kept_in
 
@@ -131,6 +131,34 @@ def _tables(
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
 
 
+def tables_at(
+    pattern: Pattern, length: int, heads: int, which: range, queries: Tensor, keys: Tensor, tile: int, dtype: torch.dtype
+) -> tuple[TileTable, ...]:
+    """Tables of some queries and keys of a sequence, for tensors that hold these rows and heads alone.
+
+    Args:
+        length: of the whole sequence, in tokens.
+        heads: of all; `which` are the query heads that the tensors hold.
+        queries, keys: int64, the place of each row in the sequence.
+        dtype: that sums are kept in.
+
+    Returns:
+        A table for each class of heads, counted as the tensors hold them; places are rows of the tensors.
+    """
+    kept, natural = permutation(kept_in(pattern), pattern.natural, length), pattern.natural
+    q_at, k_at = (queries, keys) if kept is None else (kept[queries], kept[keys])
+    q_rows, k_rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
+    found = []
+    for members, offsets in head_classes(natural, heads, which):
+        reaches = _reaches(natural, length, length, offsets)
+        branches = tuple(
+            _branch([x[q_at] for x in first], [x[q_at] for x in last], [x[k_at] for x in at], q_rows, k_rows, len(keys))
+            for first, last, at in reaches
+        )
+        found.append(_table(members, branches, q_rows, k_rows, dtype))
+    return tuple(found)
+
+
 def forget_tables() -> None:
     """Drop the tables."""
     _tables.cache_clear()
@@ -159,16 +187,22 @@ def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
     return (places if permuted is None else permuted[places]).view(-1, tile)
 
 
-def head_classes(pattern: Pattern, heads: int) -> list[tuple[range, tuple[int | None, ...]]]:
-    """The heads that share one multiplicity, with their offset in each branch."""
-    pattern = pattern.natural
+def head_classes(
+    pattern: Pattern, heads: int, which: range | None = None
+) -> list[tuple[range, tuple[int | None, ...]]]:
+    """The heads that share one multiplicity, with their offset in each branch.
+
+    Args:
+        which: the heads to deal with, and then to count from 0; all of them by default.
+    """
+    pattern, which = pattern.natural, range(heads) if which is None else which
     if not isinstance(pattern, Dilated):
-        return [(range(heads), ())]
+        return [(range(len(which)), ())]
     found: dict[tuple[int | None, ...], list[int]] = {}
-    for head in range(heads):
+    for number, head in enumerate(which):
         offsets = tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches)))
-        found.setdefault(offsets, []).append(head)
-    return [(progression(members), offsets) for offsets, members in found.items()]
+        found.setdefault(offsets, []).append(number)
+    return [(run, offsets) for offsets, members in found.items() for run in progressions(members)]
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
@@ -203,25 +237,34 @@ def _neighbors(pattern: Neighborhood, position: Tensor) -> Reach:
     """Two axes for one that is dilated: places in a residue class, and the class, which must be the same."""
     found: Reach = ([], [], [])
     stride = len(position)
-    for axis, (size, width, step) in enumerate(zip(pattern.grid, pattern.window, pattern.dilation)):
+    for axis, (size, step) in enumerate(zip(pattern.grid, pattern.dilation)):
         stride //= size
         x = position // stride % size
-        place, half = x // step, (width - 1) // 2
-        if pattern.edges == "clip":
-            low, high = place - half, place + half
-        elif pattern.is_causal[axis]:
-            low, high = place - width + 1, place
-        else:
-            members = (size - x % step + step - 1) // step
-            low = (place - half).clamp(min=0).minimum(members - width)
-            high = low + width - 1
-        high = place if pattern.is_causal[axis] else high
-        for store, values in zip(found, (low, high, place)):
+        low, high = axis_bounds(pattern, axis)
+        for store, values in zip(found, (low[x], high[x], x // step)):
             store.append(values)
         if step > 1:
             for store in found:
                 store.append(x % step)
     return found
+
+
+def axis_bounds(pattern: Neighborhood, axis: int) -> tuple[Tensor, Tensor]:
+    """From which place to which in its residue class each coordinate of an axis sees, int64 [size] both; past the ends
+    where windows are clipped.
+    """
+    size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
+    x = torch.arange(size)
+    place, half = x // step, (width - 1) // 2
+    if pattern.edges == "clip":
+        low, high = place - half, place + half
+    elif pattern.is_causal[axis]:
+        low, high = place - width + 1, place
+    else:
+        members = (size - x % step + step - 1) // step
+        low = (place - half).clamp(min=0).minimum(members - width)
+        high = low + width - 1
+    return low, place if pattern.is_causal[axis] else high
 
 
 def _segment(pattern: Dilated, position: Tensor, length: int, rate: int, offset: int) -> Reach:

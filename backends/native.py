@@ -30,6 +30,7 @@ from attn_dispatch.native.tiles import PERIOD_LIMIT, grid_of, period, table_byte
 from attn_dispatch.order import NATURAL, ORDERS, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import Call
 
 name = "native"
 
@@ -115,12 +116,25 @@ def run(
     return _forward(q, k, v, call)
 
 
+def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
+    """The passes of queries that see keys elsewhere too (see `contract`)."""
+    return _Call(problem, tiles_of(problem), None if key_mask is None else key_mask.contiguous(), None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     problem: Problem
     tiles: Tiles
     seen: Tensor | None
     seq_lens: Tensor | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(q, k, v, self)
+
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(grad, grad_lse, saved, self)
 
     def args(self, **tensors: Tensor) -> library.Args:
         """Views of [batch, len, heads, head_dim] tensors, and everything that does not change with the pass."""

@@ -14,6 +14,7 @@ from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEffic
 from attn_dispatch.order import HILBERT, NATURAL, RESIDUE, TOKEN_ORDERS, check, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import Call
 from attn_dispatch.reorder import Reordered, kept_in
 from attn_dispatch.tiles import AT_ONCE, MASK_BYTES, MOST_BRANCHES, forget_tables, head_classes, tables_of
 
@@ -73,9 +74,18 @@ def run(
     **tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute. `tile` is the number of tokens in a tile, a multiple of 4; by default what `tile_size` says."""
-    kernel: Kernel = CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
     tables = tables_of(problem, check(order), tile or tile_size(problem, order))
-    return tile_math.run(q, k, v, problem, tables, kernel, **tensors)
+    return tile_math.run(q, k, v, problem, tables, kernel_of(problem), **tensors)
+
+
+def kernel_of(problem: Problem) -> Kernel:
+    """The dense kernel that the tiles are given to."""
+    return CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
+
+
+def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
+    """The passes of queries that see keys elsewhere too (see `contract`)."""
+    return tile_math.partial(problem, tables_of(problem, NATURAL, tile_size(problem, NATURAL)), kernel_of(problem), key_mask)
 
 
 def forget(problem: Problem) -> None:

@@ -30,7 +30,7 @@ from attn_dispatch.launches import Chip, launches_bytes, launches_of, offered
 from attn_dispatch.order import NATURAL, VISIT_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import recorded
+from attn_dispatch.recorded import Call, recorded
 from attn_dispatch.units import gib
 from attn_dispatch.visits import Side, Visits, covers, largest_cell, visits_bytes, visits_of
 
@@ -170,6 +170,11 @@ def run(
     if problem.needs_grad:
         return recorded(q, k, v, call)
     return call.forward(q, k, v)
+
+
+def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
+    """The passes of queries that see keys elsewhere too (see `contract`)."""
+    return _Call(problem, NATURAL, None, None if key_mask is None else key_mask.view(torch.uint8))
 
 
 def release() -> None:

@@ -1,0 +1,264 @@
+"""One rank's forward and backward pass over a sequence that lies on many.
+
+Forward: rows of k and v arrive from the others while those that are there are worked on; partial results are joined by
+lse in float32. Backward: the same rows arrive again, each part's own backward is given the out and lse of the whole,
+and gradients of k and v travel home to where the rows came from, where they are added up in the order of steps.
+
+Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that no query sees stay where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.branches import sum_dtype
+from attn_dispatch.problem import Problem
+from attn_dispatch.ring.exchange import Flight, Peers, Wire, add_home, message_size, pack, unpack
+from attn_dispatch.ring.layout import Layout
+from attn_dispatch.ring.parts import Part, Source, parts_of
+from attn_dispatch.ring.sums import Sums, add_rows
+from attn_dispatch.ring.traffic import Rows, Traffic, traffic_of
+
+LOCAL, RING, GATHER = "local", "ring", "gather"
+#: Buffers: rows arrive in two by turns; rows that leave; gradients that come home, and that leave for home.
+ARRIVING, LEAVING, HOME, HOMEWARD = (0, 1), 2, 3, 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Rows that are worked on together.
+
+    Args:
+        receives: from whom they come, with what each sends; `sends` what goes to whom meanwhile. Empty for own rows.
+        sources: the rows, by key heads.
+        parts: what is made of them.
+    """
+
+    receives: dict[int, tuple[Rows, ...]]
+    sends: dict[int, tuple[Rows, ...]]
+    sources: tuple[Source, ...]
+    parts: tuple[Part, ...]
+
+
+@lru_cache(maxsize=16)
+def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
+    """A rank's steps, its own rows first.
+
+    Args:
+        problem: the whole sequence's.
+        exchange: "ring": one peer after the other, each a step further on. "gather": everybody at once.
+    """
+    traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank)
+    own = Source(range(problem.kv_heads), traffic.own)
+    found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
+    # A step stays even where this rank has nothing to do in it: messages between two ranks are matched by their order,
+    # so that every rank must go through the same steps.
+    found += [_step(problem, traffic, peers) for peers in _turns(rank, layout.ranks, exchange)]
+    return tuple(found)
+
+
+def _turns(rank: int, ranks: int, exchange: str) -> list[tuple[Peers, Peers]]:
+    """From whom and to whom, step by step."""
+    if exchange == GATHER:
+        others = [peer for peer in range(ranks) if peer != rank]
+        return [(others, others)]
+    return [([(rank - step) % ranks], [(rank + step) % ranks]) for step in range(1, ranks)]
+
+
+def _step(problem: Problem, traffic: Traffic, peers: tuple[Peers, Peers]) -> Step:
+    receives = {peer: traffic.receives[peer] for peer in peers[0] if peer in traffic.receives}
+    sends = {peer: traffic.sends[peer] for peer in peers[1] if peer in traffic.sends}
+    by_heads: dict[range, list[Tensor]] = {}
+    for rows in receives.values():
+        for each in rows:
+            by_heads.setdefault(each.heads, []).append(each.positions)
+    sources = tuple(Source(heads, torch.cat(positions)) for heads, positions in by_heads.items())
+    parts = parts_of(problem, traffic.layout, traffic.rank, sources, own=False)
+    return Step(receives, sends, sources, parts)
+
+
+@dataclass(slots=True)
+class RingCall:
+    """A problem over many ranks; forward and backward as `recorded` wants them.
+
+    Args:
+        problem: the whole sequence's, its scale above 0.
+        seen: bool [batch, tokens of the whole sequence], what masks leave; None: everything.
+        padding: bool [batch, tokens of this rank], queries that are none; None: none.
+    """
+
+    problem: Problem
+    steps: tuple[Step, ...]
+    wire: Wire
+    seen: Tensor | None = None
+    padding: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        sums, trouble = Sums(q), _Trouble()
+        flight = None
+        for number, step in enumerate(self.steps):
+            rows = [(k, v)] if flight is None else self._arrived(step, flight)
+            flight = self._start(number + 1, k, v)
+            if not trouble:
+                with trouble:
+                    self._forward_step(step, q, rows, sums)
+        trouble.raised()
+        out, lse = sums.results()
+        if self.padding is not None:
+            out = out.masked_fill(self.padding[:, :, None, None], 0.0)
+            lse = lse.masked_fill(self.padding[:, None], -math.inf)
+        return out, lse.contiguous()
+
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        grad = torch.zeros_like(out) if grad is None else grad
+        # A query without keys, or one that is padding, weighs nothing: exp(s - inf) is 0.
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        q_side = grad, None if grad_lse is None else grad_lse.transpose(1, 2), q, out, lse.transpose(1, 2)
+        wide = sum_dtype(q.dtype)
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        trouble = _Trouble()
+        flight = homeward = None
+        for number, step in enumerate(self.steps):
+            rows = [(k, v)] if flight is None else self._arrived(step, flight)
+            flight = self._start(number + 1, k, v)
+            grads = [own] if number == 0 else [_zeros_like(pair, wide) for pair in rows]
+            if not trouble:
+                with trouble:
+                    self._backward_step(step, q_side, rows, dq, grads)
+            self._land(self.steps[number - 1], homeward, own)
+            homeward = None if number == 0 else self._start_home(step, grads)
+        self._land(self.steps[-1], homeward, own)
+        trouble.raised()
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _forward_step(self, step: Step, q: Tensor, rows: Sequence[tuple[Tensor, Tensor]], sums: Sums) -> None:
+        masks = self._masks(step)
+        for part in step.parts:
+            keys, values = (x[:, part.keys] for x in rows[part.source])
+            sums.add(part, *part.call(masks[part.source]).forward(part.of(q), keys, values))
+
+    def _backward_step(
+        self,
+        step: Step,
+        q_side: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+        rows: Sequence[tuple[Tensor, Tensor]],
+        dq: Tensor,
+        grads: Sequence[tuple[Tensor, ...]],
+    ) -> None:
+        masks = self._masks(step)
+        for part in step.parts:
+            g, slope, q, out, lse = (None if x is None else part.of(x) for x in q_side)
+            assert q is not None and out is not None and lse is not None
+            keys, values = (x[:, part.keys] for x in rows[part.source])
+            slope = None if slope is None else slope.transpose(1, 2)
+            saved = q, keys, values, out, lse.transpose(1, 2)
+            found = part.call(masks[part.source]).backward(g, slope, saved)
+            add_rows(dq, part, found[0])
+            for total, one in zip(grads[part.source], found[1:]):
+                total[:, part.keys] += one
+
+    def _masks(self, step: Step) -> list[Tensor | None]:
+        seen = self.seen
+        if seen is None:
+            return [None] * len(step.sources)
+        return [seen.index_select(1, source.positions.to(seen.device)) for source in step.sources]
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, number: int, k: Tensor, v: Tensor) -> Flight | None:
+        """Set a step's rows on their way."""
+        if number >= len(self.steps):
+            return None
+        step = self.steps[number]
+        receives = self._buffers(ARRIVING[number % 2], step.receives, k)
+        sends = self._buffers(LEAVING, step.sends, k)
+        for peer, rows in step.sends.items():
+            pack(k, v, rows, sends[peer])
+        return self.wire.exchange(sends, receives)
+
+    def _buffers(self, slot: int, rows: dict[int, tuple[Rows, ...]], like: Tensor) -> dict[int, Tensor]:
+        """A flat tensor for each peer's rows."""
+        sizes = {peer: message_size(each, self.problem.batch, self.problem.head_dim) for peer, each in rows.items()}
+        whole = self.wire.buffer(slot, sum(sizes.values()), like)
+        return dict(zip(sizes, torch.split(whole, list(sizes.values())))) if sizes else {}
+
+    def _arrived(self, step: Step, flight: Flight) -> list[tuple[Tensor, Tensor]]:
+        """k and v of each source of a step."""
+        flight.wait()
+        by_heads: dict[range, list[tuple[Tensor, Tensor]]] = {}
+        for peer, rows in step.receives.items():
+            views = unpack(flight.receives[peer], rows, self.problem.batch, self.problem.head_dim)
+            for each, pair in zip(rows, views):
+                by_heads.setdefault(each.heads, []).append(pair)
+        return [_joined(pairs) for pairs in by_heads.values()]
+
+    def _start_home(self, step: Step, grads: Sequence[tuple[Tensor, ...]]) -> Flight:
+        """Set gradients of a step's rows on their way to where the rows came from."""
+        like = grads[0][0] if grads else torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
+        size = self.problem.batch, self.problem.head_dim
+        receives = self._buffers(HOME, step.sends, like)
+        sends = self._buffers(HOMEWARD, step.receives, like)
+        taken = dict.fromkeys((source.heads for source in step.sources), 0)
+        totals = dict(zip(taken, grads))
+        for peer, rows in step.receives.items():
+            for each, views in zip(rows, unpack(sends[peer], rows, *size)):
+                start = taken[each.heads]
+                taken[each.heads] += len(each.positions)
+                for view, total in zip(views, totals[each.heads]):
+                    view.copy_(total[:, start : taken[each.heads]])
+        return self.wire.exchange(sends, receives)
+
+    def _land(self, step: Step, flight: Flight | None, own: tuple[Tensor, ...]) -> None:
+        """Add up gradients that have come home."""
+        if flight is not None:
+            flight.wait()
+            for peer, rows in step.sends.items():
+                add_home(own, flight.receives[peer], rows)
+
+
+def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Rows of several peers as one tensor."""
+    if len(pairs) == 1:
+        return pairs[0]
+    keys, values = (torch.cat(each, dim=1) for each in zip(*pairs))
+    return keys, values
+
+
+class _Trouble:
+    """A rank that fails goes on sending and receiving, so that nobody waits for it in vain, and says so afterwards."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.error = self.error or error
+            return True
+        return False
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+    def raised(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def _zeros_like(pair: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in pair)

@@ -1,0 +1,278 @@
+"""A rank's share of the work, cut into attention problems that one device solves: some rows of q over some rows of k.
+
+Where rows are runs of a sequence, a dense, windowed or dilated pattern on them is again one, and the fastest kernel
+takes it. Whatever else there is goes by tiles (`tiles.tables_at`), by the position of each single row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch import registry, tile_math
+from attn_dispatch.backends import tiles
+from attn_dispatch.branches import sum_dtype
+from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import Call
+from attn_dispatch.ring.layout import Layout
+from attn_dispatch.tiles import TileTable, tables_at
+
+TILE = 64  #: rows of a tile, where rows go by position
+#: Who solves a problem on one device, the preferred first: those that take the out and lse of all keys in a backward
+#: pass (`partial`, see `contract`).
+SOLVERS = {"cpu": ("native", "sdpa", "tiles"), "cuda": ("flash", "triton", "sdpa", "tiles")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Rows of k and v that are there at once: of some key heads, at these positions."""
+
+    heads: range
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Some rows and heads of q over some rows of a source.
+
+    Args:
+        rows: of this rank's shard.
+        heads: of q.
+        source: which one; `keys` are its rows.
+        problem: what is computed, as on one device.
+        backend: who computes it; by `tables` where it is None.
+    """
+
+    rows: slice | Tensor
+    heads: slice
+    source: int
+    keys: slice
+    problem: Problem
+    backend: Any
+    tables: tuple[TileTable, ...] = ()
+
+    def call(self, seen: Tensor | None) -> Call:
+        """The passes. `seen` bool [batch, rows of the source]: keys that masks leave; None: all of them."""
+        mask = None if seen is None else seen[:, self.keys]
+        if self.backend is None:
+            return tile_math.partial(self.problem, self.tables, tiles.kernel_of(self.problem), mask)
+        call: Call = self.backend.partial(self.problem, mask)
+        return call
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its rows and heads of [batch, tokens, heads, ...]."""
+        mine = x[:, :, self.heads]
+        return mine[:, self.rows] if isinstance(self.rows, slice) else mine.index_select(1, self.rows)
+
+
+def parts_of(problem: Problem, layout: Layout, rank: int, sources: Sequence[Source], own: bool) -> tuple[Part, ...]:
+    """What a rank's queries make of some sources.
+
+    Args:
+        problem: the whole sequence's.
+        own: the one source is the rank's own shard.
+    """
+    return tuple(_parts(_Share(problem, layout.chunks[rank], own), sources))
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rank's queries: the whole problem, the runs of positions of the shard, and whether the keys are those too."""
+
+    problem: Problem
+    chunks: tuple[range, ...]
+    own: bool
+
+    @property
+    def group(self) -> int:
+        return self.problem.heads // self.problem.kv_heads
+
+    def runs(self) -> Iterator[tuple[range, slice]]:
+        """Each run of positions, and where it lies in the shard."""
+        start = 0
+        for chunk in self.chunks:
+            yield chunk, slice(start, start + len(chunk))
+            start += len(chunk)
+
+    def heads(self, kv: range) -> slice:
+        """The query heads that read those key heads."""
+        if kv.step == 1:
+            return slice(kv.start * self.group, kv.stop * self.group)
+        return slice(kv.start, kv.stop, kv.step)  # none is shared, see needs.kv_classes
+
+    def sub(self, pattern: Pattern, rows: int, keys: int, kv: range) -> Problem:
+        """The problem of some rows and heads."""
+        heads = len(kv) * self.group
+        return replace(
+            self.problem,
+            pattern=pattern,
+            q_len=rows,
+            k_len=keys,
+            heads=heads,
+            kv_heads=len(kv),
+            return_lse=True,
+            has_seq_lens=False,
+            has_key_mask=self.problem.masked,
+            strides=("bnhd", "bnhd", "bnhd"),
+            ranks=1,
+        )
+
+
+def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
+    pattern = share.problem.pattern
+    for number, source in enumerate(sources):
+        if isinstance(pattern, Dense | Window):
+            yield from _windows(share, number, source)
+        elif isinstance(pattern, Dilated) and share.own and all(_aligned(pattern, run) for run in share.chunks):
+            yield from _segments(share, pattern, number, source)
+        else:
+            yield from _by_position(share, number, source, slice(0, sum(map(len, share.chunks))))
+
+
+# --- runs of the sequence ---------------------------------------------------------------------------------------------
+
+
+def _windows(share: _Share, number: int, source: Source) -> Iterator[Part]:
+    """Dense and windowed: each run of queries over each run of keys, without what no query or key of them meets."""
+    pattern = share.problem.pattern
+    if isinstance(pattern, Dense):
+        pattern = Window(None, 0 if pattern.is_causal else None)
+    assert isinstance(pattern, Window)
+    found: list[tuple[slice, slice, Pattern]] = []
+    for run, place in share.runs():
+        for keys, key_place in _runs(source.positions):
+            met = _met(pattern, run, keys)
+            if met is None:
+                continue
+            queries, keys_met, relation = met
+            rows = _moved(queries, place.start - run.start)
+            columns = _moved(keys_met, key_place.start - keys.start)
+            found.append((rows, columns, relation.simplify(len(queries), len(keys_met), share.problem.heads)))
+    for rows, columns, relation in _joined(found):
+        problem = share.sub(relation, rows.stop - rows.start, columns.stop - columns.start, source.heads)
+        yield Part(rows, share.heads(source.heads), number, columns, problem, solver(problem))
+
+
+def _met(pattern: Window, queries: range, keys: range) -> tuple[range, range, Window] | None:
+    """The queries and keys of two runs that meet any, and the window that is left between them."""
+    if pattern.left is not None:
+        keys = range(max(keys.start, queries.start - pattern.left), keys.stop)
+        queries = range(queries.start, min(queries.stop, keys.stop + pattern.left))
+    if pattern.right is not None:
+        keys = range(keys.start, min(keys.stop, queries.stop + pattern.right))
+        queries = range(max(queries.start, keys.start - pattern.right), queries.stop)
+    if not queries or not keys:
+        return None
+    # The last query lines up with the last key.
+    ahead = keys.stop - queries.stop
+    left = None if pattern.left is None else pattern.left + ahead
+    right = None if pattern.right is None else pattern.right - ahead
+    return queries, keys, Window(left, right)
+
+
+def _joined(found: list[tuple[slice, slice, Pattern]]) -> list[tuple[slice, slice, Pattern]]:
+    """Dense parts side by side, in rows or in columns, as one."""
+    done: list[tuple[slice, slice, Pattern]] = []
+    for rows, columns, pattern in found:
+        if done and pattern == Dense() == done[-1][2]:
+            before, their, _ = done[-1]
+            if columns == their and rows.start == before.stop:
+                done[-1] = (slice(before.start, rows.stop), columns, pattern)
+                continue
+            if rows == before and columns.start == their.stop:
+                done[-1] = (rows, slice(their.start, columns.stop), pattern)
+                continue
+        done.append((rows, columns, pattern))
+    return done
+
+
+def _runs(positions: Tensor) -> Iterator[tuple[range, slice]]:
+    """Neighbouring positions, and the rows where they are."""
+    breaks = (positions.diff() != 1).nonzero().flatten().add_(1).tolist()
+    for start, stop in zip([0, *breaks], [*breaks, len(positions)]):
+        first = int(positions[start])
+        yield range(first, first + stop - start), slice(start, stop)
+
+
+def _moved(run: range, by: int) -> slice:
+    return slice(run.start + by, run.stop + by)
+
+
+# --- dilated ----------------------------------------------------------------------------------------------------------
+
+
+def _aligned(pattern: Dilated, run: range) -> bool:
+    """Whether the pattern cuts this run of positions as it would cut one that begins at 0."""
+    return all(
+        run.start % segment == 0
+        or (run.start // segment == (run.stop - 1) // segment and run.start % segment % rate == 0)
+        for segment, rate in pattern.branches
+    )
+
+
+def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
+    """Each run with itself at once; two runs with one another by position."""
+    for run, place in share.runs():
+        length = len(run)
+        # A segment that holds the whole run is as long as it.
+        cut = tuple(s if run.start % s == 0 else max(s, length) for s in pattern.segment_lengths)
+        again = replace(pattern, segment_lengths=cut).simplify(length, length, share.problem.heads)
+        problem = share.sub(again, length, length, source.heads)
+        yield Part(place, share.heads(source.heads), number, place, problem, solver(problem))
+    for _, place in share.runs():
+        for other, keys in share.runs():
+            if keys != place:
+                only = Source(source.heads, torch.arange(other.start, other.stop))
+                yield from _by_position(share, number, only, place, keys)
+
+
+# --- by position ------------------------------------------------------------------------------------------------------
+
+
+def _by_position(
+    share: _Share, number: int, source: Source, rows: slice, keys: slice | None = None
+) -> Iterator[Part]:
+    """By tiles of rows, those of q alone that meet any of k; nothing where none does."""
+    keys = slice(0, len(source.positions)) if keys is None else keys
+    problem = share.problem
+    queries = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
+    places = torch.arange(rows.start, rows.stop)
+    heads = share.heads(source.heads)
+    which = range(problem.heads)[heads]
+    dtype = sum_dtype(problem.dtype)
+
+    def tables(of: Tensor) -> tuple[TileTable, ...]:
+        return tables_at(problem.pattern, problem.q_len, problem.heads, which, of, source.positions, TILE, dtype)
+
+    found = tables(queries)
+    meets = torch.zeros(-(-len(queries) // TILE), dtype=torch.bool)
+    for table in found:
+        meets |= table.first.diff() > 0
+    if not meets.any():
+        return
+    if not meets.all():
+        kept = meets.repeat_interleave(TILE)[: len(queries)]
+        queries, places = queries[kept], places[kept]
+        found = tables(queries)
+    mine: slice | Tensor = rows if len(places) == rows.stop - rows.start else places.to(problem.device)
+    asked = share.sub(problem.pattern, len(queries), len(source.positions), source.heads)
+    moved = tuple(table if problem.device.type == "cpu" else table.to(problem.device) for table in found)
+    yield Part(mine, heads, number, keys, asked, None, moved)
+
+
+def solver(problem: Problem) -> Any:
+    """Who solves it, the preferred first.
+
+    Raises:
+        LookupError: nobody can.
+    """
+    for name in SOLVERS.get(problem.device.type, ()):
+        backend = registry.load(name)
+        if not backend.refusals(problem):
+            return backend
+    raise LookupError(f"nothing computes {problem} with rows on other ranks")
