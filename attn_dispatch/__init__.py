@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         InvalidInput,
         NoBackend,
         NotDecided,
+        RankLost,
     )
     from attn_dispatch.explanation import Explanation
     from attn_dispatch.machine import hardware
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from attn_dispatch.recording import record
     from attn_dispatch.registry import register
     from attn_dispatch.reorder import Reordered, from_order, positions, to_order
+    from attn_dispatch.ring.shards import Sharded, shard, shard_positions, unshard, weights_of
 
 __all__ = [
     "AttnDispatchError",
@@ -35,7 +37,9 @@ __all__ = [
     "NoBackend",
     "NotDecided",
     "Problem",
+    "RankLost",
     "Reordered",
+    "Sharded",
     "Window",
     "attend",
     "counters",
@@ -46,7 +50,11 @@ __all__ = [
     "profile",
     "record",
     "register",
+    "shard",
+    "shard_positions",
     "to_order",
+    "unshard",
+    "weights_of",
 ]
 
 # Names are loaded when first used, so that the commands that need no torch start without it.
@@ -60,6 +68,7 @@ _HOME = {
     "InvalidInput": "errors",
     "NoBackend": "errors",
     "NotDecided": "errors",
+    "RankLost": "errors",
     "Explanation": "explanation",
     "hardware": "machine",
     "Dense": "pattern",
@@ -74,6 +83,11 @@ _HOME = {
     "from_order": "reorder",
     "positions": "reorder",
     "to_order": "reorder",
+    "Sharded": "ring.shards",
+    "shard": "ring.shards",
+    "shard_positions": "ring.shards",
+    "unshard": "ring.shards",
+    "weights_of": "ring.shards",
 }
 
 

@@ -100,7 +100,8 @@ def attend(
         layout: "bnhd", or "bhnd" for q, k, v and out with their middle axes swapped.
         backend, order: run with this one, in this token order; it does or the call fails. What is left open goes by
             what was measured, or by the order of preference; nothing is measured.
-        mesh: 1-D DeviceMesh or process group over whose ranks the sequence is sharded.
+        mesh: 1-D DeviceMesh, process group or `Sharded` over whose ranks the sequence lies; q, k, v and key_mask are
+            then this rank's shard, seq_lens are about the whole, and `order` is a way of exchanging rows.
         return_lse: also return lse.
 
     Returns:
@@ -109,7 +110,8 @@ def attend(
 
     Raises:
         InvalidInput: an argument is wrong. NoBackend: none can run this. BackendFailed: the chosen one raised.
-        NotDecided: locked mode met an unseen problem.
+        NotDecided: locked mode met an unseen problem. GroupMismatch: the ranks of a mesh do not ask for the same.
+        RankLost: one of them is gone, or did not take part within the group's time-out.
     """
     if is_dynamo_compiling():
         return _outside_graph(
@@ -117,11 +119,17 @@ def attend(
             seq_lens=seq_lens, key_mask=key_mask, dropout_p=dropout_p, scale=scale, layout=layout, backend=backend,
             order=order, mesh=mesh, return_lse=return_lse,
         )  # fmt: skip
+    if mesh is not None:
+        return _over_mesh(
+            mesh, q, k, v, pattern=pattern, segment_lengths=_frozen(segment_lengths),
+            dilation_rates=_frozen(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
+            dropout_p=dropout_p, scale=scale, layout=layout, backend=backend, order=order, return_lse=return_lse,
+        )  # fmt: skip
     signature: Any = None
     try:
         signature = (
             q.shape, k.numel(), pattern, segment_lengths, dilation_rates, is_causal, dropout_p, scale, layout, backend,
-            order, mesh, return_lse,
+            order, return_lse,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
             torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(),
@@ -137,7 +145,7 @@ def attend(
         arguments = {
             "segment_lengths": _frozen(segment_lengths), "dilation_rates": _frozen(dilation_rates),
             "is_causal": is_causal, "seq_lens": seq_lens, "key_mask": key_mask, "dropout_p": dropout_p,
-            "scale": scale, "layout": layout, "mesh": mesh, "return_lse": return_lse,
+            "scale": scale, "layout": layout, "return_lse": return_lse,
         }  # fmt: skip
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
             # Lists have no hash; the same call with tuples has.
@@ -179,6 +187,11 @@ def explain(
     """
     if "device" in arguments:
         raise InvalidInput("explain takes attend's arguments, which have no device")
+    mesh = arguments.pop("mesh", None)
+    if mesh is not None:
+        from attn_dispatch.ring.route import explain_over
+
+        return explain_over(attend, mesh, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
     return decisions.explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
 
 
@@ -322,6 +335,12 @@ def _frozen(value: Any) -> Any:
         return tuple(plain)
     except TypeError:
         return plain
+
+
+def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+    from attn_dispatch.ring.route import attend_over  # with torch.distributed: what most never use
+
+    return attend_over(attend, mesh, q, k, v, **arguments)
 
 
 def _outside_graph(*args: Any, **kwargs: Any) -> Any:

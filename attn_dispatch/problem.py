@@ -38,7 +38,7 @@ class Problem:
 
     Lengths are in tokens, `head_dim` in elements. `pattern` is the plainest pattern with this meaning at these
     lengths. `dtype` is the one that is computed in: under autocast, the autocast dtype. `strides` classes the memory
-    order of q, k and v (see `strides.stride_class`). `ranks` is the size of the mesh; the lengths are a rank's own.
+    order of q, k and v (see `strides.stride_class`). `ranks` is how many share the sequence; lengths are the whole's.
     """
 
     pattern: Pattern
@@ -89,7 +89,6 @@ class Problem:
         dropout_p: float = 0.0,
         scale: float | None = None,
         layout: str = "bnhd",
-        mesh: object = None,
         return_lse: bool = False,
         device: torch.device | str | None = None,
     ) -> Problem:
@@ -135,7 +134,6 @@ class Problem:
             strides=_strides(tensors, dtype),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             matmul_precision=matmul_precision() if dtype == torch.float32 else "highest",
-            ranks=_ranks(mesh),
         )
 
     @property
@@ -383,17 +381,6 @@ def _dropout(dropout_p: object) -> float:
 def _strides(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, str, str]:
     q, k, v = (stride_class(tuple(t.shape), t.stride(), dtype.itemsize) for t in tensors.values())
     return q, k, v
-
-
-def _ranks(mesh: object) -> int:
-    if mesh is None:
-        return 1
-    size: Callable[[], Any] | None = getattr(mesh, "size", None)
-    if not callable(size):
-        raise InvalidInput(f"mesh must be a 1-D DeviceMesh or a process group, got {type(mesh).__name__}")
-    if getattr(mesh, "ndim", 1) != 1:
-        raise InvalidInput(f"mesh must have one dimension, got {getattr(mesh, 'ndim', None)}")
-    return int(size())
 
 
 def _pattern(plain: Mapping[str, Any]) -> Pattern:

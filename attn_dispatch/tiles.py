@@ -132,7 +132,14 @@ def _tables(
 
 
 def tables_at(
-    pattern: Pattern, length: int, heads: int, which: range, queries: Tensor, keys: Tensor, tile: int, dtype: torch.dtype
+    pattern: Pattern,
+    length: int,
+    heads: int,
+    which: range,
+    queries: Tensor,
+    keys: Tensor,
+    tile: int,
+    dtype: torch.dtype,
 ) -> tuple[TileTable, ...]:
     """Tables of some queries and keys of a sequence, for tensors that hold these rows and heads alone.
 

@@ -85,7 +85,9 @@ def kernel_of(problem: Problem) -> Kernel:
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
     """The passes of queries that see keys elsewhere too (see `contract`)."""
-    return tile_math.partial(problem, tables_of(problem, NATURAL, tile_size(problem, NATURAL)), kernel_of(problem), key_mask)
+    return tile_math.partial(
+        problem, tables_of(problem, NATURAL, tile_size(problem, NATURAL)), kernel_of(problem), key_mask
+    )
 
 
 def forget(problem: Problem) -> None:

@@ -44,10 +44,6 @@ GTX1080 = props("NVIDIA GeForce GTX 1080", (6, 1), 20, 2 * MIB, 8_510_701_568, u
 SLICE = props("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 14, 5 * MIB, 5_100_273_664, uuid="cccc-3")
 
 
-def mesh(ranks: int) -> SimpleNamespace:
-    return SimpleNamespace(size=lambda: ranks)
-
-
 class FakeNvmlError(Exception):
     pass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, dispatch, explain, register
+from attn_dispatch import attend, decisions, dispatch, explain, register
 from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.order import ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Window
+from attn_dispatch.problem import Problem
 from attn_dispatch.store import cache_folder
 from tests.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, forget, formula, qkv
 
@@ -190,14 +191,14 @@ def test_an_unknown_order(call: Callable[..., Any], order: Any) -> None:
 
 
 def test_no_backend_at_all() -> None:
-    mesh = SimpleNamespace(size=lambda: 2)
+    shared = replace(Problem.of(*qkv()), ranks=2)
     with pytest.raises(NoBackend) as raised:
-        attend(*qkv(), mesh=mesh)
+        decisions.decide(shared)
     lines = str(raised.value).splitlines()
     assert [line.strip().split(":")[0] for line in lines[2:]] == BUILT_IN
     assert all("sharded over 2" in line for line in lines[2:])
     assert issubclass(NoBackend, AttnDispatchError)
-    found = explain(*qkv(), mesh=mesh)
+    found = decisions.explain_problem(shared)
     assert found.choice is None
     assert found.order is None
 

@@ -18,7 +18,9 @@ PUBLIC = [
     "NoBackend",
     "NotDecided",
     "Problem",
+    "RankLost",
     "Reordered",
+    "Sharded",
     "Window",
     "attend",
     "counters",
@@ -29,7 +31,11 @@ PUBLIC = [
     "profile",
     "record",
     "register",
+    "shard",
+    "shard_positions",
     "to_order",
+    "unshard",
+    "weights_of",
 ]
 
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor, zeros
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
-from tests.fakes import SILICON, mesh
+from tests.fakes import SILICON
 
 Q = (2, 12, 4, 8)  #: batch, q_len, heads, head_dim
 
@@ -108,8 +107,6 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "key_mask-shape": ({"key_mask": zeros(2, 11).bool()}, "shape [batch, k_len] = [2, 12], got [2, 11]"),
     "key_mask-rank": ({"key_mask": zeros(2, 4, 12, 12).bool()}, "shape [batch, k_len] = [2, 12], got [2, 4, 12, 12]"),
     "key_mask-device": ({"key_mask": zeros(2, 12, device="meta").bool()}, "key_mask must be on q's device"),
-    "mesh-kind": ({"mesh": 4}, "mesh must be a 1-D DeviceMesh or a process group, got int"),
-    "mesh-2d": ({"mesh": SimpleNamespace(ndim=2, size=lambda: 4)}, "mesh must have one dimension, got 2"),
     "device": ({"device": "cuda:0"}, "device cuda:0 is only for meta tensors; q, k and v are on cpu"),
 }
 BAD_CROSS: dict[str, tuple[dict[str, Any], str]] = {
@@ -260,8 +257,8 @@ CHANGES: dict[str, Callable[[], str]] = {
     "precision-high": lambda: key_at_precision("high", torch.float32),
     "precision-medium": lambda: key_at_precision("medium", torch.float32),
     "silicon": lambda: key(silicon="cpu-made-up-8c-4t"),
-    "ranks-2": lambda: key(mesh=mesh(2)),
-    "ranks-3": lambda: key(mesh=mesh(3)),
+    "ranks-2": lambda: replace(problem(), ranks=2).key(SILICON),
+    "ranks-3": lambda: replace(problem(), ranks=3).key(SILICON),
 }
 
 
@@ -323,7 +320,6 @@ SAME: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
         lambda: key(seq_lens=torch.tensor([3, 4])),
         lambda: key(seq_lens=torch.tensor([0, 12], dtype=torch.int32)),
     ),
-    "mesh-of-one": (key, lambda: key(mesh=mesh(1))),
     "precision-of-halves": (
         lambda: key_at_precision("highest", torch.bfloat16),
         lambda: key_at_precision("medium", torch.bfloat16),

@@ -7,7 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import DTYPES, Problem
 from attn_dispatch.recording import read_record
 from attn_dispatch.reorder import Reordered
-from tests.fakes import SILICON, mesh
+from tests.fakes import SILICON
 
 SHAPE = (2, 12, 4, 8)
 PROBLEM = Problem.of(zeros(SHAPE), zeros(SHAPE), zeros(SHAPE))
@@ -47,7 +47,7 @@ def problems(draw: st.DrawFn) -> Problem:
         zeros(1, n, 12, 3, dtype=dtype).transpose(1, 2) if draw(swapped) else zeros(1, 12, n, 3, dtype=dtype)
         for n in (heads, kv_heads, kv_heads)
     )
-    return Problem.of(
+    found = Problem.of(
         q.requires_grad_() if draw(st.booleans()) else q,
         k,
         v,
@@ -57,8 +57,8 @@ def problems(draw: st.DrawFn) -> Problem:
         dropout_p=draw(st.floats(0, 1, exclude_max=True)),
         scale=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         return_lse=draw(st.booleans()),
-        mesh=draw(st.none() | st.builds(mesh, st.integers(1, 9))),
     )
+    return replace(found, ranks=draw(st.integers(1, 9)))
 
 
 @settings(max_examples=100)

@@ -1,1 +1,1 @@
-"""Sequences over many devices: shards, which rows each rank needs of the others, their exchange, and group decisions."""
+"""Sequences over many devices: shards, the rows that ranks need of one another, their exchange, group decisions."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.branches import sum_dtype
+from attn_dispatch.order import GATHER
 from attn_dispatch.problem import Problem
 from attn_dispatch.ring.exchange import Flight, Peers, Wire, add_home, message_size, pack, unpack
 from attn_dispatch.ring.layout import Layout
@@ -26,7 +27,6 @@ from attn_dispatch.ring.parts import Part, Source, parts_of
 from attn_dispatch.ring.sums import Sums, add_rows
 from attn_dispatch.ring.traffic import Rows, Traffic, traffic_of
 
-LOCAL, RING, GATHER = "local", "ring", "gather"
 #: Buffers: rows arrive in two by turns; rows that leave; gradients that come home, and that leave for home.
 ARRIVING, LEAVING, HOME, HOMEWARD = (0, 1), 2, 3, 4
 
@@ -161,7 +161,9 @@ class RingCall:
         masks = self._masks(step)
         for part in step.parts:
             g, slope, q, out, lse = (None if x is None else part.of(x) for x in q_side)
-            assert q is not None and out is not None and lse is not None
+            assert q is not None
+            assert out is not None
+            assert lse is not None
             keys, values = (x[:, part.keys] for x in rows[part.source])
             slope = None if slope is None else slope.transpose(1, 2)
             saved = q, keys, values, out, lse.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Rows on their way: batched point-to-point messages, into buffers that are used again, and what was shipped, counted."""
+"""Rows on their way: batched point-to-point messages, into buffers that are used again; what is shipped is counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Wire:
     buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
-        """Start to send and to receive; flat contiguous tensors, by peer. Nothing is written to before `Flight.wait`."""
+        """Start to send and to receive flat contiguous tensors, by peer. Touch none of them before `Flight.wait`."""
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
             for operation, tensors in ((dist.isend, sends), (dist.irecv, receives))
@@ -89,7 +89,7 @@ def message_size(rows: Iterable[Rows], batch: int, head_dim: int) -> int:
 
 
 def pack(first: Tensor, second: Tensor, rows: Sequence[Rows], into: Tensor) -> Tensor:
-    """k and v (or their gradients) [batch, tokens, kv_heads, head_dim], those rows, one after the other in a flat tensor."""
+    """Those rows of two tensors [batch, tokens, kv_heads, head_dim], such as k and v, written to a flat one."""
     for each, views in zip(rows, unpack(into, rows, first.shape[0], first.shape[3])):
         index = each.local.to(first.device)
         for x, view in zip((first, second), views):

@@ -139,23 +139,27 @@ def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
 
 def _windows(share: _Share, number: int, source: Source) -> Iterator[Part]:
     """Dense and windowed: each run of queries over each run of keys, without what no query or key of them meets."""
-    pattern = share.problem.pattern
-    if isinstance(pattern, Dense):
-        pattern = Window(None, 0 if pattern.is_causal else None)
-    assert isinstance(pattern, Window)
+    pattern = _window(share.problem.pattern)
     found: list[tuple[slice, slice, Pattern]] = []
     for run, place in share.runs():
         for keys, key_place in _runs(source.positions):
             met = _met(pattern, run, keys)
             if met is None:
                 continue
-            queries, keys_met, relation = met
+            queries, keys_met, window = met
             rows = _moved(queries, place.start - run.start)
             columns = _moved(keys_met, key_place.start - keys.start)
-            found.append((rows, columns, relation.simplify(len(queries), len(keys_met), share.problem.heads)))
-    for rows, columns, relation in _joined(found):
-        problem = share.sub(relation, rows.stop - rows.start, columns.stop - columns.start, source.heads)
+            found.append((rows, columns, window.simplify(len(queries), len(keys_met), share.problem.heads)))
+    for rows, columns, plain in _joined(found):
+        problem = share.sub(plain, rows.stop - rows.start, columns.stop - columns.start, source.heads)
         yield Part(rows, share.heads(source.heads), number, columns, problem, solver(problem))
+
+
+def _window(pattern: Pattern) -> Window:
+    if isinstance(pattern, Dense):
+        return Window(None, 0 if pattern.is_causal else None)
+    assert isinstance(pattern, Window)
+    return pattern
 
 
 def _met(pattern: Window, queries: range, keys: range) -> tuple[range, range, Window] | None:
@@ -234,9 +238,7 @@ def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> I
 # --- by position ------------------------------------------------------------------------------------------------------
 
 
-def _by_position(
-    share: _Share, number: int, source: Source, rows: slice, keys: slice | None = None
-) -> Iterator[Part]:
+def _by_position(share: _Share, number: int, source: Source, rows: slice, keys: slice | None = None) -> Iterator[Part]:
     """By tiles of rows, those of q alone that meet any of k; nothing where none does."""
     keys = slice(0, len(source.positions)) if keys is None else keys
     problem = share.problem

@@ -51,7 +51,7 @@ def traffic_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank
     """What one rank of a layout sends and receives.
 
     Args:
-        pattern: as the whole sequence has it; a key row is shipped once, and only where a query of the receiver sees it.
+        pattern: the whole sequence's; a key row is shipped once, and only where a query of the receiver sees it.
     """
     classes = kv_classes(pattern, heads, kv_heads)
     positions = [_positions(layout.chunks[each]) for each in range(layout.ranks)]

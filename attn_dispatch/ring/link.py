@@ -1,0 +1,124 @@
+"""The ranks that share a sequence: from what a caller passes as `mesh` to a process group that can be talked to."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.ring.exchange import Wire, lost
+
+T = TypeVar("T")
+
+_links: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class Link:
+    """A process group, this rank's place in it, and a group on the hosts' side for what is said rather than shipped."""
+
+    group: Any
+    wire: Wire
+
+    @property
+    def rank(self) -> int:
+        return int(dist.get_rank(self.group))
+
+    @property
+    def size(self) -> int:
+        return int(dist.get_world_size(self.group))
+
+    @cached_property
+    def control(self) -> Any:
+        """What is said goes over gloo: reading it stops no GPU, and a peer that is gone is noticed at once."""
+        if "gloo" in str(dist.get_backend(self.group)):
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def numbers(self, mine: Tensor) -> Tensor:
+        """Everybody's int64 [count] on the CPU, as [ranks, count].
+
+        Raises:
+            RankLost: a peer is gone, or did not answer within the group's time-out.
+        """
+        found = mine.new_empty(self.size, len(mine))
+        self._do(lambda: dist.all_gather(list(found.unbind()), mine, group=self.control))
+        return found
+
+    def objects(self, mine: T) -> list[T]:
+        """Everybody's object, by rank. Raises as `numbers`."""
+        found: list[Any] = [None] * self.size
+        self._do(lambda: dist.all_gather_object(found, mine, group=self.control))
+        return found
+
+    def rows(self, mine: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+        """Everybody's tensor [..., lengths[rank]], alike but for their last axis, by rank. Raises as `numbers`."""
+        longest = max(lengths)
+        padded = mine.new_zeros(*mine.shape[:-1], longest)
+        padded[..., : mine.shape[-1]] = mine
+        found = [torch.empty_like(padded) for _ in lengths]
+        self._do(lambda: dist.all_gather(found, padded, group=self.group))
+        return [x[..., :length] for x, length in zip(found, lengths)]
+
+    def barrier(self) -> None:
+        """Until everybody is here. Raises as `numbers`."""
+        self._do(lambda: dist.barrier(group=self.control))
+
+    def _do(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise lost(error) from error
+
+    @cached_property
+    def host(self) -> str:
+        return socket.gethostname()
+
+
+def link_of(mesh: object) -> Link:
+    """The link of a 1-D DeviceMesh, of a process group, or of "world": all ranks that were started together.
+
+    Raises:
+        InvalidInput: it is something else, or this process is not one of its ranks.
+    """
+    group = _group(mesh)
+    found = _links.get(group)
+    if found is None:
+        found = _links[group] = Link(group, Wire(group))
+    return found
+
+
+def _group(mesh: object) -> Any:
+    if mesh == "world":
+        return _world()
+    get_group = getattr(mesh, "get_group", None)
+    if callable(get_group):
+        if getattr(mesh, "ndim", 1) != 1:
+            axes = getattr(mesh, "ndim", None)
+            raise InvalidInput(f"mesh must have one dimension, got {axes}: name one, as in mesh['name']")
+        return get_group()
+    if isinstance(mesh, dist.ProcessGroup):
+        if dist.get_rank(mesh) < 0:
+            raise InvalidInput("mesh is a process group that this process is not in")
+        return mesh
+    kinds = "a 1-D DeviceMesh, a process group, a Sharded or 'world'"
+    raise InvalidInput(f"mesh must be {kinds}, got {type(mesh).__name__}")
+
+
+def _world() -> Any:
+    if not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ:
+            missing = "torch.distributed is not initialized, and torchrun did not start this process"
+            raise InvalidInput(f"mesh is 'world', but {missing}")
+        dist.init_process_group()
+    return dist.group.WORLD

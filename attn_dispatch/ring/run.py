@@ -1,0 +1,118 @@
+"""One rank's call, by one of the ways of exchanging rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.branches import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.order import GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import recorded
+from attn_dispatch.ring import ulysses
+from attn_dispatch.ring.engine import RingCall, steps_of
+from attn_dispatch.ring.layout import Layout
+from attn_dispatch.ring.link import Link
+from attn_dispatch.ring.shards import positions_of
+from attn_dispatch.ring.traffic import traffic_of
+
+#: Attention on one device: `attend` itself, from above.
+Attend = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A problem that lies on many ranks, as one of them sees it.
+
+    Args:
+        problem: the whole sequence's.
+        attend: attention on one device, for ranks that have whole sequences of some heads.
+    """
+
+    problem: Problem
+    layout: Layout
+    link: Link
+    attend: Attend
+
+    def refusals(self) -> dict[str, str]:
+        """Why each way of exchanging rows is none here, on this rank; empty where it is one. Not a collective."""
+        if self.problem.dropout_p:
+            return dict.fromkeys(
+                (LOCAL, RING, GATHER, ULYSSES), f"has no dropout, asked for {self.problem.dropout_p:g}"
+            )
+        problem = self.problem
+        traffic = traffic_of(problem.pattern, self.layout, problem.heads, problem.kv_heads, self.link.rank)
+        rows = sum(each.count for rows in traffic.receives.values() for each in rows)
+        found = {LOCAL: f"sees {rows} key rows of other ranks" if rows else "", RING: "", GATHER: ""}
+        try:
+            steps_of(problem, self.layout, self.link.rank, RING)
+        except LookupError as error:
+            found = dict.fromkeys(found, str(error))
+        return {**found, ULYSSES: ulysses.why_not(problem, self.layout.ranks)}
+
+    def run(
+        self,
+        exchange: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_lens: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """out, and lse where there is one, of this rank's shard; a collective.
+
+        Args:
+            q, k, v: this rank's, [batch, tokens, heads, head_dim].
+            seq_lens: [batch], of the whole sequence. key_mask: [batch, tokens] of this rank.
+
+        Raises:
+            RankLost: a rank is gone, or did not answer in time. Besides, what a kernel raises.
+        """
+        whole_mask = None if key_mask is None else self._whole(key_mask)
+        if exchange == ULYSSES:
+            return self._by_heads(q, k, v, seq_lens, whole_mask)
+        problem, least = self.problem, SMALLEST_SCALE[sum_dtype(self.problem.dtype)]
+        if problem.scale < least:
+            # As kernels want it (see branches.run): the sign goes into q.
+            sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
+            q, problem = q * sign, replace(problem, scale=size)
+        call = self._call(exchange, problem, seq_lens, whole_mask)
+        if problem.needs_grad:
+            return recorded(q, k, v, call)
+        with torch.no_grad():
+            return call.forward(q, k, v)
+
+    def _call(self, exchange: str, problem: Problem, seq_lens: Tensor | None, mask: Tensor | None) -> RingCall:
+        steps = steps_of(problem, self.layout, self.link.rank, exchange if exchange != LOCAL else RING)
+        seen, padding = mask, None
+        if seq_lens is not None:
+            past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
+            seen = ~past if seen is None else seen & ~past
+            padding = past.index_select(1, positions_of(self.layout, self.link.rank).to(past.device))
+        return RingCall(problem, steps[:1] if exchange == LOCAL else steps, self.link.wire, seen, padding)
+
+    def _by_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        wire, layout, problem = self.link.wire, self.layout, self.problem
+        inputs = (ulysses.to_heads(x, wire, layout) for x in (q, k, v))
+        options = {"scale": problem.scale, "seq_lens": seq_lens, "key_mask": mask, "return_lse": problem.return_lse}
+        result = self.attend(*inputs, problem.pattern, **options)
+        if not problem.return_lse:
+            return ulysses.to_tokens(result, wire, layout), None
+        out, lse = result
+        return ulysses.to_tokens(out, wire, layout), ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(
+            1, 2
+        )
+
+    def _whole(self, key_mask: Tensor) -> Tensor:
+        """Every rank's key_mask, [batch, tokens of the whole sequence]; a collective."""
+        parts = self.link.rows(key_mask.to(torch.uint8), self.layout.lengths)
+        whole = key_mask.new_empty(key_mask.shape[0], self.layout.tokens)
+        for rank, part in enumerate(parts):
+            whole[:, positions_of(self.layout, rank).to(whole.device)] = part.bool()
+        return whole

@@ -1,0 +1,160 @@
+"""A sequence in shards: cut at a model's edges, and put together again.
+
+mesh = init_device_mesh("cuda", (8,))
+spread = Sharded(mesh, "zigzag")  # causal work shared out evenly; plain `mesh` means contiguous shards
+x = shard(x, spread)              # [batch, tokens, ...], this rank's part
+... attend(q, k, v, is_causal=True, mesh=spread) in every layer ...
+x = unshard(x, spread)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.ring.layout import CONTIGUOUS, KINDS, Layout, deal
+from attn_dispatch.ring.link import Link, link_of
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How a sequence lies over the ranks of a mesh.
+
+    Args:
+        mesh: a 1-D DeviceMesh (of a larger one: `mesh["context"]`), a process group, or "world".
+        kind: "contiguous", or "zigzag": an early and a late part for each rank, so that causal work is shared out
+            evenly.
+        weights: in what proportion ranks get tokens, one number each; evenly by default.
+        multiple_of: of how many tokens shards are multiples, the last one aside: rows of a grid, or segments, that
+            should not be cut.
+    """
+
+    mesh: Any
+    kind: str = CONTIGUOUS
+    weights: tuple[float, ...] | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidInput(f"kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+        if isinstance(self.multiple_of, bool) or not isinstance(self.multiple_of, int) or self.multiple_of < 1:
+            raise InvalidInput(f"multiple_of must be an integer >= 1, got {self.multiple_of!r}")
+        if self.weights is not None:
+            object.__setattr__(self, "weights", tuple(self.weights))
+
+    def layout(self, tokens: int) -> Layout:
+        """Who holds what of a sequence of that many tokens.
+
+        Raises:
+            InvalidInput: a rank would be left without a token, or weights are not one for each rank.
+        """
+        return Layout(deal(tokens, link_of(self.mesh).size, self.weights, self.multiple_of), self.kind)
+
+
+def spread_of(mesh: object) -> tuple[Link, Sharded]:
+    """The link, and how shards lie: contiguous where `mesh` does not say."""
+    spread = mesh if isinstance(mesh, Sharded) else Sharded(mesh)
+    return link_of(spread.mesh), spread
+
+
+def shard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
+    """This rank's part of a tensor that every rank has whole.
+
+    Args:
+        x: any shape, with the tokens along `dim`; gradients pass through.
+        mesh: as `attend` takes it, a `Sharded` included.
+
+    Raises:
+        InvalidInput: an argument is wrong, or there are fewer tokens than ranks.
+    """
+    link, spread = spread_of(mesh)
+    chunks = spread.layout(x.shape[_axis(x, dim)]).chunks[link.rank]
+    parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
+    """The whole of a sharded tensor, on every rank; a collective.
+
+    Shards may be of any lengths. The gradient of a shard is its part of this rank's gradient of the whole: right where
+    every rank goes on to work out the same loss.
+
+    Args:
+        x: this rank's part, with the tokens along `dim`.
+        mesh: as `attend` takes it, a `Sharded` included.
+
+    Raises:
+        InvalidInput: an argument is wrong. RankLost: a rank is gone, or did not take part in time.
+    """
+    link, spread = spread_of(mesh)
+    axis = _axis(x, dim)
+    lengths = link.numbers(torch.tensor([x.shape[axis]])).flatten().tolist()
+    layout = Layout(tuple(lengths), spread.kind)
+    whole: Tensor = _Gathered.apply(x, link, layout, axis)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def shard_positions(length: int, mesh: object) -> Tensor:
+    """The positions of this rank's tokens in a sequence of `length`, int64 on the CPU: for rotary embeddings.
+
+    Raises:
+        InvalidInput: an argument is wrong, or there are fewer tokens than ranks.
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InvalidInput(f"length must be an integer >= 1, got {length!r}")
+    link, spread = spread_of(mesh)
+    return positions_of(spread.layout(length), link.rank)
+
+
+def positions_of(layout: Layout, rank: int) -> Tensor:
+    """The positions of a rank's tokens in the order in which they lie in its shard."""
+    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in layout.chunks[rank]])
+
+
+def weights_of(mesh: object, each: float) -> tuple[float, ...]:
+    """Weights for `Sharded` from what each rank says of itself, such as free memory or measured speed; a collective.
+
+    Args:
+        each: of this rank, a positive number.
+
+    Raises:
+        InvalidInput: some rank's is not positive. RankLost: a rank is gone, or did not take part in time.
+    """
+    link, _ = spread_of(mesh)
+    found = tuple(link.objects(float(each)))
+    if not all(0 < share < float("inf") for share in found):
+        raise InvalidInput(f"each must be a positive number on every rank, got {list(found)}")
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link, layout: Layout, axis: int) -> Tensor:
+        ctx.layout, ctx.rank, ctx.axis = layout, link.rank, axis
+        parts = link.rows(x.movedim(axis, -1).contiguous(), layout.lengths)
+        whole = x.new_empty(*parts[0].shape[:-1], layout.tokens)
+        for rank, part in enumerate(parts):
+            start = 0
+            for chunk in layout.chunks[rank]:
+                whole[..., chunk.start : chunk.stop] = part[..., start : start + len(chunk)]
+                start += len(chunk)
+        return whole.movedim(-1, axis).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
+        parts = [grad.narrow(ctx.axis, chunk.start, len(chunk)) for chunk in ctx.layout.chunks[ctx.rank]]
+        return torch.cat(parts, ctx.axis), None, None, None
+
+
+def _axis(x: Sequence[Any] | Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise InvalidInput(f"dim must be an axis of x, which has {x.ndim}, got {dim!r}")
+    return dim % x.ndim

@@ -1,0 +1,216 @@
+"""Trials over a mesh: every rank runs every candidate, in turns, and the slowest one's time counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import torch
+from torch import Tensor
+
+from attn_dispatch import choice, settings
+from attn_dispatch.entry import Row
+from attn_dispatch.errors import InvalidInput, RankLost
+from attn_dispatch.example import make
+from attn_dispatch.hazards import fitted
+from attn_dispatch.intervals import Timing
+from attn_dispatch.logging import logger
+from attn_dispatch.order import EXCHANGES
+from attn_dispatch.ring.layout import Layout, deal
+from attn_dispatch.ring.run import Shared
+from attn_dispatch.ring.shards import positions_of
+from attn_dispatch.units import one_line
+from attn_dispatch.verify import Gate
+
+NAME = "ring"  #: the backend that exchanges are orders of
+MOST_ROUNDS, FEWEST_ROUNDS = 9, 3
+SMALL = 192  #: tokens of the problem that the gate compares with float64
+SMALL_BATCH = 2
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def version() -> str:
+    """Exchanges are this package's own, over torch's process groups."""
+    return str(torch.__version__)
+
+
+@dataclass
+class Trial:
+    """One trial; every method is a collective, and every rank comes to the same result.
+
+    Args:
+        names: the candidates. first: the one that is replaced only where another surely is faster.
+        tensors: q, k and v of this rank; nothing is written to them. masks: `seq_lens` and `key_mask`, if any.
+    """
+
+    shared: Shared
+    names: Sequence[str]
+    first: str
+    tensors: Tensors
+    masks: Mapping[str, Tensor]
+    found: dict[str, Row] = field(default_factory=dict[str, Row])
+    first_ms: dict[str, float] = field(default_factory=dict[str, float])
+    samples: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    errors: dict[str, float] = field(default_factory=dict[str, float])
+
+    def rows(self) -> tuple[dict[str, Row], str | None, float]:
+        """A row for each candidate, the chosen one (None: all of them failed), and the milliseconds it took."""
+        start = time.perf_counter()
+        for name in self.names:
+            self._admit(name)
+        self._race()
+        entrants = [
+            choice.Entrant(name, Timing(tuple(samples), self.first_ms[name]), rank=EXCHANGES.index(name))
+            for name, samples in self.samples.items()
+        ]
+        chosen = None
+        if entrants:
+            chosen, outcomes = choice.choose(entrants, self.first, calls=int(settings.expected_calls()))
+            for entrant in entrants:
+                self.found[entrant.name] = self._measured(entrant, outcomes[entrant.name])
+        return self.found, chosen, (time.perf_counter() - start) * 1e3
+
+    def _admit(self, name: str) -> None:
+        """The gate: a small problem of this kind against float64. Then a first call of the problem itself."""
+        failed = self._compare(name)
+        if failed is None:
+            start = time.perf_counter()
+            failed = self._together(name, lambda: self._call(name))
+            self.first_ms[name] = max(self.shared.link.objects((time.perf_counter() - start) * 1e3))
+        if failed is None:
+            self.samples[name] = []
+        else:
+            self.found[name] = Row(backend=NAME, order=name, status="failed", reason=failed, version=version())
+
+    def _together(self, name: str, call: Callable[[], object]) -> str | None:
+        """Do it on every rank; why it failed on one of them, if it did.
+
+        Raises:
+            RankLost: a rank is gone, or did not take part in time.
+        """
+        error = None
+        try:
+            call()
+        except RankLost:
+            raise
+        except Exception as raised:  # noqa: BLE001 - whatever it is, all ranks must hear of it
+            error = one_line(raised)
+        said = self.shared.link.objects(error)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+        if failed:
+            logger.warning("%s failed in a trial: %s", name, "; ".join(failed))
+        return "; ".join(failed) or None
+
+    def _compare(self, name: str) -> str | None:
+        """Run a small problem of this kind, all shards together against float64; why it is wrong, if it is."""
+        shared, gate = _small(self.shared)
+        mine: dict[str, Tensor] = {}
+        failed = self._together(name, lambda: mine.update(_shard_results(shared, gate, name)))
+        if failed is not None:
+            return failed
+        verdict = gate.check(_whole_results(shared, mine))
+        self.errors[name] = verdict.error
+        return "; ".join(verdict.failures) or None
+
+    def _call(self, name: str) -> None:
+        q, k, v = (x.detach() for x in self.tensors)
+        problem = self.shared.problem
+        if not problem.needs_grad:
+            self.shared.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
+        else:
+            with torch.enable_grad():
+                inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+                out, _ = self.shared.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
+                torch.autograd.grad(out, inputs, torch.ones_like(out))
+        if problem.device.type == "cuda":
+            torch.cuda.synchronize(problem.device)
+
+    def _race(self) -> None:
+        """Rounds of one call each, until the budget is spent; everybody goes by the same times."""
+        spent, budget = 0.0, settings.budget_ms()
+        for number in range(MOST_ROUNDS):
+            if number >= FEWEST_ROUNDS and spent > budget:
+                return
+            for name in list(self.samples):
+                self.shared.link.barrier()
+                start = time.perf_counter()
+                failed = self._together(name, lambda name=name: self._call(name))  # type: ignore[misc]
+                took = max(self.shared.link.objects((time.perf_counter() - start) * 1e3))
+                spent += took
+                if failed is None:
+                    self.samples[name].append(took)
+                else:
+                    del self.samples[name]
+                    self.found[name] = Row(backend=NAME, order=name, status="failed", reason=failed, version=version())
+
+    def _measured(self, entrant: choice.Entrant, outcome: choice.Outcome) -> Row:
+        timing = entrant.timing
+        return Row(
+            backend=NAME,
+            order=entrant.name,
+            status=outcome.status,
+            reason=outcome.reason,
+            version=version(),
+            median_ms=timing.median_ms,
+            low_ms=timing.low_ms,
+            high_ms=timing.high_ms,
+            fastest_ms=min(timing.samples_ms),
+            first_ms=timing.first_ms,
+            rounds=len(timing.samples_ms),
+            ratio=outcome.ratio,
+            ratio_low=outcome.ratio_low,
+            ratio_high=outcome.ratio_high,
+            break_even=outcome.break_even,
+            error=self.errors[entrant.name],
+            measured=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _small(shared: Shared) -> tuple[Shared, Gate]:
+    """A small problem of the same kind over the same ranks, and what should come out of it."""
+    problem, layout = shared.problem, shared.layout
+    pattern = fitted(problem.pattern, SMALL)
+    pattern.check(SMALL, SMALL)
+    small = replace(
+        problem, pattern=pattern.simplify(SMALL, SMALL, problem.heads), batch=min(problem.batch, SMALL_BATCH),
+        q_len=SMALL, k_len=SMALL, return_lse=True, strides=("bnhd", "bnhd", "bnhd"),
+    )  # fmt: skip
+    try:
+        lengths = deal(SMALL, layout.ranks, layout.lengths)
+    except InvalidInput:  # in these proportions somebody would be left without a token
+        lengths = deal(SMALL, layout.ranks)
+    return replace(shared, problem=small, layout=Layout(lengths, layout.kind)), Gate.of(make(replace(small, ranks=1)))
+
+
+def _shard_results(shared: Shared, gate: Gate, exchange: str) -> dict[str, Tensor]:
+    """What this rank makes of its shard of the gate's example; a collective."""
+    example, needs_grad = gate.example, shared.problem.needs_grad
+    at = positions_of(shared.layout, shared.link.rank).to(shared.problem.device)
+    seq_lens, key_mask = example.masks.get("seq_lens"), example.masks.get("key_mask")
+    key_mask = None if key_mask is None else key_mask.index_select(1, at)
+    with torch.set_grad_enabled(needs_grad):
+        q, k, v = (x.detach().index_select(1, at).requires_grad_(needs_grad) for x in (example.q, example.k, example.v))
+        out, lse = shared.run(exchange, q, k, v, seq_lens, key_mask)
+        assert lse is not None
+        found = {"out": out.detach(), "lse": lse.detach()}
+        if gate.grad is not None:
+            results, weights = [out], [gate.grad.index_select(1, at)]
+            if gate.grad_lse is not None:
+                results, weights = [out, lse], [*weights, gate.grad_lse.index_select(2, at)]
+            found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), weights)))
+    return found
+
+
+def _whole_results(shared: Shared, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Everybody's shards put together; a collective."""
+    gathered = shared.link.objects({name: x.cpu() for name, x in mine.items()})
+    order = torch.cat([positions_of(shared.layout, rank) for rank in range(shared.layout.ranks)])
+    whole = {}
+    for name in mine:
+        axis = 2 if name == "lse" else 1
+        parts = torch.cat([each[name] for each in gathered], axis)
+        whole[name] = torch.empty_like(parts).index_copy_(axis, order, parts).to(shared.problem.device)
+    return whole
