@@ -1,15 +1,15 @@
 """LongNet's dilated attention, (2048, 4096, 8192) / (1, 2, 4), 8 heads of 64: against a dense mask, and long.
 
     python -m tools.bench_longnet          both parts
-    python -m tools.bench_longnet long     the long forward alone: --tokens, --dtype, --backend
+    python -m tools.bench_longnet long     the long forward alone: --tokens, --dtype, --backend, --segments
 
-The mask is built beforehand and not timed. Peak memory is the process's own, from the operating system.
+The mask is built beforehand and not timed. Peak memory is the process's own, from the operating system's mark, reset
+before the calls. The long forward's result is checked against float64 on rows drawn.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -21,8 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Dense, Dilated, Problem, attend
 from attn_dispatch.backends import native, sdpa, sdpa_mask
-from attn_dispatch.measure import Turns, time_in_turns
+from attn_dispatch.example import Example
+from attn_dispatch.measure import Turns, peak_bytes, time_in_turns
 from attn_dispatch.memory import available_bytes
+from attn_dispatch.verify import Gate
 from tools.common import parser, ratio, timing, write
 
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
@@ -86,44 +88,61 @@ def trained(call: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callab
     return run
 
 
-def long_forward(tokens: int, dtype: torch.dtype, backend: str) -> dict[str, Any]:
-    """One attend() on a fresh process, then another that is timed; bytes from the operating system."""
+def long_forward(tokens: int, dtype: torch.dtype, backend: str, pattern: Dilated = PATTERN) -> dict[str, Any]:
+    """One attend() on a fresh process, then another that is timed and checked; bytes from the operating system."""
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
-    free = available_bytes(torch.device("cpu"))
-    before = peak_rss()
-    least, peak = 4 * q.numel() * q.itemsize, 0
-    seconds: list[float] = []
+    cpu, held, seconds = torch.device("cpu"), 3 * q.numel() * q.itemsize, list[float]()
+
+    def timed() -> torch.Tensor:
+        start = time.perf_counter()
+        out: torch.Tensor = attend(q, k, v, pattern, backend=backend)
+        seconds.append(time.perf_counter() - start)
+        return out
+
+    def twice() -> torch.Tensor:
+        timed()  # its memory is the second one's
+        return timed()
+
+    free = available_bytes(cpu)
     with torch.no_grad():
-        for _ in range(2):
-            start = time.perf_counter()
-            out = attend(q, k, v, PATTERN, backend=backend)
-            seconds.append(time.perf_counter() - start)
-            peak = peak_rss()
-            if len(seconds) == 1:
-                del out
+        out, above = peak_bytes(twice, cpu)
+    if above is None:
+        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
     return {
+        "pattern": str(pattern),
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
         "backend": backend,
         "seconds": seconds[-1],
         "first_seconds": seconds[0],
         "tokens_per_s": tokens / seconds[-1],
-        "qkv_out_bytes": least,
-        "peak_above_qkv_out": (peak - before + 3 * q.numel() * q.itemsize) / least - 1,
-        "peak_rss_bytes": peak,
+        "qkv_out_bytes": held // 3 * 4,
+        "peak_bytes": held + above,
+        "peak_above_qkv_out": (held + above) / (held // 3 * 4) - 1,
         "free_bytes_before": free,
+        "check": checked(q, k, v, pattern, out),
     }
 
 
-def long_alone(tokens: int, dtype: str, backend: str) -> Any:
-    """`long_forward` in a process of its own."""
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Dilated, out: torch.Tensor) -> dict[str, Any]:
+    """Rows and heads of out that were compared with float64, the largest error and what it may be.
+
+    Raises:
+        RuntimeError: it is larger.
+    """
+    gate = Gate.of(Example(Problem.of(q, k, v, pattern), q, k, v, None, {}))
+    verdict = gate.check({"out": out})
+    if verdict.failures:
+        raise RuntimeError("; ".join(verdict.failures))
+    tolerance = gate.expected["out"].tolerance
+    return {"rows": len(gate.rows), "heads": len(gate.heads), "error": verdict.error, "tolerance": tolerance}
+
+
+def long_alone(tokens: int, dtype: str, backend: str, segments: tuple[int, ...] = PATTERN.segment_lengths) -> Any:
+    """`long_forward` in a process of its own; the segments have the rates of `PATTERN`."""
     command = [sys.executable, "-m", "tools.bench_longnet", "long", "--tokens", str(tokens)]
-    command += ["--dtype", dtype, "--backend", backend]
+    command += ["--dtype", dtype, "--backend", backend, "--segments", *map(str, segments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
@@ -133,11 +152,14 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--dtype", default="float32")
     options.add_argument("--backend", default="sdpa")
+    options.add_argument("--segments", type=int, nargs=3, default=PATTERN.segment_lengths)
     arguments = options.parse_args()
     if arguments.part == "long":
-        print(json.dumps(long_forward(arguments.tokens, getattr(torch, arguments.dtype), arguments.backend)))
+        pattern = Dilated(tuple(arguments.segments), PATTERN.dilation_rates)
+        dtype = getattr(torch, arguments.dtype)
+        print(json.dumps(long_forward(arguments.tokens, dtype, arguments.backend, pattern)))
         return
-    # The long forwards come first and alone: a process's peak never falls again.
+    # First, and each in a process of its own: what others keep of freed memory is not theirs.
     long = [
         long_alone(arguments.tokens, "float32", "sdpa"),
         long_alone(arguments.tokens, "float32", "native"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from tools.common import RESULTS
 from tools.hilbert_tables import hilbert
+from tools.report_tables import markdown
 from tools.support import table as support_table
 
 README = RESULTS.parent.parent / "README.md"
@@ -206,8 +207,14 @@ def support() -> str:
 
 
 def filled(text: str) -> str:
-    orders = hilbert(load("hilbert"), load("cache_misses"), load("hilbert_curve"))
-    parts = (("figures", figures()), ("explain", explained()), ("support", support()), ("hilbert", orders))
+    misses = load("cache_misses")
+    parts = (
+        ("figures", figures()),
+        ("explain", explained()),
+        ("support", support()),
+        ("hilbert", hilbert(load("hilbert"), misses, load("hilbert_curve"))),
+        ("reports", markdown(load("reports"), misses)),
+    )
     for name, content in parts:
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
