@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +19,9 @@ from hypothesis import settings
 
 from attn_dispatch import admission, decisions, dispatch, logging, registry, store, stored
 from attn_dispatch.backends import flex
+
+if TYPE_CHECKING:
+    from tests.ring_ranks import Ranks
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
 settings.load_profile("ci")
@@ -81,6 +84,20 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def _processes() -> Iterator[Callable[[int], Ranks]]:
+    from tests import ring_ranks  # with torch.distributed: what most tests never use
+
+    yield ring_ranks.ranks_of
+    ring_ranks.close_all()
+
+
+@pytest.fixture
+def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
+    """Eight processes of one process group, and groups of the first few of them."""
+    return _processes(8)
 
 
 @pytest.fixture
