@@ -75,7 +75,7 @@ class Trial:
 
     def _admit(self, name: str) -> None:
         """The gate: a small problem of this kind against float64. Then a first call of the problem itself."""
-        failed = self._compare(name)
+        failed = self._compare(name) or self._together(name, lambda: self.shared.reserve(name))
         if failed is None:
             start = time.perf_counter()
             failed = self._together(name, lambda: self._call(name))
