@@ -56,6 +56,7 @@ LAYERS = (
     ("dispatch",),
     ("recording",),
     ("profiling",),
+    ("sharing",),
     ("cli", "__init__", "__main__"),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
