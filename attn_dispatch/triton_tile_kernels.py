@@ -57,7 +57,7 @@ def counts_of(
         found = tl.load(masks + mask.to(tl.int64) * (TILE * TILE) + q_lane * TILE + k_lane)
     else:
         found = (q_lane + k_lane) * 0
-        queries = q_tiles.to(tl.int64) * TILE
+        queries = q_tiles * TILE
         for branch in tl.static_range(BRANCHES):
             sees = found >= 0
             for axis in tl.static_range(AXES):
