@@ -221,7 +221,7 @@ def backward_kv(
             for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
                 pair = pairs + nth // PARTS * PAIR
                 q_tile = tl.load(pair).to(tl.int64)
-                q_lane = nth % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+                q_lane = nth % PARTS * COLUMNS + tl.arange(0, COLUMNS)  # pyright: ignore[reportOperatorIssue]
                 columns = tl.load(q_pos + q_tile * TILE + q_lane).to(tl.int64)
                 real = (q_tile * TILE + q_lane < q_len) & (columns < length)
                 seen = real[:, None] & inside
