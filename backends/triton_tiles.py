@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -161,6 +162,7 @@ def forget(problem: Problem) -> None:
     forget_tables()
 
 
+@lru_cache(maxsize=4096)
 def tile_size(problem: Problem, order: str) -> int:
     """The tile with the least work, at the rate that the kernels keep on it."""
     if problem.device.type == "cpu":
@@ -170,6 +172,7 @@ def tile_size(problem: Problem, order: str) -> int:
     return min(tiles, key=lambda tile: keys_met(problem, order, tile) / tiles[tile])
 
 
+@lru_cache(maxsize=4096)
 def blocks(each: Pass, problem: Problem, tile: int) -> tuple[Block, ...]:
     """The blocks to try, the preferred first; their sides divide a tile."""
     found = (INTERPRETED,) if problem.device.type == "cpu" else fitting(each, problem)
