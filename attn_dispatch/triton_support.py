@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -45,9 +45,17 @@ class Block:
     stages: int
 
 
+# Exact float32 products run without tensor cores and hold their operands in registers, in every kernel.
+SINGLE = {
+    64: (Block(32, 32, 4, 2),),
+    128: (Block(32, 32, 8, 2), Block(32, 16, 8, 2)),
+    256: (Block(32, 16, 8, 1), Block(16, 16, 4, 1)),
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """A kernel: what its rows are, tiles of rows it keeps, products per score, and its blocks for 16-bit inputs.
+    """A kernel: what its rows are, tiles of rows it keeps, products per score, its blocks for 16 bits and for float32.
 
     Blocks are listed by the largest head_dim they are for, the preferred first: as large as the registers of 8.0 and
     9.0 hold with little or no spilling, after what ptxas reports.
@@ -58,14 +66,7 @@ class Pass:
     kept: int
     products: int
     blocks: dict[int, tuple[Block, ...]]
-
-
-# Exact float32 products run without tensor cores and hold their operands in registers, in every kernel.
-SINGLE = {
-    64: (Block(32, 32, 4, 2),),
-    128: (Block(32, 32, 8, 2), Block(32, 16, 8, 2)),
-    256: (Block(32, 16, 8, 1), Block(16, 16, 4, 1)),
-}
+    single: dict[int, tuple[Block, ...]] = field(default_factory=lambda: SINGLE)
 
 
 def version() -> str:
@@ -106,7 +107,7 @@ def _refuse_device(problem: Problem) -> list[Refusal]:
 
 def fitting(each: Pass, problem: Problem) -> tuple[Block, ...]:
     """The blocks for a problem on CUDA that fit into shared memory, the preferred first; the smallest if none does."""
-    table = SINGLE if problem.dtype == torch.float32 else each.blocks
+    table = each.single if problem.dtype == torch.float32 else each.blocks
     listed = table[min(limit for limit in table if limit >= problem.head_dim)]
     limit = _shared_limit(problem.device)
     return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]

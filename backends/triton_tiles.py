@@ -51,6 +51,13 @@ SINGLE_TILES = {32: 1.0}  #: for float32, whose blocks are no larger
 INTERPRETED_TILES = {64: 1.0}
 INTERPRETED = Block(64, 64, 4, 1)
 LIST_LIMIT = 2**27  #: pairs for all heads; blocks of them are counted in 32 bits
+# Positions that are read take registers: eight warps where `triton` has four, and smaller blocks at the largest
+# head_dim, after what ptxas reports.
+SINGLE = {
+    64: (Block(32, 32, 8, 2),),
+    128: (Block(32, 32, 8, 2), Block(32, 16, 8, 2)),
+    256: (Block(16, 16, 8, 1),),
+}
 BUILDING = 8  #: 64-bit temporaries for one list
 
 FORWARD = Pass(
@@ -63,6 +70,7 @@ FORWARD = Pass(
         128: (Block(128, 64, 8, 3), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
         256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
     },
+    single=SINGLE,
 )
 BACKWARD_Q = Pass(
     "backward_q",
@@ -74,6 +82,7 @@ BACKWARD_Q = Pass(
         128: (Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
         256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
     },
+    single=SINGLE,
 )
 BACKWARD_KV = Pass(
     "backward_kv",
@@ -85,6 +94,7 @@ BACKWARD_KV = Pass(
         128: (Block(64, 64, 8, 2), Block(64, 32, 8, 2)),
         256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
     },
+    single=SINGLE,
 )
 MODULES = {
     "forward": "triton_tile_kernels",

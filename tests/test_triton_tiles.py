@@ -232,6 +232,10 @@ def test_what_run_does_not_take() -> None:
         ({"q_len": 2**30}, "counts up to 1073741824 queries and keys, not"),
         ({"pattern": Dilated((1,) * 256, (1,) * 256)}, "takes 255 branches, not 256"),
         (
+            {"pattern": Dilated((2**15,) * 2, (1, 16)), "q_len": 2**22, "k_len": 2**22},
+            "Dilated((32768, 32768), (1, 16)) makes about 142606336 pairs of tiles for all heads, over 134217728",
+        ),
+        (
             {"pattern": Neighborhood((2**10, 2**10), (1023, 1023)), "q_len": 2**20, "k_len": 2**20},
             "Neighborhood(grid=(1024, 1024), window=(1023, 1023)) makes about ",
         ),
