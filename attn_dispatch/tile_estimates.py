@@ -8,6 +8,7 @@ from attn_dispatch.branches import sum_dtype
 from attn_dispatch.order import NATURAL, RESIDUE
 from attn_dispatch.pattern import Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 from attn_dispatch.tiles import AT_ONCE, MASK_BYTES, head_classes
 
 PAIR_LIMIT = 2**24  #: of tiles
@@ -17,6 +18,10 @@ PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 100, 32, 32  #: for each, or each axis o
 def keys_met(problem: Problem, order: str, tile: int) -> int:
     """About how many keys a tile of queries meets, in whole tiles, where tiles are aligned."""
     pattern, most = problem.pattern, -(-problem.k_len // tile) * tile
+    if isinstance(pattern, Reordered):
+        if order != NATURAL:
+            return most  # an order that knows nothing of where tokens are already
+        order, pattern = pattern.order, pattern.natural
     if isinstance(pattern, Neighborhood):
         most = min(most, math.prod(_spans(pattern, order, tile)))
     elif isinstance(pattern, Window):
@@ -71,7 +76,7 @@ def pairs_at_most(problem: Problem, order: str, tile: int) -> int:
 
 def axes_of(problem: Problem) -> int:
     """At most, of all branches."""
-    pattern = problem.pattern
+    pattern = problem.pattern.natural
     return 2 * (len(pattern.branches) if isinstance(pattern, Dilated) else len(getattr(pattern, "grid", "-")))
 
 

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from attn_dispatch.problem import Problem
 from attn_dispatch.tile_estimates import axes_of, pairs_at_most
-from attn_dispatch.tiles import FULL, KEPT, MASK_BYTES, TileTable, head_classes, plainly, tables_of
+from attn_dispatch.tiles import FULL, MASK_BYTES, TileTable, head_classes, plainly, tables_of
 
+KEPT = 16  #: lists of problems: those of the layers of a model
 SPAN, PAIR = 3, 2  #: entries of a tile, and of a pair
 NEVER = (1, 0, 0)  #: first, last and at of a branch that nothing is seen in
 ALWAYS = (0, 0, 0)  #: and of an axis that leaves everything in

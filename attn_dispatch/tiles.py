@@ -22,6 +22,7 @@ from attn_dispatch.order import permutation
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.pieces import progression
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
 MASK_BYTES = 2**25  #: of different masks, a byte an entry; a table with more works them out again on every call
@@ -42,8 +43,8 @@ class TileTable:
 
     Args:
         heads: those query heads, an arithmetic progression.
-        q_pos, k_pos: int64 [tiles, tile], the position at each place. A last tile that is short repeats its last one:
-            such a query is that query again, such a key is never seen.
+        q_pos, k_pos: int64 [tiles, tile], where the token of each place lies. A short last tile repeats its last
+            one: such a query is that query again, such a key is never seen.
         first: int64 [query tiles + 1], where the pairs of each query tile start.
         keys: int64 [pairs], the key tile of each pair, ascending within a query tile.
         mask: int64 [pairs], its place in `masks`; where there are none, FULL or something else.
@@ -148,9 +149,12 @@ def _built(
 ) -> tuple[TileTable, ...]:
     q_pos = _tiled(permutation(order, pattern, q_len), q_len, tile)
     k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern, k_len), k_len, tile)
-    found = []
+    places = q_pos, k_pos
+    if isinstance(pattern, Reordered) and (at := permutation(pattern.order, pattern.natural, q_len)) is not None:
+        places = at[q_pos], at[k_pos]
+    found, natural = [], pattern.natural
     for members, offsets in head_classes(pattern, heads):
-        branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in _reaches(pattern, q_len, k_len, offsets))
+        branches = tuple(_branch(*reach, *places, k_len) for reach in _reaches(natural, q_len, k_len, offsets))
         found.append(_table(members, branches, q_pos, k_pos, dtype))
     return tuple(found)
 
@@ -163,6 +167,7 @@ def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
 
 def head_classes(pattern: Pattern, heads: int) -> list[tuple[range, tuple[int | None, ...]]]:
     """The heads that share one multiplicity, with their offset in each branch."""
+    pattern = pattern.natural
     if not isinstance(pattern, Dilated):
         return [(range(heads), ())]
     found: dict[tuple[int | None, ...], list[int]] = {}

@@ -4,13 +4,14 @@ Tokens are read by their positions, nothing is gathered or permuted in memory: b
 more sum per query, and the lists of `tile_lists`. The kernels are in `triton_tile_kernels` and `triton_tile_gradients`.
 
 Neighborhood, because `triton` has no runs for it; Dilated, because a key that several branches see is met once here,
-and once for each of them there. Dense and Window are left to `triton`, which meets the same tiles and needs no lists.
+and once for each of them there. Tokens that the caller keeps in another order are tiles as they lie. Dense and Window
+are left to `triton`, which meets the same tiles and needs no lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -44,7 +45,7 @@ from attn_dispatch.triton_support import (
 name = "triton_tiles"
 all_orders = TOKEN_ORDERS
 
-PATTERNS = (Dilated, Neighborhood)
+PATTERNS = (Dilated, Neighborhood)  #: and those, Reordered
 #: Tile sizes, and the rate that the kernels are taken to keep on them: what 128 rows read, they share. Not measured.
 TILES = {64: 1.0, 128: 1.2}
 SINGLE_TILES = {32: 1.0}  #: for float32, whose blocks are no larger
@@ -108,9 +109,10 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = triton_support.refusals(problem, PATTERNS)
-    if isinstance(problem.pattern, Dilated) and len(problem.pattern.branches) > MOST_BRANCHES:
-        text = f"takes {MOST_BRANCHES} branches, not {len(problem.pattern.branches)}"
+    natural = problem.pattern.natural
+    found = triton_support.refusals(replace(problem, pattern=natural), PATTERNS)
+    if isinstance(natural, Dilated) and len(natural.branches) > MOST_BRANCHES:
+        text = f"takes {MOST_BRANCHES} branches, not {len(natural.branches)}"
         found.append(Refusal("pattern", text))
     if not found:
         pairs = max(_pairs(problem, order) for order in orders(problem))

@@ -24,6 +24,7 @@ from attn_dispatch.example import make
 from attn_dispatch.order import TOKEN_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.reorder import Reordered, positions
 from attn_dispatch.tile_estimates import pairs_at_most
 from attn_dispatch.tile_lists import TileLists, lists_bytes, lists_of
 from attn_dispatch.verify import Gate
@@ -34,7 +35,12 @@ from tests.test_triton import fake_gpu, interpreted, problem_of
 
 NEIGHBORS = Neighborhood((64, 64), (13, 13))
 CUDA = replace(DENSE_ON_CUDA, pattern=NEIGHBORS)
-SQUARE = [(pattern, length) for pattern, length, _ in PATTERNS if isinstance(pattern, triton_tiles.PATTERNS)]
+SQUARE: tuple[tuple[Pattern, int], ...] = (
+    *((pattern, length) for pattern, length, _ in PATTERNS if isinstance(pattern, triton_tiles.PATTERNS)),
+    (Reordered(Neighborhood((9, 8), (3, 3), (2, 1), (True, False), "shift"), "hilbert"), 72),
+    (Reordered(Dilated((16, 32), (2, 2), True), "residue"), 101),
+    (Reordered(Dilated((10, 35), (3, 4)), "hilbert"), 101),
+)
 HEADS = 5
 
 
@@ -146,6 +152,7 @@ SMALL = (
     (Case("grid-grouped", GRID, (1, 99, 2, 7), kv_heads=1, strides=("bhnd", "bndh", "bnhd+gaps")), "hilbert"),
     (Case("grid-hidden", GRID, (2, 99, 1, 8), seq_lens=True, key_mask=True), "hilbert"),
     (Case("grid-shift", Neighborhood((7, 9), (3, 5), edges="shift"), (1, 63, 2, 16), scale=-1.3), "natural"),
+    (Case("kept-in-order", Reordered(GRID, "hilbert"), (1, 99, 2, 8), key_mask=True), "natural"),
     (Case("row", Neighborhood((70,), (9,), (3,)), (1, 70, 2, 16)), "residue"),
     (Case("branches", BRANCHES, (1, 90, 4, 16), kv_heads=2), "residue"),
     (Case("branches-hidden", BRANCHES, (2, 70, 2, 8), seq_lens=True, key_mask=True), "natural"),
@@ -170,7 +177,7 @@ def test_blocks_smaller_than_tiles(case: Case, order: str, kept: bool, monkeypat
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@pytest.mark.parametrize("case", [SMALL[1][0], SMALL[5][0]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case, _ in SMALL if case.seq_lens], ids=lambda case: case.id)
 def test_hidden_keys_and_padding_are_never_read(case: Case) -> None:
     """They may hold anything, NaN too; the results are the same, bit for bit, and on every run."""
     example = make(case.problem(torch.float32, needs_grad=True))
@@ -229,6 +236,7 @@ def test_what_run_does_not_take() -> None:
         ({"ranks": 2}, "runs on one rank, the sequence is sharded over 2"),
         ({"device": torch.device("cpu")}, "runs on cuda, not cpu"),
         ({"pattern": Dense()}, "computes Dilated, Neighborhood, not Dense()"),
+        ({"pattern": Reordered(Dense(True), "hilbert")}, "computes Dilated, Neighborhood, not Dense(causal)"),
         ({"q_len": 2**30}, "counts up to 1073741824 queries and keys, not"),
         ({"pattern": Dilated((1,) * 256, (1,) * 256)}, "takes 255 branches, not 256"),
         (
@@ -258,6 +266,23 @@ def test_the_offered_orders_and_their_work(monkeypatch: pytest.MonkeyPatch) -> N
     wide = replace(CUDA, pattern=Neighborhood((64, 64), (49, 49)))
     assert triton_tiles.tile_size(wide, "hilbert") == 128
     assert triton_tiles.flops(replace(CUDA, needs_grad=False)) * 9 == triton_tiles.flops(CUDA) * 2
+
+
+def test_tokens_kept_in_order_are_tiles_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pairs as in that order, read from places side by side."""
+    fake_gpu(monkeypatch, (9, 0))
+    kept = replace(CUDA, pattern=Reordered(NEIGHBORS, "hilbert"))
+    assert triton_tiles.refusals(kept) == []
+    assert triton_tiles.orders(kept) == ("natural",)
+    assert triton_tiles.flops(kept) == triton_tiles.flops(CUDA, "hilbert")
+    here = torch.device("cpu")
+    one, other = (
+        lists_of(replace(kept, device=here), "natural", 64),
+        lists_of(replace(CUDA, device=here), "hilbert", 64),
+    )
+    assert torch.equal(one.queries.pairs, other.queries.pairs)
+    assert torch.equal(one.q_pos, torch.arange(4096, dtype=torch.int32))
+    assert torch.equal(other.q_pos.long(), positions("hilbert", NEIGHBORS, 4096))
 
 
 @pytest.mark.parametrize("shared", [99 * 2**10, 227 * 2**10])
