@@ -6,6 +6,7 @@ the tensors are like those it was made for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,6 +209,8 @@ def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
     with lock:
         _observers.append(observer)
         _routes.clear()  # what was met before must be seen again
+        if "attn_dispatch.ring.route" in sys.modules:
+            sys.modules["attn_dispatch.ring.route"].forget()
     try:
         yield
     finally:
@@ -340,7 +343,11 @@ def _frozen(value: Any) -> Any:
 def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
     from attn_dispatch.ring.route import attend_over  # with torch.distributed: what most never use
 
-    return attend_over(attend, mesh, q, k, v, **arguments)
+    def met(problem: Problem) -> None:
+        for observer in _observers:
+            observer(problem)
+
+    return attend_over(attend, met, mesh, q, k, v, **arguments)
 
 
 def _outside_graph(*args: Any, **kwargs: Any) -> Any:

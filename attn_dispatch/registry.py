@@ -24,6 +24,7 @@ BUILT_IN = (
     "sdpa_mask",
     "tiles",
     "triton",
+    "triton_tiles",
     "native",
     "flex",
 )

@@ -8,10 +8,11 @@ where boxes meet. Where the tokens of a tile come from does not matter, so that 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ GROUP = 16  #: boxes of such a group
 CELLS = 2**20  #: entries of masks that are worked out at once
 MOST_BRANCHES = 255  #: whose counts fit into a byte
 
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
@@ -43,7 +47,7 @@ class TileTable:
             repeats its last one: such a query is that query again, such a key is never seen.
         first: int64 [query tiles + 1], where the pairs of each query tile start.
         keys: int64 [pairs], the key tile of each pair, ascending within a query tile.
-        mask: int64 [pairs], its place in `masks`; empty where there are none.
+        mask: int64 [pairs], its place in `masks`; where there are none, FULL or something else.
         masks: uint8 [masks, tile, tile], how many times each query sees each key; `masks[FULL]` is all 1. None where
             they would take more than MASK_BYTES.
         bias: their logarithm, in the dtype of scores.
@@ -125,10 +129,14 @@ def _tables(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[TileTable, ...]:
-    # Default devices, fake tensors and function transforms belong to a thread: in a fresh one tables are plain.
-    with ThreadPoolExecutor(max_workers=1) as fresh:
-        made = fresh.submit(_built, pattern, q_len, k_len, heads, order, tile, dtype).result()
+    made = plainly(_built, pattern, q_len, k_len, heads, order, tile, dtype)
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
+
+
+def plainly(make: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs) -> Made:
+    """Call it in a fresh thread: default devices, fake tensors and function transforms belong to the caller's."""
+    with ThreadPoolExecutor(max_workers=1) as fresh:
+        return fresh.submit(make, *args, **kwargs).result()
 
 
 def tables_at(
@@ -361,7 +369,7 @@ def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Ten
     pairs, full = _pairs(branches, len(k_pos))
     queries, keys = pairs // len(k_pos), pairs % len(k_pos)
     found = _masks(branches, queries, keys, full, q_pos.shape[1])
-    masks, bias, mask, covered = None, None, pairs[:0], False
+    masks, bias, mask, covered = None, None, torch.where(full, FULL, FULL + 1), False
     if found is not None:
         masks, mask = found
         queries, keys, mask = (x[mask >= 0] for x in (queries, keys, mask))

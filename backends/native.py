@@ -116,9 +116,12 @@ def run(
     return _forward(q, k, v, call)
 
 
-def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
-    """The passes of queries that see keys elsewhere too (see `contract`)."""
-    return _Call(problem, tiles_of(problem), None if key_mask is None else key_mask.contiguous(), None)
+def partial(problem: Problem, key_mask: Tensor | None = None, tiles: Tiles | None = None) -> Call:
+    """The passes of queries that see keys elsewhere too (see `contract`). `tiles`: those of rows that are not all of a
+    pattern's.
+    """
+    seen = None if key_mask is None else key_mask.contiguous()
+    return _Call(problem, tiles_of(problem) if tiles is None else tiles, seen, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,75 +3,50 @@
 Nothing is gathered, merged or widened in memory; beyond the results there are lse, one more sum per query, and the
 lists of tiles. Which queries and keys meet is worked out in `visits`, the orders of visits in `launches`; the kernels
 are in `triton_kernels`.
-
-Where TRITON_INTERPRET=1 was set before triton was first imported, its interpreter runs the same kernels on a CPU: a
-check of results that takes thousands of times as long.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module, metadata
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.contract import Refusal, refuse_dropout, refuse_dtype, refuse_pattern, refuse_ranks
+from attn_dispatch import triton_support
+from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.launches import Chip, launches_bytes, launches_of, offered
 from attn_dispatch.order import NATURAL, VISIT_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call, recorded
+from attn_dispatch.triton_support import (
+    SMALLEST_SIDE,
+    Block,
+    Pass,
+    block_d,
+    cut,
+    fitting,
+    float32,
+    given,
+    launch,
+    power_of_two,
+    precision,
+)
 from attn_dispatch.units import gib
 from attn_dispatch.visits import Side, Visits, covers, largest_cell, visits_bytes, visits_of
 
 name = "triton"
 all_orders = (NATURAL, *VISIT_ORDERS)
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: numpy has no bfloat16; the interpreter multiplies its bits
-LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies, which the blocks are made for
-LEAST_SHARED = 99 * 2**10  #: bytes that a block of threads may ask for, on every device from capability 8.0 on
-HEAD_DIM_LIMIT = 256  #: of more, no block's sums fit into registers
-POSITION_LIMIT = 2**30  #: queries and keys; sums of positions are kept in 32 bits
 LIST_LIMIT = 2**30  #: bytes of lists; past this tiles are so many that they must be nearly empty
-SMALLEST_SIDE = 16  #: of a block, and of head_dim: Triton's products take no less
 BUILDING = 8  #: 64-bit temporaries for one list
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for releases of torch that do not tell
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows and columns of the scores that are held at once, and Triton's launch options."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pass:
-    """A kernel: what its rows are, tiles of rows it keeps, products per score, and its blocks for 16-bit inputs.
-
-    Blocks are listed by the largest head_dim they are for, the preferred first: as large as the registers of 8.0 and
-    9.0 hold with little or no spilling, after what ptxas reports.
-    """
-
-    kernel: str
-    side: Side
-    kept: int
-    products: int
-    blocks: dict[int, tuple[Block, ...]]
 
 
 FORWARD = Pass(
@@ -107,32 +82,16 @@ BACKWARD_KV = Pass(
         256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
     },
 )
-# Exact float32 products run without tensor cores and hold their operands in registers, in every kernel.
-SINGLE = {
-    64: (Block(32, 32, 4, 2),),
-    128: (Block(32, 32, 8, 2), Block(32, 16, 8, 2)),
-    256: (Block(32, 16, 8, 1), Block(16, 16, 4, 1)),
-}
 INTERPRETED = Block(64, 64, 4, 1)
 INTERPRETED_CHIP = Chip(2**14, 1)  #: so small that what depends on a chip's size shows in small problems
 
-logger = logging.getLogger("attn_dispatch")
-
 
 def version() -> str:
-    return metadata.version("triton")
+    return triton_support.version()
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_pattern(problem, (Dense, Window, Dilated))
-    if find_spec("triton") is None:
-        found.append(Refusal("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')"))
-    found += _refuse_device(problem)
-    if problem.head_dim > HEAD_DIM_LIMIT:
-        found.append(Refusal("head_dim", f"has blocks up to head_dim {HEAD_DIM_LIMIT}, not {problem.head_dim}"))
-    positions = problem.q_len + problem.k_len
-    if positions > POSITION_LIMIT:
-        found.append(Refusal("length", f"counts up to {POSITION_LIMIT} queries and keys, not {positions}"))
+    found = triton_support.refusals(problem, (Dense, Window, Dilated))
     if not found and (needed := _list_bytes(problem)) > LIST_LIMIT:
         text = f"lists the tiles of {problem.pattern} in up to {gib(needed)}, over {gib(LIST_LIMIT)}"
         found.append(Refusal("over_memory", text))
@@ -183,36 +142,15 @@ def release() -> None:
         cached.cache_clear()
 
 
-def interpreting() -> bool:
-    """Whether Triton's interpreter was asked for."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 @lru_cache(maxsize=4096)
 def blocks(each: Pass, problem: Problem) -> tuple[Block, ...]:
     """The blocks to try, the preferred first: those that fit into shared memory, cut to the largest cell."""
-    most = max(SMALLEST_SIDE, _power_of_two(largest_cell(problem, each.side)))
-    cut = (
-        Block(min(b.rows, most), b.columns, b.warps if b.rows <= most else 4, b.stages) for b in _fitting(each, problem)
-    )
-    return tuple(dict.fromkeys(cut))
+    most = max(SMALLEST_SIDE, power_of_two(largest_cell(problem, each.side)))
+    return tuple(dict.fromkeys(cut(block, most) for block in _fitting(each, problem)))
 
 
 def _fitting(each: Pass, problem: Problem) -> tuple[Block, ...]:
-    if problem.device.type == "cpu":
-        return (INTERPRETED,)
-    table = SINGLE if problem.dtype == torch.float32 else each.blocks
-    listed = table[min(limit for limit in table if limit >= problem.head_dim)]
-    limit = _shared_limit(problem.device)
-    return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]
-
-
-def shared_bytes(each: Pass, problem: Problem, block: Block) -> int:
-    """Upper bound of the shared memory a block takes: rows that are kept, columns in flight, scores on their way."""
-    streamed = 2 * block.columns * block.stages
-    return problem.dtype.itemsize * (
-        _block_d(problem) * (each.kept * block.rows + streamed) + block.rows * block.columns
-    )
+    return (INTERPRETED,) if problem.device.type == "cpu" else fitting(each, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +183,7 @@ def _backward(
     grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
-    grad = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if grad is None else grad
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    grad, grad_lse = given(grad, out), None if grad_lse is None else grad_lse.contiguous()
     (dq,), (dk, dv) = _results("queries", call.problem, q), _results("keys", call.problem, k, v)
     delta = torch.empty_like(lse)
     strided = (q, k, v, grad)
@@ -266,19 +203,11 @@ def _launch(
     each: Pass, call: _Call, tensors: Sequence[Tensor | None], strided: Sequence[Tensor], **constants: bool
 ) -> None:
     """Run a kernel with the first block that fits."""
-    errors: Any = import_module("triton.runtime.errors")
-    device = call.problem.device
-    *first, last = blocks(each, call.problem)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for block in first:
-            # A release of Triton may need more than was estimated, and says so once it has compiled.
-            try:
-                _launch_block(each, block, call, tensors, strided, constants)
-            except errors.OutOfResources as error:
-                logger.debug("%s with %s: %s", each.kernel, block, error)
-            else:
-                return
-        _launch_block(each, last, call, tensors, strided, constants)
+
+    def start(block: Block) -> None:
+        _launch_block(each, block, call, tensors, strided, constants)
+
+    launch(each.kernel, blocks(each, call.problem), call.problem.device, start)
 
 
 def _launch_block(
@@ -314,17 +243,17 @@ def _launch_block(
         problem.k_len,
         visits.low or 0,
         visits.high or 0,
-        _float32(problem.scale),
+        float32(problem.scale),
         GROUP=problem.heads // problem.kv_heads,
         HEAD_DIM=problem.head_dim,
-        BLOCK_D=_block_d(problem),
+        BLOCK_D=block_d(problem),
         ROWS=block.rows,
         COLUMNS=block.columns,
         LOW=visits.low is not None,
         HIGH=visits.high is not None,
         SEQ_LENS=call.seq_lens is not None,
         KEY_MASK=mask is not None,
-        PRECISION="ieee" if problem.matmul_precision == "highest" else "tf32",
+        PRECISION=precision(problem),
         LISTED=launches is not None,
         num_warps=block.warps,
         num_stages=block.stages,
@@ -356,37 +285,6 @@ def _list_bytes(problem: Problem) -> int:
 
 def _passes(problem: Problem) -> tuple[Pass, ...]:
     return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
-
-
-def _block_d(problem: Problem) -> int:
-    return max(SMALLEST_SIDE, _power_of_two(problem.head_dim))
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length() if least else 0
-
-
-def _float32(scale: float) -> float:
-    """The scale as kernels take it; what is less or more than float32's normal numbers would be passed as float64."""
-    limits = torch.finfo(torch.float32)
-    return math.copysign(min(abs(scale), limits.max / 2), scale) if abs(scale) >= limits.tiny else 0.0
-
-
-def _refuse_device(problem: Problem) -> list[Refusal]:
-    if problem.device.type == "cpu" and interpreting():
-        return refuse_dtype(problem, INTERPRETED_DTYPES)
-    found = refuse_dtype(problem, DTYPES)
-    if problem.device.type != "cuda":
-        return [*found, Refusal("device", f"runs on cuda, not {problem.device.type}")]
-    capability = torch.cuda.get_device_capability(problem.device)
-    if capability < LEAST_CAPABILITY:
-        has, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
-        found.append(Refusal("capability", f"needs CUDA capability {least}, {problem.device} has {has}"))
-    return found
-
-
-def _shared_limit(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
 
 
 def _chip(device: torch.device) -> Chip:

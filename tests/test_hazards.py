@@ -83,9 +83,10 @@ def test_built_in_backends_pass(backend_name: str) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter for Triton's kernels")
 @pytest.mark.usefixtures("triton_interpreter")
-def test_triton_passes() -> None:
-    backend = registry.load("triton")
-    problem = replace(asked("window-key-mask", torch.float16, needs_grad=False), heads=1, kv_heads=1)
+@pytest.mark.parametrize(("name", "case"), [("triton", "window-key-mask"), ("triton_tiles", "neighborhood")], ids=str)
+def test_triton_passes(name: str, case: str) -> None:
+    backend = registry.load(name)
+    problem = replace(asked(case, torch.float16, needs_grad=False), heads=1, kv_heads=1)
     assert not any(case.refused_by(backend) for case in hard_cases(problem))
     assert failures(backend, problem) == []
 

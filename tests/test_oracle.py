@@ -285,7 +285,9 @@ def shifted(pattern: Pattern) -> Pattern:
 
 @pytest.mark.usefixtures("uncompiled_flex", "triton_interpreter")
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_mask", "native", *(["triton"] if INTERPRETED else []), "manual"])
+@pytest.mark.parametrize(
+    "name", ["sdpa", "sdpa_mask", "native", *(["triton", "triton_tiles"] if INTERPRETED else []), "manual"]
+)
 def test_sampled_gate(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows and heads drawn, a right backend passes and one that is wrong in a single place is seen."""
     monkeypatch.setattr("attn_dispatch.verify.PAIRS", 4096)

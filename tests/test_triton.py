@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch import registry
+from attn_dispatch import registry, triton_support
 from attn_dispatch.backends import triton
 from attn_dispatch.example import make
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -210,7 +210,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     fake_gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_support, "find_spec", lambda name: None)
     monkeypatch.setattr("importlib.metadata.version", missing)
     assert [(refusal.code, refusal.text) for refusal in triton.refusals(CUDA)] == [
         ("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')")
@@ -228,7 +228,7 @@ def test_the_interpreter_has_no_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("shared", [99 * 2**10, 163 * 2**10, 227 * 2**10])
-@pytest.mark.parametrize("dtype", triton.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", triton_support.DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [1, 16, 64, 100, 128, 256])
 def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0), shared)
@@ -237,7 +237,7 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
         found = triton.blocks(each, problem)
         assert found
         for block in found:
-            assert triton.shared_bytes(each, problem, block) <= shared
+            assert triton_support.shared_bytes(each, problem, block) <= shared
             assert min(block.rows, block.columns) >= 16
             assert block.rows & (block.rows - 1) == 0
 
@@ -257,7 +257,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attn_dispatch import triton_kernels
-from attn_dispatch.backends.triton import BACKWARD_KV, BACKWARD_Q, FORWARD, shared_bytes
+from attn_dispatch.backends.triton import BACKWARD_KV, BACKWARD_Q, FORWARD
+from attn_dispatch.triton_support import shared_bytes
 from tests.test_triton import CUDA
 
 POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_dispatch import order as token_orders
+from attn_dispatch import triton_support
 from attn_dispatch.backends import triton
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.launches import Chip, heads_together, launches_bytes, launches_of, offered
@@ -155,7 +156,7 @@ def test_the_backend_asks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
-SMALL = triton.Block(32, 16, 4, 1)
+SMALL = triton_support.Block(32, 16, 4, 1)
 CASES = (
     Case("dense", Dense(), (2, 50, 2, 16)),
     Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),

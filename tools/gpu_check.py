@@ -62,7 +62,10 @@ def problems() -> list[Any]:
                     shape = (1, length, 8, head_dim)
                     found += [problem_of(shape, p, dtype, device, backward=backward) for p in patterns]
     grids = [Neighborhood((64, 64), (13, 13)), Neighborhood((16, 16, 16), (5, 5, 5))]
-    return found + [problem_of((1, 4096, 8, 64), p, torch.bfloat16, device) for p in grids]
+    shape = (1, 4096, 8, 64)
+    return found + [
+        problem_of(shape, p, torch.bfloat16, device, backward=backward) for p in grids for backward in (False, True)
+    ]
 
 
 def rates(problem: Any, row: dict[str, Any]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from attn_dispatch import Dense, Dilated, Neighborhood, Problem, Window, registry
+from attn_dispatch.pattern import Pattern
 from attn_dispatch.profiling import problem_of
 
 CAPABILITY, SHARED_BYTES = (9, 0), 232_448  #: an H100's
@@ -22,21 +23,23 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512, 1024)
 LENGTH = 256
 
 
-def problems(device: str) -> dict[str, Problem]:
-    """One problem for each column of the table."""
+PATTERNS = {
+    "dense": Dense(),
+    "causal": Dense(is_causal=True),
+    "window": Window(31, 0),
+    "dilated": Dilated((64, 128), (1, 2), is_causal=True),
+    "neighborhood": Neighborhood((16, 16), (5, 5)),
+}
+
+
+def problems(device: str, pattern: Pattern) -> dict[str, Problem]:
+    """One problem for each column of the table: the patterns, and of one of them everything else."""
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    plain = problem_of((1, LENGTH, 4, 64), Dense(), torch.bfloat16, where)
-    patterns = {
-        "dense": Dense(),
-        "causal": Dense(is_causal=True),
-        "window": Window(31, 0),
-        "dilated": Dilated((64, 128), (1, 2), is_causal=True),
-        "neighborhood": Neighborhood((16, 16), (5, 5)),
-    }
+    plain = problem_of((1, LENGTH, 4, 64), pattern, torch.bfloat16, where)
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
     training = replace(plain, needs_grad=True)
     return {
-        **{name: replace(plain, pattern=pattern) for name, pattern in patterns.items()},
+        **{name: replace(plain, pattern=each) for name, each in PATTERNS.items()},
         **{name: replace(plain, dtype=dtype) for name, dtype in dtypes.items()},
         "grouped heads": replace(plain, kv_heads=1),
         "`seq_lens`, `key_mask`": replace(plain, has_key_mask=True, has_seq_lens=True),
@@ -49,7 +52,7 @@ def problems(device: str) -> dict[str, Problem]:
 
 def table() -> list[str]:
     """Markdown lines: a row for each backend and device that it runs on."""
-    columns = list(problems("cpu"))
+    columns = list(problems("cpu", Dense()))
     lines = ["| backend | on | " + " | ".join(columns) + " | head_dim |", "|---" * (len(columns) + 3) + "|"]
     for name in registry.names():
         if name not in (*registry.BUILT_IN, registry.LAST_RESORT):
@@ -60,7 +63,9 @@ def table() -> list[str]:
 
 
 def _row(name: str, device: str) -> Iterator[str]:
-    asked = problems(device)
+    patterns = problems(device, Dense())
+    pattern = next((each for column, each in PATTERNS.items() if _takes(name, patterns[column])), Dense())
+    asked = problems(device, pattern)
     takes = {column: _takes(name, problem) for column, problem in asked.items()}
     if any(takes.values()):
         cells = ["yes" if taken else "-" for taken in takes.values()]

@@ -20,6 +20,7 @@ from attn_dispatch.pattern import Neighborhood
 VECTOR = 16  #: queries that are left out together
 VECTORS = TILE // VECTOR
 GROUPS = 2 * (VECTORS + 1) ** 2
+NOWHERE = -1  #: the row of a key that is not there
 FULL, MASKED = 0, -1  #: steps of listed runs, as in attention.cpp
 CHUNK_BYTES = 2**25  #: of temporary tables
 BESIDE = 16  #: times that, while a chunk is made
@@ -33,31 +34,45 @@ def neighbour_tiles(pattern: Neighborhood, length: int, heads: int, order: str, 
     Args:
         kept: the order that the tokens lie in already; the tables are about the rows where they lie.
     """
-    positions, queries = _queries(pattern, length, order)
+    found = permutation(order, pattern, length)
+    positions = torch.arange(length) if found is None else found
     at = permutation(kept, pattern, length)
     rows = None if at is None else places(at)
+    return _listed(pattern, heads, positions, positions if rows is None else rows[positions], rows)
+
+
+def neighbour_tiles_at(pattern: Neighborhood, heads: int, queries: Tensor, keys: Tensor) -> Tiles:
+    """The tiles of some queries and keys of a grid, for tensors that hold these rows alone.
+
+    Args:
+        queries, keys: int64, the position of each row; those of queries in the order that their tiles shall have.
+    """
+    rows = torch.full((math.prod(pattern.grid),), NOWHERE).index_copy_(0, keys, torch.arange(len(keys)))
+    return _listed(pattern, heads, queries, torch.arange(len(queries)), rows)
+
+
+def _listed(pattern: Neighborhood, heads: int, positions: Tensor, order: Tensor, rows: Tensor | None) -> Tiles:
+    """Tables of queries at these positions, whose rows are in `order`; `rows` says where each position's key lies."""
+    length, queries = len(positions), _tiled(positions)
     there = (torch.arange(queries.numel()) < length).view_as(queries)
-    keys, bits, tile, group = (torch.cat(each) for each in zip(*_chunks(pattern, queries, there)))
+    keys, bits, tile, group = (torch.cat(each) for each in zip(*_chunks(pattern, queries, there, rows)))
     tiles, runs = _runs(tile, group, length)
     first_tile, head_class = torch.tensor([0, len(tiles)]), torch.zeros(heads, dtype=torch.int64)
-    if rows is not None:
-        positions, keys = rows[positions], rows[keys.long()].to(torch.int32)
-    return Tiles(tiles, runs, first_tile, head_class, positions.to(torch.int32), keys, bits)
+    return Tiles(tiles, runs, first_tile, head_class, order.to(torch.int32), keys, bits)
 
 
 @lru_cache(maxsize=256)
 def neighbour_bytes(pattern: Neighborhood, length: int, order: str) -> int:
     """Upper bound of the tables, and of what it takes to make them, without making them."""
-    listed = int(_boxes(_bounds(pattern, _queries(pattern, length, order)[1])).prod(1).sum())
+    found = permutation(order, pattern, length)
+    listed = int(_boxes(_bounds(pattern, _tiled(torch.arange(length) if found is None else found))).prod(1).sum())
     return (listed + length) * EACH_BYTES * COPIES + BESIDE * CHUNK_BYTES
 
 
-def _queries(pattern: Neighborhood, length: int, order: str) -> tuple[Tensor, Tensor]:
-    """The position at each place; and the same [tiles, TILE], lanes past the last repeating it."""
-    found = permutation(order, pattern, length)
-    positions = torch.arange(length) if found is None else found
-    number = -(-length // TILE)
-    return positions, positions[torch.arange(number * TILE).clamp(max=length - 1)].view(number, TILE)
+def _tiled(positions: Tensor) -> Tensor:
+    """[tiles, TILE], lanes past the last repeating it."""
+    number = -(-len(positions) // TILE)
+    return positions[torch.arange(number * TILE).clamp(max=len(positions) - 1)].view(number, TILE)
 
 
 def _bounds(pattern: Neighborhood, queries: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -70,8 +85,10 @@ def _boxes(bounds: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([high - low + 1 for low, high in bounds], dim=1)
 
 
-def _chunks(pattern: Neighborhood, queries: Tensor, there: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of some tiles at a time: positions and bits of the keys, which tile each belongs to, and its group of vectors."""
+def _chunks(
+    pattern: Neighborhood, queries: Tensor, there: Tensor, rows: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of some tiles at a time: rows and bits of the keys, which tile each belongs to, and its group of vectors."""
     bounds = _bounds(pattern, queries)
     boxes = _boxes(bounds)
     step = max(1, CHUNK_BYTES // (8 * int(boxes.prod(1).max()) + 8 * TILE * int(boxes.max())))
@@ -85,6 +102,9 @@ def _chunks(pattern: Neighborhood, queries: Tensor, there: Tensor) -> Iterator[t
             masks.append(_packed(near & there[some, :, None]))
             coordinates.append(y)
         tile, key, bits = _product(pattern, masks, coordinates)
+        if rows is not None:
+            key = rows[key]
+            tile, key, bits = (x[key != NOWHERE] for x in (tile, key, bits))
         group = _group(bits)
         by_group = (tile * GROUPS + group).argsort(stable=True)
         yield key[by_group].to(torch.int32), bits[by_group], tile[by_group] + first, group[by_group]

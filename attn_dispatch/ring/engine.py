@@ -55,7 +55,7 @@ def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tupl
         problem: the whole sequence's.
         exchange: "ring": one peer after the other, each a step further on. "gather": everybody at once.
     """
-    traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank)
+    traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)
     own = Source(range(problem.kv_heads), traffic.own)
     found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
     # A step stays even where this rank has nothing to do in it: messages between two ranks are matched by their order,
@@ -100,6 +100,17 @@ class RingCall:
     seen: Tensor | None = None
     padding: Tensor | None = None
 
+    def reserve(self) -> None:
+        """Take the memory for what is sent and received."""
+        empty = torch.empty(0, dtype=self.problem.dtype, device=self.problem.device)
+        wide = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
+        for number, step in enumerate(self.steps):
+            self._buffers(ARRIVING[number % 2], step.receives, empty)
+            self._buffers(LEAVING, step.sends, empty)
+            if self.problem.needs_grad:
+                self._buffers(HOME, step.sends, wide)
+                self._buffers(HOMEWARD, step.receives, wide)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         sums, trouble = Sums(q), _Trouble()
         flight = None
@@ -132,12 +143,13 @@ class RingCall:
         for number, step in enumerate(self.steps):
             rows = [(k, v)] if flight is None else self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
-            grads = [own] if number == 0 else [_zeros_like(pair, wide) for pair in rows]
+            grads = [own]
             if not trouble:
                 with trouble:
+                    grads = [own] if number == 0 else [_zeros_like(pair, wide) for pair in rows]
                     self._backward_step(step, q_side, rows, dq, grads)
             self._land(self.steps[number - 1], homeward, own)
-            homeward = None if number == 0 else self._start_home(step, grads)
+            homeward = None if number == 0 else self._start_home(step, [] if trouble else grads)
         self._land(self.steps[-1], homeward, own)
         trouble.raised()
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
@@ -208,14 +220,19 @@ class RingCall:
         return [_joined(pairs) for pairs in by_heads.values()]
 
     def _start_home(self, step: Step, grads: Sequence[tuple[Tensor, ...]]) -> Flight:
-        """Set gradients of a step's rows on their way to where the rows came from."""
-        like = grads[0][0] if grads else torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
+        """Set gradients of a step's rows on their way to where the rows came from; NaN after a failure, so that nobody
+        takes them for gradients.
+        """
+        like = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
         size = self.problem.batch, self.problem.head_dim
         receives = self._buffers(HOME, step.sends, like)
         sends = self._buffers(HOMEWARD, step.receives, like)
         taken = dict.fromkeys((source.heads for source in step.sources), 0)
         totals = dict(zip(taken, grads))
         for peer, rows in step.receives.items():
+            if not grads:
+                sends[peer].fill_(math.nan)
+                continue
             for each, views in zip(rows, unpack(sends[peer], rows, *size)):
                 start = taken[each.heads]
                 taken[each.heads] += len(each.positions)

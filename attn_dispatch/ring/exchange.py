@@ -91,9 +91,8 @@ def message_size(rows: Iterable[Rows], batch: int, head_dim: int) -> int:
 def pack(first: Tensor, second: Tensor, rows: Sequence[Rows], into: Tensor) -> Tensor:
     """Those rows of two tensors [batch, tokens, kv_heads, head_dim], such as k and v, written to a flat one."""
     for each, views in zip(rows, unpack(into, rows, first.shape[0], first.shape[3])):
-        index = each.local.to(first.device)
         for x, view in zip((first, second), views):
-            torch.index_select(x[:, :, _slice(each.heads)], 1, index, out=view)
+            torch.index_select(x[:, :, _slice(each.heads)], 1, each.local, out=view)
     return into
 
 
@@ -111,9 +110,8 @@ def unpack(flat: Tensor, rows: Sequence[Rows], batch: int, head_dim: int) -> lis
 def add_home(totals: Sequence[Tensor], flat: Tensor, rows: Sequence[Rows]) -> None:
     """Add gradients that have come home to those of this rank's own rows, dk and dv."""
     for each, views in zip(rows, unpack(flat, rows, totals[0].shape[0], totals[0].shape[3])):
-        index = each.local.to(flat.device)
         for total, view in zip(totals, views):
-            total[:, :, _slice(each.heads)].index_add_(1, index, view)
+            total[:, :, _slice(each.heads)].index_add_(1, each.local, view)
 
 
 def _slice(heads: range) -> slice:

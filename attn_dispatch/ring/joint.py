@@ -28,12 +28,22 @@ from attn_dispatch.settings import mode
 from attn_dispatch.store import Store, cache_folder
 
 
-def decide(shared: Shared, tensors: Tensors, masks: Mapping[str, Tensor], exchange: str | None) -> Decision:
+def decide(
+    shared: Shared,
+    tensors: Tensors,
+    masks: Mapping[str, Tensor],
+    exchange: str | None,
+    *,
+    force: bool = False,
+    budget_ms: float | None = None,
+) -> Decision:
     """The decision that all ranks go by; a collective.
 
     Args:
         tensors: q, k and v of this rank, for trials; nothing is written to them.
         exchange: the caller's own choice; nothing is measured then.
+        force: measure, whatever is stored and whatever the mode.
+        budget_ms: for the trial; $ATTN_DISPATCH_BUDGET_MS by default.
 
     Raises:
         NoBackend: there is none for all ranks. NotDecided: locked mode, and nobody has one stored.
@@ -48,26 +58,26 @@ def decide(shared: Shared, tensors: Tensors, masks: Mapping[str, Tensor], exchan
         raise NoBackend(ranks.told(None))
     if LOCAL in ranks.able:
         return ranks.decision(LOCAL, "heuristic", {})  # nothing is exchanged, and there is nothing to choose from
-    if mode() != "off":
+    if mode() != "off" and not force:
         kept = ranks.kept()
         if kept is not None:
             return kept
-    if mode() == "locked":
+    if mode() == "locked" and not force:
         raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {shared.problem}")
-    if mode() == "tune":
-        decision = _measured(ranks, tensors, masks)
+    if mode() == "tune" or force:
+        decision = _measured(ranks, tensors, masks, settings.budget_ms() if budget_ms is None else budget_ms)
         if decision is not None:
             _keep(decision)
             return decision
     return ranks.decision(ranks.first, "heuristic", {})
 
 
-def _measured(ranks: Ranks, tensors: Tensors, masks: Mapping[str, Tensor]) -> Decision | None:
+def _measured(ranks: Ranks, tensors: Tensors, masks: Mapping[str, Tensor], budget_ms: float) -> Decision | None:
     """Measured together, or None where every candidate failed; the same on every rank, to the letter."""
-    rows, chosen, took_ms = Trial(ranks.shared, ranks.able, ranks.first, tensors, masks).rows()
+    rows, chosen, took_ms = Trial(ranks.shared, ranks.able, ranks.first, tensors, masks, budget_ms).rows()
     if chosen is None:
         return None
-    made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=settings.budget_ms())
+    made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
     return _decoded(ranks.shared.link.objects(encode(made))[0])
 
 

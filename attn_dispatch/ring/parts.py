@@ -6,19 +6,24 @@ takes it. Whatever else there is goes by tiles (`tiles.tables_at`), by the posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from attn_dispatch import registry, tile_math
-from attn_dispatch.backends import tiles
+from attn_dispatch.backends import native, tiles
 from attn_dispatch.branches import sum_dtype
-from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.native.neighbours import neighbour_tiles_at
+from attn_dispatch.native.tables import Tiles
+from attn_dispatch.order import HILBERT, permutation, places, serves
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call
+from attn_dispatch.reorder import kept_in
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.tiles import TileTable, tables_at
 
@@ -26,6 +31,9 @@ TILE = 64  #: rows of a tile, where rows go by position
 #: Who solves a problem on one device, the preferred first: those that take the out and lse of all keys in a backward
 #: pass (`partial`, see `contract`).
 SOLVERS = {"cpu": ("native", "sdpa", "tiles"), "cuda": ("flash", "triton", "sdpa", "tiles")}
+
+
+Solve = Callable[[Problem, Tensor | None], Call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +53,7 @@ class Part:
         heads: of q.
         source: which one; `keys` are its rows.
         problem: what is computed, as on one device.
-        backend: who computes it; by `tables` where it is None.
+        solve: from the problem and a mask of its keys, or None, to its passes.
     """
 
     rows: slice | Tensor
@@ -53,16 +61,11 @@ class Part:
     source: int
     keys: slice
     problem: Problem
-    backend: Any
-    tables: tuple[TileTable, ...] = ()
+    solve: Solve
 
     def call(self, seen: Tensor | None) -> Call:
         """The passes. `seen` bool [batch, rows of the source]: keys that masks leave; None: all of them."""
-        mask = None if seen is None else seen[:, self.keys]
-        if self.backend is None:
-            return tile_math.partial(self.problem, self.tables, tiles.kernel_of(self.problem), mask)
-        call: Call = self.backend.partial(self.problem, mask)
-        return call
+        return self.solve(self.problem, None if seen is None else seen[:, self.keys])
 
     def of(self, x: Tensor) -> Tensor:
         """Its rows and heads of [batch, tokens, heads, ...]."""
@@ -241,40 +244,107 @@ def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> I
 def _by_position(share: _Share, number: int, source: Source, rows: slice, keys: slice | None = None) -> Iterator[Part]:
     """By tiles of rows, those of q alone that meet any of k; nothing where none does."""
     keys = slice(0, len(source.positions)) if keys is None else keys
-    problem = share.problem
-    queries = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
-    places = torch.arange(rows.start, rows.stop)
-    heads = share.heads(source.heads)
-    which = range(problem.heads)[heads]
-    dtype = sum_dtype(problem.dtype)
-
-    def tables(of: Tensor) -> tuple[TileTable, ...]:
-        return tables_at(problem.pattern, problem.q_len, problem.heads, which, of, source.positions, TILE, dtype)
-
-    found = tables(queries)
-    meets = torch.zeros(-(-len(queries) // TILE), dtype=torch.bool)
-    for table in found:
-        meets |= table.first.diff() > 0
+    positions = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
+    listing = _listing(share, source)
+    places = listing.arranged(positions)
+    meets, solve = listing.tables(positions[places])
     if not meets.any():
         return
     if not meets.all():
-        kept = meets.repeat_interleave(TILE)[: len(queries)]
-        queries, places = queries[kept], places[kept]
-        found = tables(queries)
-    mine: slice | Tensor = rows if len(places) == rows.stop - rows.start else places.to(problem.device)
-    asked = share.sub(problem.pattern, len(queries), len(source.positions), source.heads)
-    moved = tuple(table if problem.device.type == "cpu" else table.to(problem.device) for table in found)
-    yield Part(mine, heads, number, keys, asked, None, moved)
+        places = places[meets.repeat_interleave(TILE)[: len(places)]]
+        _, solve = listing.tables(positions[places])
+    problem = share.sub(share.problem.pattern, len(places), len(source.positions), source.heads)
+    as_they_lie = torch.equal(places, torch.arange(rows.stop - rows.start))
+    mine: slice | Tensor = rows if as_they_lie else (places + rows.start).to(problem.device)
+    yield Part(mine, share.heads(source.heads), number, keys, problem, solve)
 
 
-def solver(problem: Problem) -> Any:
-    """Who solves it, the preferred first.
+class _Listing(Protocol):
+    """How tables of some rows of q over a source are made."""
+
+    def arranged(self, positions: Tensor) -> Tensor:
+        """Rows at these positions, in the order that tiles shall have them."""
+        ...
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Solve]:
+        """Which tiles of rows at these positions meet any key, bool [tiles], and who solves it."""
+        ...
+
+
+def _listing(share: _Share, source: Source) -> _Listing:
+    """A grid on a CPU has a kernel of its own, single key by single key; the rest goes by tiles of keys."""
+    asked = share.sub(share.problem.pattern, 1, 1, source.heads)
+    if isinstance(asked.pattern.natural, Neighborhood) and not native.refusals(asked):
+        return _Keys(share.problem, asked.heads, source)
+    return _Tiles(share.problem, range(share.problem.heads)[share.heads(source.heads)], source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    problem: Problem
+    heads: int
+    source: Source
+
+    @property
+    def grid(self) -> Neighborhood:
+        grid = self.problem.pattern.natural
+        assert isinstance(grid, Neighborhood)
+        return grid
+
+    def arranged(self, positions: Tensor) -> Tensor:
+        at = permutation(HILBERT, self.grid, self.problem.q_len) if serves(HILBERT, self.grid) else None
+        there = _natural(self.problem, positions)
+        return (there if at is None else places(at)[there]).argsort()
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Solve]:
+        queries, keys = (_natural(self.problem, each) for each in (positions, self.source.positions))
+        found = neighbour_tiles_at(self.grid, self.heads, queries, keys)
+        return found.tiles[:, 4] > 0, partial(_by_keys, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    problem: Problem
+    heads: range
+    source: Source
+
+    def arranged(self, positions: Tensor) -> Tensor:
+        return torch.arange(len(positions))
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Solve]:
+        problem, dtype = self.problem, sum_dtype(self.problem.dtype)
+        found = tables_at(
+            problem.pattern, problem.q_len, problem.heads, self.heads, positions, self.source.positions, TILE, dtype
+        )
+        meets = torch.stack([table.first.diff() > 0 for table in found]).any(0)
+        if problem.device.type != "cpu":
+            found = tuple(table.to(problem.device) for table in found)
+        return meets, partial(_by_tiles, found)
+
+
+def _natural(problem: Problem, positions: Tensor) -> Tensor:
+    """Positions of tokens, by where they are kept."""
+    at = permutation(kept_in(problem.pattern), problem.pattern.natural, problem.q_len)
+    return positions if at is None else at[positions]
+
+
+def _by_keys(found: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
+    return native.partial(problem, key_mask, found)
+
+
+def _by_tiles(found: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
+    return tile_math.partial(problem, found, tiles.kernel_of(problem), key_mask)
+
+
+def solver(problem: Problem) -> Solve:
+    """The passes of the preferred one who solves it.
 
     Raises:
         LookupError: nobody can.
     """
     for name in SOLVERS.get(problem.device.type, ()):
-        backend = registry.load(name)
+        backend: Any = registry.load(name)
         if not backend.refusals(problem):
-            return backend
+            solve: Solve = backend.partial
+            return solve
     raise LookupError(f"nothing computes {problem} with rows on other ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -59,11 +59,14 @@ class Asked:
         return {**plain, **about, "pattern": self.pattern.to_dict(), "seq_lens": known}
 
 
-def attend_over(attend: Attend, mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+def attend_over(
+    attend: Attend, met: Callable[[Problem], None], mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
+) -> Any:
     """`attend` with a mesh. Arguments and results as there.
 
     Args:
         attend: attention on one device.
+        met: told each problem of the whole sequence, once.
     """
     link, spread = spread_of(mesh)
     if link.size == 1:
@@ -73,7 +76,10 @@ def attend_over(attend: Attend, mesh: object, q: Tensor, k: Tensor, v: Tensor, *
     except AttnDispatchError as error:
         agree(link, {}, 0, 0, error)  # tells the others, and raises
         raise
+    known = _known.get(_key(link, asked))
     shared, decision = _agreed(link, asked, attend, (q, k, v), arguments)
+    if known is None:
+        met(shared.problem)
     return _run(shared, decision, (q, k, v), arguments)
 
 

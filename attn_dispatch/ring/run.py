@@ -45,7 +45,9 @@ class Shared:
                 (LOCAL, RING, GATHER, ULYSSES), f"has no dropout, asked for {self.problem.dropout_p:g}"
             )
         problem = self.problem
-        traffic = traffic_of(problem.pattern, self.layout, problem.heads, problem.kv_heads, self.link.rank)
+        traffic = traffic_of(
+            problem.pattern, self.layout, problem.heads, problem.kv_heads, self.link.rank, problem.device
+        )
         rows = sum(each.count for rows in traffic.receives.values() for each in rows)
         found = {LOCAL: f"sees {rows} key rows of other ranks" if rows else "", RING: "", GATHER: ""}
         try:
@@ -85,6 +87,11 @@ class Shared:
             return recorded(q, k, v, call)
         with torch.no_grad():
             return call.forward(q, k, v)
+
+    def reserve(self, exchange: str) -> None:
+        """Take the memory that rows arrive in, before any are sent: who fails then leaves nobody waiting."""
+        if exchange != ULYSSES:
+            self._call(exchange, self.problem, None, None).reserve()
 
     def _call(self, exchange: str, problem: Problem, seq_lens: Tensor | None, mask: Tensor | None) -> RingCall:
         steps = steps_of(problem, self.layout, self.link.rank, exchange if exchange != LOCAL else RING)

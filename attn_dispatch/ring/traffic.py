@@ -12,6 +12,8 @@ from attn_dispatch.pattern import Pattern
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.needs import kv_classes, seen_by
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
@@ -19,8 +21,8 @@ class Rows:
 
     Args:
         heads: the key heads.
-        local: int64 [rows], where they lie in the sender's shard, ascending.
-        positions: int64 [rows], which tokens they are.
+        local: int64 [rows], where they lie in the sender's shard, ascending; on the device of k and v.
+        positions: int64 [rows], which tokens they are; on the CPU.
     """
 
     heads: range
@@ -47,7 +49,9 @@ class Traffic:
 
 
 @lru_cache(maxsize=16)
-def traffic_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int) -> Traffic:
+def traffic_of(
+    pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int, device: torch.device = CPU
+) -> Traffic:
     """What one rank of a layout sends and receives.
 
     Args:
@@ -65,7 +69,7 @@ def traffic_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank
                     continue
                 local = seen[positions[sender]].nonzero().flatten()
                 if len(local):
-                    rows = Rows(members, local, positions[sender][local])
+                    rows = Rows(members, local.to(device), positions[sender][local])
                     store, peer = (receives, sender) if receiver == rank else (sends, receiver)
                     store.setdefault(peer, []).append(rows)
     made = ({peer: tuple(rows) for peer, rows in store.items()} for store in (sends, receives))

@@ -51,6 +51,7 @@ class Trial:
     first: str
     tensors: Tensors
     masks: Mapping[str, Tensor]
+    budget_ms: float
     found: dict[str, Row] = field(default_factory=dict[str, Row])
     first_ms: dict[str, float] = field(default_factory=dict[str, float])
     samples: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
@@ -75,7 +76,7 @@ class Trial:
 
     def _admit(self, name: str) -> None:
         """The gate: a small problem of this kind against float64. Then a first call of the problem itself."""
-        failed = self._compare(name)
+        failed = self._compare(name) or self._together(name, lambda: self.shared.reserve(name))
         if failed is None:
             start = time.perf_counter()
             failed = self._together(name, lambda: self._call(name))
@@ -130,9 +131,9 @@ class Trial:
 
     def _race(self) -> None:
         """Rounds of one call each, until the budget is spent; everybody goes by the same times."""
-        spent, budget = 0.0, settings.budget_ms()
+        spent = 0.0
         for number in range(MOST_ROUNDS):
-            if number >= FEWEST_ROUNDS and spent > budget:
+            if number >= FEWEST_ROUNDS and spent > self.budget_ms:
                 return
             for name in list(self.samples):
                 self.shared.link.barrier()

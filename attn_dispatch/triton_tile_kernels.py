@@ -1,0 +1,182 @@
+"""Triton kernels for the pairs of tiles of `tile_lists`: one online softmax for all pairs of a tile.
+
+A tile's tokens are read from where the caller has them, by their positions: nothing is permuted. Pairs in which not
+every query sees every key once come first, weighed by their counts; the others follow without. Results are contiguous,
+sums are kept in float32. Importing this module imports triton.
+
+A last tile that is short repeats its last position. Such a query's result is not stored; such a key is in no count, and
+no pair with one is without counts.
+
+Source: Dao 2023, FlashAttention-2, algorithms 1 and 2; Milakov & Gimelshein 2018, online softmax.
+"""
+
+# Triton reads the annotations itself: no `from __future__ import annotations`.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+SPAN = tl.constexpr(3)  #: entries of a tile and of a pair, see tile_lists.TileLists
+PAIR = tl.constexpr(2)
+
+
+@triton.jit
+def place_of(heads, tiles, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """This program's batch row, head, tile, and the lanes of the tile that are its rows: head by head."""
+    program = tl.program_id(0).to(tl.int64)
+    parts = tiles * (TILE // ROWS)
+    start = program % parts * ROWS
+    lane = (start % TILE).to(tl.int32) + tl.arange(0, ROWS)
+    return program // parts // heads, program // parts % heads, start // TILE, lane
+
+
+@triton.jit
+def counts_of(
+    masks,
+    reach,
+    mask,
+    kind,
+    q_tile,
+    k_tile,
+    q_lane,
+    k_lane,
+    q_tiles,
+    k_tiles,
+    TILE: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    AXES: tl.constexpr,
+):
+    """How many times each query sees each key, float32: the mask's, or where BRANCHES is not 0, worked out here.
+
+    The lanes of queries and keys are [rows, 1] and [1, columns], or the other way round.
+    """
+    if BRANCHES == 0:
+        found = tl.load(masks + mask.to(tl.int64) * (TILE * TILE) + q_lane * TILE + k_lane)
+    else:
+        found = (q_lane + k_lane) * 0
+        queries = q_tiles * TILE
+        for branch in tl.static_range(BRANCHES):
+            sees = found >= 0
+            for axis in tl.static_range(AXES):
+                row = reach + ((kind * BRANCHES + branch) * AXES + axis) * (2 * queries + k_tiles * TILE)
+                place = tl.load(row + 2 * queries + k_tile * TILE + k_lane)
+                sees = sees & (place >= tl.load(row + q_tile * TILE + q_lane))
+                sees = sees & (place <= tl.load(row + queries + q_tile * TILE + q_lane))
+            found += sees.to(tl.int32)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def forward(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    seq_lens,
+    key_mask,
+    q_pos,
+    k_pos,
+    kind_of,
+    spans,
+    pairs,
+    masks,
+    reach,
+    q_b,
+    q_n,
+    q_h,
+    q_d,
+    k_b,
+    k_n,
+    k_h,
+    k_d,
+    v_b,
+    v_n,
+    v_h,
+    v_d,
+    mask_b,
+    mask_n,
+    heads,
+    q_tiles,
+    k_tiles,
+    q_len,
+    k_len,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    AXES: tl.constexpr,
+    SEQ_LENS: tl.constexpr,
+    KEY_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
+    batch, head, tile, lane = place_of(heads, q_tiles, TILE, ROWS)
+    kind = tl.load(kind_of + head).to(tl.int64)
+    rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    inside = d < HEAD_DIM
+    length = k_len
+    if SEQ_LENS:
+        length = tl.load(seq_lens + batch)
+    k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
+    v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
+    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
+    slope = scale * LOG2_E
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    PARTS: tl.constexpr = TILE // COLUMNS
+    span = spans + (kind * q_tiles + tile) * SPAN
+    for phase in tl.static_range(2):
+        for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
+            pair = pairs + nth // PARTS * PAIR
+            k_tile = tl.load(pair).to(tl.int64)
+            k_lane = nth % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+            columns = tl.load(k_pos + k_tile * TILE + k_lane).to(tl.int64)
+            kept = columns < length
+            if KEY_MASK:
+                kept = kept & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
+            seen = inside
+            if SEQ_LENS or KEY_MASK:
+                seen = kept[:, None] & inside
+            key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
+            s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
+            if SEQ_LENS or KEY_MASK:
+                s = tl.where(kept[None, :], s, float("-inf"))
+            count = 1.0
+            if phase == 0:
+                mask = tl.load(pair + 1)
+                q_lane, k_lane = lane[:, None], k_lane[None, :]
+                count = counts_of(
+                    masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
+                )
+                s = tl.where(count > 0, s, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(s, 1))
+            # A row that has seen no key yet: -inf less -inf would be NaN.
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.exp2(s - safe[:, None])
+            if phase == 0:
+                p *= count
+            shrink = tl.exp2(peak - safe)
+            total = total * shrink + tl.sum(p, 1)
+            value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
+            acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+            peak = new_peak
+    some = total > 0
+    if SEQ_LENS:
+        some = some & (rows < length)
+    divisor = tl.where(some, total, 1.0)
+    result = tl.where(some[:, None], acc / divisor[:, None], 0.0).to(out.dtype.element_ty)
+    stored = tile * TILE + lane < q_len
+    out_at = out + ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+    tl.store(out_at, result, mask=stored[:, None] & inside)
+    result_lse = tl.where(some, peak * LN_2 + tl.log(divisor), float("-inf"))
+    tl.store(lse + (batch * heads + head) * q_len + rows, result_lse, mask=stored)
