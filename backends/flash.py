@@ -254,4 +254,4 @@ BACKEND = Branched(
 )
 
 name, refusals = BACKEND.name, BACKEND.refusals
-flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run
+flops, workspace_bytes, run, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run, BACKEND.partial

@@ -18,4 +18,4 @@ BACKEND = Branched(
 )
 
 name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
-flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run
+flops, workspace_bytes, run, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run, BACKEND.partial

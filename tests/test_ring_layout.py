@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_dispatch import registry
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.order import GATHER, RING
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -17,11 +18,10 @@ from attn_dispatch.reorder import Reordered
 from attn_dispatch.ring.engine import steps_of
 from attn_dispatch.ring.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.needs import kv_classes, seen_by
-from attn_dispatch.ring.parts import Part, Source
+from attn_dispatch.ring.parts import SOLVERS, Part, Source
 from attn_dispatch.ring.shards import positions_of
 from attn_dispatch.ring.traffic import Traffic, traffic_of
 from tests.cases import Case
-from tests.test_tiles import total
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -60,7 +60,9 @@ def layouts(tokens: int) -> tuple[Layout, ...]:
 
 
 def problem_of(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> Problem:
-    return Case("", pattern, (1, tokens, heads, 8), kv_heads=kv_heads).problem(torch.float32, needs_grad=False)
+    """With an entry of a head for each token."""
+    shape = 1, tokens, heads, -(-tokens // 16) * 16
+    return Case("", pattern, shape, kv_heads=kv_heads).problem(torch.float32, needs_grad=False)
 
 
 def needed(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int) -> Tensor:
@@ -213,16 +215,20 @@ def test_parts_add_up_to_the_definition(pattern: Pattern, tokens: int, heads: in
 
 
 def _add(found: Tensor, part: Part, source: Source) -> None:
-    """What a part sees, added to [heads, rows of the shard, tokens]."""
+    """How often each of a part's queries sees each key, added to [heads, rows of the shard, tokens].
+
+    It is asked of the part itself: with scores of 0 and a v that tells keys apart, out is the counts over their sum.
+    """
     heads, rows = torch.arange(found.shape[0])[part.heads], torch.arange(found.shape[1])[part.rows]
-    asked, keys = part.problem, source.positions[part.keys]
+    keys, asked = source.positions[part.keys], part.problem
     assert (asked.heads, asked.q_len, asked.k_len) == (len(heads), len(rows), len(keys))
-    if part.backend is not None:
-        seen = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
-        found[heads[:, None, None], rows[:, None], keys] += seen
-    for table in part.tables:
-        which = heads[torch.tensor(table.heads)]
-        found[which[:, None, None], rows[:, None], keys] += total(table, asked.q_len, asked.k_len)
+    q = torch.zeros(1, len(rows), len(heads), asked.head_dim)
+    k = torch.zeros(1, len(keys), asked.kv_heads, asked.head_dim)
+    v = torch.eye(asked.head_dim)[keys][None, :, None].expand(k.shape).contiguous()
+    out, lse = part.call(None).forward(q, k, v)
+    counts = out * lse.transpose(1, 2).exp()[..., None]
+    assert (counts - counts.round()).abs().max() < 1e-2
+    found[heads[:, None], rows] += counts[0].movedim(1, 0)[..., : found.shape[2]].round().int()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,6 +239,12 @@ def test_runs_stay_patterns_that_kernels_know(kind: str) -> None:
     pairs = 0
     for rank in range(4):
         parts = [part for step in steps_of(problem, layout, rank, RING) for part in step.parts]
-        assert all(part.backend is not None and isinstance(part.problem.pattern, Dense) for part in parts)
+        assert all(isinstance(part.rows, slice) and isinstance(part.problem.pattern, Dense) for part in parts)
         pairs += sum(part.problem.q_len * part.problem.k_len for part in parts)
     assert pairs <= 256 * 256 * 5 / 8
+
+
+@pytest.mark.parametrize("name", sorted({name for names in SOLVERS.values() for name in names}))
+def test_whoever_solves_parts_can_be_given_the_results_of_the_whole(name: str) -> None:
+    backend: Any = registry.load(name)
+    assert callable(backend.partial)
