@@ -107,10 +107,11 @@ def _group(mesh: object) -> Any:
             axes = getattr(mesh, "ndim", None)
             raise InvalidInput(f"mesh must have one dimension, got {axes}: name one, as in mesh['name']")
         return get_group()
-    if isinstance(mesh, dist.ProcessGroup):
-        if dist.get_rank(mesh) < 0:
-            raise InvalidInput("mesh is a process group that this process is not in")
+    if isinstance(mesh, dist.ProcessGroup) and dist.get_rank(mesh) >= 0:
         return mesh
+    # What new_group gives to processes outside the group is none.
+    if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidInput("mesh is a process group that this process is not in")
     kinds = "a 1-D DeviceMesh, a process group, a Sharded or 'world'"
     raise InvalidInput(f"mesh must be {kinds}, got {type(mesh).__name__}")
 
