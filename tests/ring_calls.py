@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch import Sharded, attend
+from attn_dispatch import Sharded, attend, shard
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.shards import positions_of
 from attn_dispatch.verify import Gate
 from tests import ring_ranks
 
+Qkv = tuple[Tensor, Tensor, Tensor]
+
 AXIS = {"lse": 2}  #: of tokens; 1 for everything else
+
+
+def tensors(tokens: int = 50) -> Qkv:
+    """The same whole q, k and v on every rank, [2, tokens, 4, 8]."""
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(2, tokens, 4, 8, generator=generator) for _ in range(3))
+    return q, k, v
+
+
+def changed(change: Callable[[Tensor], Tensor], three: Qkv) -> Qkv:
+    q, k, v = map(change, three)
+    return q, k, v
+
+
+def part(mesh: object, tokens: int = 50, grads: str = "") -> Qkv:
+    """In a job: this rank's shards of `tensors`; `grads` names those that need gradients."""
+    q, k, v = (shard(x, mesh).requires_grad_(name in grads) for name, x in zip("qkv", tensors(tokens)))
+    return q, k, v
 
 
 def cut(x: Tensor, layout: Layout, dim: int = 1) -> list[Tensor]:
@@ -47,9 +67,7 @@ def shards(gate: Gate, layout: Layout) -> list[dict[str, Tensor]]:
     return found
 
 
-def attended(
-    shard: dict[str, Tensor], kind: str, strides: Sequence[str], options: dict[str, Any]
-) -> dict[str, Tensor]:
+def attended(shard: dict[str, Tensor], kind: str, strides: Sequence[str], options: dict[str, Any]) -> dict[str, Tensor]:
     """A job: this rank's out and lse, and gradients through both where there are some to go back with.
 
     Args:
@@ -58,7 +76,7 @@ def attended(
         options: for `attend`.
     """
     tensors = [laid_out(shard[name], order) for name, order in zip("qkv", strides)]
-    masks = {name: shard[name] for name in ("seq_lens", "key_mask") if name in shard}
+    masks: dict[str, Any] = {name: shard[name] for name in ("seq_lens", "key_mask") if name in shard}
     q, k, v = (x.requires_grad_("grad" in shard) for x in tensors)
     out, lse = attend(q, k, v, **masks, **options, return_lse=True, mesh=Sharded(ring_ranks.group(), kind))
     found = {"out": out.detach(), "lse": lse.detach()}

@@ -69,7 +69,7 @@ def needed(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: in
     """Bool [kv_heads, tokens]: the key rows that this rank's queries see, from the definition."""
     mine = positions_of(layout, rank)
     counts = pattern.multiplicity(layout.tokens, heads=heads, q_pos=mine)
-    return (counts > 0).any(1).unflatten(0, (kv_heads, heads // kv_heads)).any(1)
+    return (counts > 0).any(1).view(kv_heads, heads // kv_heads, layout.tokens).any(1)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
