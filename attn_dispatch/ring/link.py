@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,6 +20,8 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring.exchange import Wire, lost
 
 T = TypeVar("T")
+
+PATIENCE = timedelta(days=1)
 
 _links: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
 
@@ -122,3 +126,18 @@ def _world() -> Any:
             raise InvalidInput(f"mesh is 'world', but {missing}")
         dist.init_process_group()
     return dist.group.WORLD
+
+
+@contextmanager
+def world(device: str) -> Iterator[None]:
+    """The ranks that torchrun has started, for commands: each takes the GPU of its number, and waits for as long as
+    another one measures.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo", timeout=PATIENCE)
+    try:
+        yield
+        dist.barrier()  # who leaves first takes the others' connections along
+    finally:
+        dist.destroy_process_group()
