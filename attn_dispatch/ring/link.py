@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(days=1)
 
-_links: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
+MOST_LINKS = 16  #: groups whose buffers are kept
+
+_links: OrderedDict[Any, Link] = OrderedDict()
 
 
 @dataclass(eq=False)
@@ -99,6 +101,8 @@ def link_of(mesh: object) -> Link:
     found = _links.get(group)
     if found is None:
         found = _links[group] = Link(group, Wire(group))
+        if len(_links) > MOST_LINKS:
+            _links.popitem(last=False)
     return found
 
 
