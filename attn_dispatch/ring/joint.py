@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,6 +26,8 @@ from attn_dispatch.ring.run import Shared
 from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
 from attn_dispatch.settings import mode
 from attn_dispatch.store import Store, cache_folder
+
+MOST_REASONS = 2  #: of ranks that say the same in other numbers
 
 
 def decide(
@@ -83,7 +85,10 @@ def _measured(ranks: Ranks, tensors: Tensors, masks: Mapping[str, Tensor], budge
 
 def explained(shared: Shared) -> Decision:
     """What is known without asking the others: what this rank has stored, else the static choice. No collective."""
-    ranks = Ranks(shared, [_Said.of(shared)] * shared.link.size)
+    mine = _Said.of(shared)
+    local = [shared.sees_others(rank) for rank in range(shared.link.size)]
+    said = [replace(mine, refusals={**mine.refusals, LOCAL: mine.refusals[LOCAL] or why}) for why in local]
+    ranks = Ranks(shared, said)
     kept = Store(cache_folder()).get(ranks.fingerprint, group_of(shared.problem.to_dict()), ranks.key)
     if kept is not None and mode() != "off":
         return kept
@@ -147,7 +152,7 @@ class Ranks:
         lines = [f"no exchange can run {self.shared.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
         for name in EXCHANGES if exchange is None else (exchange,):
             why = {each.refusals.get(name, "is not an exchange of rows") for each in self.said}
-            lines += [f"{name}: {reason}" for reason in sorted(why) if reason]
+            lines += [f"{name}: {_few(sorted(why - {''}))}"] if any(why) else []
         return "\n  ".join(lines)
 
     def kept(self) -> Decision | None:
@@ -185,7 +190,7 @@ class Ranks:
         if not why and name not in self.able:
             why = ["no rank sees another's rows: there is nothing to exchange"]
         if why:
-            return Row(backend=NAME, order=name, status="unsupported", reason="; ".join(why), version=version())
+            return Row(backend=NAME, order=name, status="unsupported", reason=_few(why), version=version())
         status = "chosen" if name == chosen else "not_measured"
         return Row(backend=NAME, order=name, status=status, reason=source, version=version())
 
@@ -194,6 +199,12 @@ class Ranks:
         lengths = sorted(set(self.shared.layout.lengths))
         of_ranks = {"ranks": str(len(self.said)), "hosts": str(hosts), "shards": ", ".join(map(str, lengths))}
         return {**provenance(self.shared.problem.device), **of_ranks}
+
+
+def _few(reasons: list[str]) -> str:
+    """The first ones, where every rank has one of its own."""
+    more = len(reasons) - MOST_REASONS
+    return "; ".join(reasons[:MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _keep(decision: Decision) -> None:

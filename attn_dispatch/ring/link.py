@@ -44,9 +44,18 @@ class Link:
         return int(dist.get_world_size(self.group))
 
     @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The kinds of devices whose tensors it ships. Of CUDA's, gloo has but a few collectives."""
+        config = str(dist.get_backend_config(self.group))
+        if ":" not in config:
+            return ("cuda",) if config == "nccl" else ("cpu",)
+        pairs = (part.split(":") for part in config.split(","))
+        return tuple(kind for kind, way in pairs if (kind, way) != ("cuda", "gloo"))
+
+    @cached_property
     def control(self) -> Any:
-        """What is said goes over gloo: reading it stops no GPU, and a peer that is gone is noticed at once."""
-        if "gloo" in str(dist.get_backend(self.group)):
+        """What is said goes over the hosts: reading it stops no GPU, and gloo notices at once that a peer is gone."""
+        if "cpu" in self.devices:
             return self.group
         ranks = dist.get_process_group_ranks(self.group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
