@@ -21,6 +21,7 @@ from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.group import group_of
 from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.order import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.pattern import Dense
 from attn_dispatch.ring.layout import deal
 from attn_dispatch.ring.run import Shared
 from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
@@ -128,10 +129,9 @@ class Ranks:
     @property
     def first(self) -> str:
         """The static choice: few rows at once, many one peer after the other, which needs less memory."""
-        asked, layout = self.shared.problem, self.shared.layout
         several = [each for each in self.able if each != ULYSSES] or self.able
-        sparse = type(asked.pattern.natural).__name__ != "Dense" and GATHER in several
-        return GATHER if sparse else (RING if RING in several else several[0]) if layout.ranks > 1 else several[0]
+        wanted = RING if isinstance(self.shared.problem.pattern.natural, Dense) else GATHER
+        return wanted if wanted in several else several[0]
 
     @property
     def fingerprint(self) -> str:
@@ -162,11 +162,21 @@ class Ranks:
         found = self.shared.link.objects(None if mine is None or mine.source != "measured" else encode(mine))
         for each in found:
             decision = None if each is None else _decoded(each)
-            if decision is not None and decision.choice == NAME and decision.order in self.able:
+            if decision is not None and self._holds(decision):
                 if mine is None or encode(mine) != each:
                     _keep(decision)
                 return decision
         return None
+
+    def _holds(self, decision: Decision) -> bool:
+        """Whether it can still be gone by: another version is measured anew."""
+        chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
+        return (
+            decision.choice == NAME
+            and decision.order in self.able
+            and chosen is not None
+            and (chosen.version == version())
+        )
 
     def decision(self, chosen: str, source: str, rows: Mapping[str, Row], **more: Any) -> Decision:
         plain = self.shared.problem.to_dict()
