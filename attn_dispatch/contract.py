@@ -50,6 +50,9 @@ class Backend(Protocol):
     * `orders(problem) -> Sequence[str]`: the orders of tokens or visits (see `order.ORDERS`) in which it offers to be
       tried, each a candidate of its own; the natural one alone where this is missing. Asked only where there are no
       refusals.
+    * `partial(problem, key_mask=None) -> recorded.Call`: its two passes by themselves, for queries that see keys
+      elsewhere too: forward gives out and lse over these keys, backward is handed out and lse over all of them. The
+      scale is above 0, and rows with lse = inf weigh nothing. Sequences over many ranks are worked out with it.
     * `all_orders: tuple[str, ...]`: more orders in which a caller may force it, though they hardly pay.
 
     Where an order is not the natural one, `run` is handed its name as `order=` and permutes inside: it gets tokens in

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from attn_dispatch.cli import shapes, thresholds
 from attn_dispatch.cli.output import full_table, no_backend, print_json
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.gains import Series, family_of, family_title
+from attn_dispatch.ring.layout import KINDS
 from attn_dispatch.threshold import LEAST_LENGTHS
 from attn_dispatch.units import printable
 
@@ -31,6 +34,8 @@ EXAMPLE = """examples:
       a 7 x 7 neighborhood
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
       the same on grids of about 1024, 2048, .. 65536 tokens: from how many on other orders of the tokens pay
+  torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
+      sequences that lie on 4 ranks; without --sharded, problems of one device are dealt out to the ranks
   attn-dispatch profile --from problems.jsonl
       what attn_dispatch.record("problems.jsonl") noted in a run
 
@@ -57,20 +62,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     budget = "for all problems together; by default 10 s for each of them"
     parser.add_argument("--budget", metavar="SECONDS", type=_seconds, help=budget)
     parser.add_argument("--from", dest="record", metavar="RECORD", help="the problems in a file that record() wrote")
+    sharded = "under torchrun: each problem is one sequence over all ranks, its shards contiguous or zigzag"
+    parser.add_argument("--sharded", choices=KINDS, help=sharded)
     parser.add_argument("--force", action="store_true", help="measure again what is decided already")
 
 
 def run(args: argparse.Namespace) -> int:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.sharded and ranks == 1:
+        raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
     problems = _problems(args)
-    from attn_dispatch.profiling import profile  # only now: wrong usage is told at once
-
     found: list[Explanation] = []
     interrupted = False
     budget_s = _budget(args, len(problems))
     try:
-        profile(problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: found.append(explanation))
+        if ranks > 1:
+            problems = _measured_by_ranks(args, problems, ranks, budget_s, found)
+        else:
+            _measured(args, problems, budget_s, found)
     except KeyboardInterrupt:
         interrupted = True
+    if ranks > 1 and os.environ.get("RANK", "0") != "0":
+        return 1 if interrupted else 0  # the first rank speaks for all
     if interrupted:
         done = f"{len(found)} of {len(problems)} problems are decided"
         print(f"interrupted: {done}; the same command goes on from there", file=sys.stderr)
@@ -82,6 +95,34 @@ def run(args: argparse.Namespace) -> int:
         if learned is not None:
             print("", *thresholds.lines(learned), sep="\n")
     return 1 if interrupted or any(explanation.choice is None for explanation in found) else 0
+
+
+def _measured(
+    args: argparse.Namespace, problems: list[Problem], budget_s: float | None, found: list[Explanation]
+) -> None:
+    from attn_dispatch.profiling import profile  # only now: wrong usage is told at once
+
+    profile(problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: found.append(explanation))
+
+
+def _measured_by_ranks(
+    args: argparse.Namespace, problems: list[Problem], ranks: int, budget_s: float | None, found: list[Explanation]
+) -> list[Problem]:
+    """The problems as they were measured, over all ranks where they are sharded."""
+    from attn_dispatch.ring.link import world
+    from attn_dispatch.sharing import profile_over
+
+    if args.sharded:
+        problems = [replace(problem, ranks=ranks) for problem in problems]
+    with world(problems[0].device.type):
+        profile_over(
+            problems,
+            kind=args.sharded or KINDS[0],
+            budget_s=budget_s,
+            force=args.force,
+            report=lambda _, explanation: found.append(explanation),
+        )
+    return problems
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
@@ -206,6 +247,11 @@ def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Pat
     from attn_dispatch.store import Store, cache_folder
 
     store = Store(cache_folder())
-    addresses = ((silicon(p.device), group_of(p.to_dict()), each.key) for p, each in zip(problems, found))
-    paths = (store.path(*address) for address in addresses)
+    paths: list[Path] = []
+    for problem, each in zip(problems, found):
+        group = group_of(problem.to_dict())
+        if problem.ranks == 1:
+            paths.append(store.path(silicon(problem.device), group, each.key))
+        else:  # under the fingerprint of all ranks' machines
+            paths += store.root.glob(f"*/{group}/{each.key}.json")
     return list(dict.fromkeys(path.parent.parent for path in paths if path.is_file()))

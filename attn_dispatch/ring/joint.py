@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,11 +21,14 @@ from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.group import group_of
 from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.order import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.pattern import Dense
 from attn_dispatch.ring.layout import deal
 from attn_dispatch.ring.run import Shared
 from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
 from attn_dispatch.settings import mode
 from attn_dispatch.store import Store, cache_folder
+
+MOST_REASONS = 2  #: of ranks that say the same in other numbers
 
 
 def decide(
@@ -83,7 +86,10 @@ def _measured(ranks: Ranks, tensors: Tensors, masks: Mapping[str, Tensor], budge
 
 def explained(shared: Shared) -> Decision:
     """What is known without asking the others: what this rank has stored, else the static choice. No collective."""
-    ranks = Ranks(shared, [_Said.of(shared)] * shared.link.size)
+    mine = _Said.of(shared)
+    local = [shared.sees_others(rank) for rank in range(shared.link.size)]
+    said = [replace(mine, refusals={**mine.refusals, LOCAL: mine.refusals[LOCAL] or why}) for why in local]
+    ranks = Ranks(shared, said)
     kept = Store(cache_folder()).get(ranks.fingerprint, group_of(shared.problem.to_dict()), ranks.key)
     if kept is not None and mode() != "off":
         return kept
@@ -123,10 +129,9 @@ class Ranks:
     @property
     def first(self) -> str:
         """The static choice: few rows at once, many one peer after the other, which needs less memory."""
-        asked, layout = self.shared.problem, self.shared.layout
         several = [each for each in self.able if each != ULYSSES] or self.able
-        sparse = type(asked.pattern.natural).__name__ != "Dense" and GATHER in several
-        return GATHER if sparse else (RING if RING in several else several[0]) if layout.ranks > 1 else several[0]
+        wanted = RING if isinstance(self.shared.problem.pattern.natural, Dense) else GATHER
+        return wanted if wanted in several else several[0]
 
     @property
     def fingerprint(self) -> str:
@@ -147,7 +152,7 @@ class Ranks:
         lines = [f"no exchange can run {self.shared.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
         for name in EXCHANGES if exchange is None else (exchange,):
             why = {each.refusals.get(name, "is not an exchange of rows") for each in self.said}
-            lines += [f"{name}: {reason}" for reason in sorted(why) if reason]
+            lines += [f"{name}: {_few(sorted(why - {''}))}"] if any(why) else []
         return "\n  ".join(lines)
 
     def kept(self) -> Decision | None:
@@ -157,11 +162,21 @@ class Ranks:
         found = self.shared.link.objects(None if mine is None or mine.source != "measured" else encode(mine))
         for each in found:
             decision = None if each is None else _decoded(each)
-            if decision is not None and decision.choice == NAME and decision.order in self.able:
+            if decision is not None and self._holds(decision):
                 if mine is None or encode(mine) != each:
                     _keep(decision)
                 return decision
         return None
+
+    def _holds(self, decision: Decision) -> bool:
+        """Whether it can still be gone by: another version is measured anew."""
+        chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
+        return (
+            decision.choice == NAME
+            and decision.order in self.able
+            and chosen is not None
+            and (chosen.version == version())
+        )
 
     def decision(self, chosen: str, source: str, rows: Mapping[str, Row], **more: Any) -> Decision:
         plain = self.shared.problem.to_dict()
@@ -185,7 +200,7 @@ class Ranks:
         if not why and name not in self.able:
             why = ["no rank sees another's rows: there is nothing to exchange"]
         if why:
-            return Row(backend=NAME, order=name, status="unsupported", reason="; ".join(why), version=version())
+            return Row(backend=NAME, order=name, status="unsupported", reason=_few(why), version=version())
         status = "chosen" if name == chosen else "not_measured"
         return Row(backend=NAME, order=name, status=status, reason=source, version=version())
 
@@ -194,6 +209,12 @@ class Ranks:
         lengths = sorted(set(self.shared.layout.lengths))
         of_ranks = {"ranks": str(len(self.said)), "hosts": str(hosts), "shards": ", ".join(map(str, lengths))}
         return {**provenance(self.shared.problem.device), **of_ranks}
+
+
+def _few(reasons: list[str]) -> str:
+    """The first ones, where every rank has one of its own."""
+    more = len(reasons) - MOST_REASONS
+    return "; ".join(reasons[:MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _keep(decision: Decision) -> None:

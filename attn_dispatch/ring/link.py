@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,11 @@ from attn_dispatch.ring.exchange import Wire, lost
 
 T = TypeVar("T")
 
-_links: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
+PATIENCE = timedelta(days=1)
+
+MOST_LINKS = 16  #: groups whose buffers are kept
+
+_links: OrderedDict[Any, Link] = OrderedDict()
 
 
 @dataclass(eq=False)
@@ -38,9 +44,18 @@ class Link:
         return int(dist.get_world_size(self.group))
 
     @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The kinds of devices whose tensors it ships. Of CUDA's, gloo has but a few collectives."""
+        config = str(dist.get_backend_config(self.group))
+        if ":" not in config:
+            return ("cuda",) if config == "nccl" else ("cpu",)
+        pairs = (part.split(":") for part in config.split(","))
+        return tuple(kind for kind, way in pairs if (kind, way) != ("cuda", "gloo"))
+
+    @cached_property
     def control(self) -> Any:
-        """What is said goes over gloo: reading it stops no GPU, and a peer that is gone is noticed at once."""
-        if "gloo" in str(dist.get_backend(self.group)):
+        """What is said goes over the hosts: reading it stops no GPU, and gloo notices at once that a peer is gone."""
+        if "cpu" in self.devices:
             return self.group
         ranks = dist.get_process_group_ranks(self.group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -95,6 +110,8 @@ def link_of(mesh: object) -> Link:
     found = _links.get(group)
     if found is None:
         found = _links[group] = Link(group, Wire(group))
+        if len(_links) > MOST_LINKS:
+            _links.popitem(last=False)
     return found
 
 
@@ -123,3 +140,18 @@ def _world() -> Any:
             raise InvalidInput(f"mesh is 'world', but {missing}")
         dist.init_process_group()
     return dist.group.WORLD
+
+
+@contextmanager
+def world(device: str) -> Iterator[None]:
+    """The ranks that torchrun has started, for commands: each takes the GPU of its number, and waits for as long as
+    another one measures.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo", timeout=PATIENCE)
+    try:
+        yield
+        dist.barrier()  # who leaves first takes the others' connections along
+    finally:
+        dist.destroy_process_group()

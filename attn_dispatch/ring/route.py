@@ -6,7 +6,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ Known = tuple[Shared, Decision]
 _known: OrderedDict[Any, Known] = OrderedDict()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Asked:
     """A call as this rank was asked it: its shard's problem, as if nothing else were seen, the pattern, and the choice
     that was forced.
@@ -46,6 +46,7 @@ class Asked:
     exchange: str | None
     seq_lens: Tensor | None
 
+    @cached_property
     def words(self) -> dict[str, Any]:
         """What must be the same on every rank, in plain values."""
         plain = self.local.to_dict()
@@ -57,6 +58,10 @@ class Asked:
         )  # others would have to be waited for
         about = {"shards": self.kind, "order": self.exchange, "mode": mode(), "torch": str(torch.__version__)}
         return {**plain, **about, "pattern": self.pattern.to_dict(), "seq_lens": known}
+
+    @cached_property
+    def key(self) -> Any:
+        return digest_of(self.words), self.local.strides
 
 
 def attend_over(
@@ -76,10 +81,7 @@ def attend_over(
     except AttnDispatchError as error:
         agree(link, {}, 0, 0, error)  # tells the others, and raises
         raise
-    known = _known.get(_key(link, asked))
-    shared, decision = _agreed(link, asked, attend, (q, k, v), arguments)
-    if known is None:
-        met(shared.problem)
+    shared, decision = _agreed(link, asked, attend, met, (q, k, v), arguments)
     return _run(shared, decision, (q, k, v), arguments)
 
 
@@ -89,7 +91,7 @@ def explain_over(attend: Attend, mesh: object, q: Tensor, k: Tensor, v: Tensor, 
     """
     link, spread = spread_of(mesh)
     asked = _asked(q, k, v, spread.kind, **arguments)
-    found = _known.get(_key(link, asked))
+    found = _known.get((link, asked.key))
     if found is not None:
         return Explanation.of(found[1])
     lengths = (asked.local.q_len,) * link.size
@@ -136,14 +138,22 @@ def _asked(
     return Asked(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens)
 
 
-def _agreed(link: Link, asked: Asked, attend: Attend, tensors: Any, arguments: Mapping[str, Any]) -> Known:
+def _agreed(
+    link: Link,
+    asked: Asked,
+    attend: Attend,
+    met: Callable[[Problem], None],
+    tensors: Any,
+    arguments: Mapping[str, Any],
+) -> Known:
     """What all ranks go by: known from an earlier call, or decided on together now."""
-    words, key = asked.words(), _key(link, asked)
+    key = link, asked.key
     found = _known.get(key)
-    said: Agreed = agree(link, words, asked.local.q_len, 0 if found is None else _number(*found))
+    said: Agreed = agree(link, asked.words, asked.local.q_len, 0 if found is None else _number(*found))
     if found is not None and said.decided and said.lengths == found[0].layout.lengths:
         return found
     shared = _shared(link, asked, said.lengths, attend)
+    met(shared.problem)
     masks = {name: arguments[name] for name in ("seq_lens", "key_mask") if arguments.get(name) is not None}
     decision = joint.decide(shared, _inputs(shared, tensors, arguments), masks, asked.exchange)
     logger.info("%s: %s (%s)", shared.problem, decision.order, decision.source)
@@ -151,10 +161,6 @@ def _agreed(link: Link, asked: Asked, attend: Attend, tensors: Any, arguments: M
     if len(_known) > MOST_KEPT:
         _known.popitem(last=False)
     return _known[key]
-
-
-def _key(link: Link, asked: Asked) -> Any:
-    return id(link), digest_of(asked.words()), asked.local.strides
 
 
 def _number(shared: Shared, decision: Decision) -> int:

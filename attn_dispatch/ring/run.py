@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.branches import SMALLEST_SCALE, sum_dtype
-from attn_dispatch.order import GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.order import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import recorded
 from attn_dispatch.ring import ulysses
@@ -19,6 +19,7 @@ from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.shards import positions_of
 from attn_dispatch.ring.traffic import traffic_of
+from attn_dispatch.units import one_line
 
 #: Attention on one device: `attend` itself, from above.
 Attend = Callable[..., Any]
@@ -40,21 +41,32 @@ class Shared:
 
     def refusals(self) -> dict[str, str]:
         """Why each way of exchanging rows is none here, on this rank; empty where it is one. Not a collective."""
-        if self.problem.dropout_p:
-            return dict.fromkeys(
-                (LOCAL, RING, GATHER, ULYSSES), f"has no dropout, asked for {self.problem.dropout_p:g}"
-            )
+        try:
+            return self._refusals()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to be told
+            return dict.fromkeys(EXCHANGES, one_line(error))
+
+    def _refusals(self) -> dict[str, str]:
         problem = self.problem
-        traffic = traffic_of(
-            problem.pattern, self.layout, problem.heads, problem.kv_heads, self.link.rank, problem.device
-        )
-        rows = sum(each.count for rows in traffic.receives.values() for each in rows)
-        found = {LOCAL: f"sees {rows} key rows of other ranks" if rows else "", RING: "", GATHER: ""}
+        if problem.dropout_p:
+            return dict.fromkeys(EXCHANGES, f"has no dropout, asked for {problem.dropout_p:g}")
+        found = {LOCAL: self.sees_others(self.link.rank), RING: "", GATHER: ""}
         try:
             steps_of(problem, self.layout, self.link.rank, RING)
         except LookupError as error:
             found = dict.fromkeys(found, str(error))
-        return {**found, ULYSSES: ulysses.why_not(problem, self.layout.ranks)}
+        found[ULYSSES] = ulysses.why_not(problem, self.layout.ranks)
+        if problem.device.type not in self.link.devices:
+            text = f"the process group ships no {problem.device.type} tensors"
+            found |= dict.fromkeys((RING, GATHER, ULYSSES), text)
+        return found
+
+    def sees_others(self, rank: int) -> str:
+        """What a rank's queries see of the other ranks' rows; empty where that is nothing."""
+        problem = self.problem
+        traffic = traffic_of(problem.pattern, self.layout, problem.heads, problem.kv_heads, rank, problem.device)
+        rows = sum(each.count for rows in traffic.receives.values() for each in rows)
+        return f"rank {rank} sees {rows} key rows of other ranks" if rows else ""
 
     def run(
         self,
