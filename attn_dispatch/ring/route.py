@@ -26,7 +26,7 @@ from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.run import Attend, Shared
 from attn_dispatch.ring.shards import spread_of
 from attn_dispatch.ring.trial import NAME
-from attn_dispatch.settings import mode
+from attn_dispatch.settings import budget_ms, expected_calls, mode
 
 MOST_KEPT = 256  #: calls with their decisions
 
@@ -45,6 +45,7 @@ class Asked:
     kind: str
     exchange: str | None
     seq_lens: Tensor | None
+    settings: dict[str, Any]
 
     @cached_property
     def words(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Asked:
         known = (
             None if lens is None or lens.device.type != "cpu" else lens.tolist()
         )  # others would have to be waited for
-        about = {"shards": self.kind, "order": self.exchange, "mode": mode(), "torch": str(torch.__version__)}
+        about = {"shards": self.kind, "order": self.exchange, **self.settings, "torch": str(torch.__version__)}
         return {**plain, **about, "pattern": self.pattern.to_dict(), "seq_lens": known}
 
     @cached_property
@@ -135,7 +136,18 @@ def _asked(
         raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {type(seq_lens).__name__}")
     if seq_lens is not None and (list(seq_lens.shape) != [local.batch] or seq_lens.device != q.device):
         raise InvalidInput(f"seq_lens must have shape [{local.batch}] on {q.device}, got {list(seq_lens.shape)}")
-    return Asked(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens)
+    return Asked(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens, _settings())
+
+
+def _settings() -> dict[str, Any]:
+    """What environment variables say; in trials, which must end at the same time everywhere, of trials too.
+
+    Raises:
+        InvalidInput: one of them is wrong.
+    """
+    found = mode()
+    trials = {"budget_ms": budget_ms(), "expected_calls": expected_calls()} if found == "tune" else {}
+    return {"mode": found, **trials}
 
 
 def _agreed(
