@@ -151,9 +151,16 @@ class Ranks:
         """Why nothing can be done."""
         lines = [f"no exchange can run {self.shared.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
         for name in EXCHANGES if exchange is None else (exchange,):
-            why = {each.refusals.get(name, "is not an exchange of rows") for each in self.said}
-            lines += [f"{name}: {_few(sorted(why - {''}))}"] if any(why) else []
+            why = self._why_not(name)
+            lines += [f"{name}: {_few(why)}"] if why else []
         return "\n  ".join(lines)
+
+    def _why_not(self, name: str) -> list[str]:
+        """Every reason why an exchange is none for all ranks; empty where it is one."""
+        why = sorted({each.refusals[name] for each in self.said} - {""})
+        if not why and name not in self.able:
+            why = ["no rank sees another's rows: there is nothing to exchange"]
+        return why
 
     def kept(self) -> Decision | None:
         """What the lowest rank that has one has stored, if all can do it; a collective."""
@@ -196,9 +203,7 @@ class Ranks:
         )
 
     def _row(self, name: str, chosen: str, source: str) -> Row:
-        why = sorted({each.refusals[name] for each in self.said} - {""})
-        if not why and name not in self.able:
-            why = ["no rank sees another's rows: there is nothing to exchange"]
+        why = self._why_not(name)
         if why:
             return Row(backend=NAME, order=name, status="unsupported", reason=_few(why), version=version())
         status = "chosen" if name == chosen else "not_measured"
