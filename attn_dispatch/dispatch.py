@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils import checkpoint
 
 from attn_dispatch import decisions, registry
 from attn_dispatch import order as orders
@@ -26,6 +25,7 @@ from attn_dispatch.explanation import Explanation
 from attn_dispatch.fits import Fits, fits
 from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
+from attn_dispatch.recorded import STOPPED
 from attn_dispatch.settings import sentinel_share
 from attn_dispatch.store import Decision
 from attn_dispatch.units import titled
@@ -57,8 +57,7 @@ class Route:
 _deterministic: Callable[[], bool] = getattr(
     torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
-# Not failures of a backend: a wrong argument, and how checkpointing ends a recomputation early.
-_THROUGH = (InvalidInput, getattr(checkpoint, "_StopRecomputationError", InvalidInput))
+_THROUGH = (InvalidInput, STOPPED)  # no failures of a backend
 _routes: dict[Any, Route] = {}
 _observers: list[Callable[[Problem], None]] = []
 

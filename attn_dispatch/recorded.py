@@ -7,6 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import checkpoint
+
+from attn_dispatch.errors import InvalidInput
+
+#: How checkpointing ends a recomputation early; where this torch does not, what is passed on anyway.
+STOPPED: type[Exception] = getattr(checkpoint, "_StopRecomputationError", InvalidInput)
 
 
 class Call(Protocol):

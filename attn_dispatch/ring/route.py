@@ -19,6 +19,7 @@ from attn_dispatch.logging import logger
 from attn_dispatch.order import EXCHANGES
 from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem, check_seq_lens_values, choose_pattern
+from attn_dispatch.recorded import STOPPED
 from attn_dispatch.ring import joint
 from attn_dispatch.ring.agree import Agreed, agree, digest_of
 from attn_dispatch.ring.layout import Layout
@@ -223,7 +224,7 @@ def _run(
         with torch.autocast(tensors[0].device.type, enabled=False):
             q, k, v = _inputs(shared, tensors, arguments)
             out, lse = shared.run(decision.order, q, k, v, arguments.get("seq_lens"), arguments.get("key_mask"))
-    except AttnDispatchError:
+    except (AttnDispatchError, STOPPED):
         raise
     except Exception as error:
         what = f"{NAME} ({decision.order}) failed on rank {shared.link.rank} on {shared.problem}"

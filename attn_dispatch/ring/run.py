@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from attn_dispatch.branches import SMALLEST_SCALE, sum_dtype
 from attn_dispatch.order import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import recorded
+from attn_dispatch.recorded import STOPPED, recorded
 from attn_dispatch.ring import ulysses
 from attn_dispatch.ring.engine import RingCall, steps_of
 from attn_dispatch.ring.layout import Layout
@@ -118,15 +119,22 @@ class Shared:
         self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         wire, layout, problem = self.link.wire, self.layout, self.problem
-        inputs = (ulysses.to_heads(x, wire, layout) for x in (q, k, v))
+        inputs = [ulysses.to_heads(x, wire, layout) for x in (q, k, v)]
         options = {"scale": problem.scale, "seq_lens": seq_lens, "key_mask": mask, "return_lse": problem.return_lse}
-        result = self.attend(*inputs, problem.pattern, **options)
-        if not problem.return_lse:
-            return ulysses.to_tokens(result, wire, layout), None
-        out, lse = result
-        return ulysses.to_tokens(out, wire, layout), ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(
-            1, 2
-        )
+        error = None
+        try:
+            result = self.attend(*inputs, problem.pattern, **options)
+        except STOPPED:
+            raise
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the others wait for what they cannot take for results
+            error, result = raised, _no_results(inputs[0], problem)
+        out, lse = result if problem.return_lse else (result, None)
+        out = ulysses.to_tokens(out, wire, layout)
+        if lse is not None:
+            lse = ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(1, 2)
+        if error is not None:
+            raise error
+        return out, lse
 
     def _whole(self, key_mask: Tensor) -> Tensor:
         """Every rank's key_mask, [batch, tokens of the whole sequence]; a collective."""
@@ -135,3 +143,10 @@ class Shared:
         for rank, part in enumerate(parts):
             whole[:, positions_of(self.layout, rank).to(whole.device)] = part.bool()
         return whole
+
+
+def _no_results(q: Tensor, problem: Problem) -> Any:
+    """What `attend` would return, NaN throughout."""
+    out = torch.full_like(q, math.nan)
+    lse = out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype))
+    return (out, lse) if problem.return_lse else out
