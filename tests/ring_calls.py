@@ -19,7 +19,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 AXIS = {"lse": 2}  #: of tokens; 1 for everything else
 
 
-def tensors(tokens: int = 50) -> Qkv:
+def tensors(tokens: int = 48) -> Qkv:
     """The same whole q, k and v on every rank, [2, tokens, 4, 8]."""
     generator = torch.Generator().manual_seed(tokens)
     q, k, v = (torch.randn(2, tokens, 4, 8, generator=generator) for _ in range(3))
@@ -31,7 +31,7 @@ def changed(change: Callable[[Tensor], Tensor], three: Qkv) -> Qkv:
     return q, k, v
 
 
-def part(mesh: object, tokens: int = 50, grads: str = "") -> Qkv:
+def part(mesh: object, tokens: int = 48, grads: str = "") -> Qkv:
     """In a job: this rank's shards of `tensors`; `grads` names those that need gradients."""
     q, k, v = (shard(x, mesh).requires_grad_(name in grads) for name, x in zip("qkv", tensors(tokens)))
     return q, k, v

@@ -34,6 +34,9 @@ JOB_S = 60.0  #: that one job may take
 MARGIN_S = 5.0  #: that a process has to say where it hangs
 SIZES = (2, 3, 4)  #: groups of the first ranks that a larger world has besides
 
+#: Imported once, before processes are forked off; the compiler is what DistributedDataParallel asks for.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
+
 Group = dist.ProcessGroup
 
 
@@ -59,7 +62,7 @@ class Ranks:
         self.broken = False
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+        context.set_forkserver_preload(PRELOADED)
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):

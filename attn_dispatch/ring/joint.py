@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_dispatch import settings
-from attn_dispatch.entry import Damaged, Decision, Row, decode, encode
+from attn_dispatch.entry import Damaged, Decision, Row, decode, encode, time_of
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.group import group_of
 from attn_dispatch.machine import provenance, silicon
@@ -163,17 +163,17 @@ class Ranks:
         return why
 
     def kept(self) -> Decision | None:
-        """What the lowest rank that has one has stored, if all can do it; a collective."""
+        """The latest that any rank has stored, if all can do it; a collective."""
         plain = self.shared.problem.to_dict()
         mine = Store(cache_folder()).get(self.fingerprint, group_of(plain), self.key)
-        found = self.shared.link.objects(None if mine is None or mine.source != "measured" else encode(mine))
-        for each in found:
-            decision = None if each is None else _decoded(each)
-            if decision is not None and self._holds(decision):
-                if mine is None or encode(mine) != each:
-                    _keep(decision)
-                return decision
-        return None
+        said = self.shared.link.objects(None if mine is None or mine.source != "measured" else encode(mine))
+        held = [each for each in map(_decoded, filter(None, said)) if self._holds(each)]
+        if not held:
+            return None
+        latest = max(held, key=lambda each: time_of(each.created))  # a store that has an older one takes it too
+        if mine != latest:
+            _keep(latest)
+        return latest
 
     def _holds(self, decision: Decision) -> bool:
         """Whether it can still be gone by: another version is measured anew."""

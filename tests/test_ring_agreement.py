@@ -1,0 +1,347 @@
+"""Ranks that do not ask for the same, that fail, or that know different things: nobody waits, and all decide alike."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import Sharded, attend, decisions, explain, shard
+from attn_dispatch.errors import AttnDispatchError, BackendFailed, GroupMismatch, InvalidInput, NoBackend, NotDecided
+from attn_dispatch.explanation import CandidateReport
+from attn_dispatch.order import GATHER, RING, ULYSSES
+from attn_dispatch.pattern import Dense, Dilated, Window
+from attn_dispatch.ring.engine import RingCall, Step
+from attn_dispatch.store import cache_folder
+from tests import ring_ranks
+from tests.calls import close, formula
+from tests.ring_calls import part, tensors
+from tests.ring_ranks import Ranks
+
+SIZE = 3
+
+
+@pytest.fixture(autouse=True)
+def _short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+
+
+def call(
+    shape: tuple[int, int, int, int] = (2, 12, 4, 8),
+    dtype: torch.dtype = torch.float32,
+    grads: bool = False,
+    kind: str = "contiguous",
+    settings: dict[str, str] | None = None,
+    **options: Any,
+) -> tuple[int, ...]:
+    """A job: the shape of what comes out."""
+    os.environ.update(settings or {})
+    q, k, v = (torch.ones(shape, dtype=dtype, requires_grad=grads) for _ in range(3))
+    out: Tensor = attend(q, k, v, mesh=Sharded(ring_ranks.group(), kind), **options)
+    return tuple(out.shape)
+
+
+def called(ranks: Ranks, *asked: dict[str, Any]) -> list[Any]:
+    """What the ranks return or raise, each with its own arguments."""
+    return ranks.outcomes(_call, [(each,) for each in asked])
+
+
+def _call(asked: dict[str, Any]) -> tuple[int, ...]:
+    return call(**asked)
+
+
+def works(ranks: Ranks) -> bool:
+    return called(ranks, *[{}] * SIZE) == [(2, 12, 4, 8)] * SIZE
+
+
+# --- who asks for what ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"shape": (3, 12, 4, 8)}, "batch: 2 on ranks 0, 2, 3 on rank 1"),
+        ({"shape": (2, 12, 6, 8)}, "heads: 4 on ranks 0, 2, 6 on rank 1"),
+        ({"shape": (2, 12, 4, 16)}, "head_dim: 8 on ranks 0, 2, 16 on rank 1"),
+        ({"dtype": torch.float64}, "dtype: float32 on ranks 0, 2, float64 on rank 1"),
+        ({"grads": True}, "needs_grad: False on ranks 0, 2, True on rank 1"),
+        ({"kind": "zigzag"}, "shards: contiguous on ranks 0, 2, zigzag on rank 1"),
+        ({"order": "ring"}, "order: None on ranks 0, 2, ring on rank 1"),
+        ({"scale": 0.5}, "on ranks 0, 2, 0.5 on rank 1"),
+        ({"return_lse": True}, "return_lse: False on ranks 0, 2, True on rank 1"),
+        ({"is_causal": True}, "'is_causal': True} on rank 1"),
+        ({"pattern": Window(4, 0)}, "pattern: {'kind': 'Dense', 'is_causal': False} on ranks 0, 2"),
+        ({"seq_lens": torch.tensor([7, 7])}, "seq_lens: None on ranks 0, 2, [7, 7] on rank 1"),
+        ({"key_mask": torch.ones(2, 12, dtype=torch.bool)}, "has_key_mask: False on ranks 0, 2, True on rank 1"),
+        ({"settings": {"ATTN_DISPATCH_MODE": "locked"}}, "mode: off on ranks 0, 2, locked on rank 1"),
+    ],
+    ids=str,
+)
+def test_ranks_that_ask_for_different_things(ranks: Ranks, other: dict[str, Any], told: str, set_mode: Any) -> None:
+    set_mode("off")
+    for error in called(ranks, {}, other, {}):
+        assert isinstance(error, GroupMismatch)
+        assert told in str(error)
+    assert works(ranks)
+
+
+def test_everything_that_differs_is_told(ranks: Ranks) -> None:
+    found = called(ranks, {"is_causal": True}, {"shape": (2, 12, 2, 8)}, {"dtype": torch.bfloat16, "grads": True})
+    assert len({str(error) for error in found}) == 1
+    assert {line.split(":")[0].strip() for line in str(found[0]).splitlines()[1:]} >= {
+        *("pattern", "heads", "kv_heads", "dtype", "needs_grad")
+    }
+
+
+def test_different_budgets_would_end_trials_at_different_times(ranks: Ranks) -> None:
+    for error in called(ranks, {}, {}, {"settings": {"ATTN_DISPATCH_BUDGET_MS": "70"}}):
+        assert isinstance(error, GroupMismatch)
+        assert "budget_ms: 0.0 on ranks 0, 1, 70.0 on rank 2" in str(error)
+    assert works(ranks)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"shape": (2, 12, 4)}, "q must have 4 axes"),
+        ({"order": "hilbert"}, "order must be None or one of"),
+        ({"backend": "sdpa"}, "backend must be None or 'ring' over a mesh, got 'sdpa'"),
+        ({"seq_lens": [3, 4]}, "seq_lens must be an int32 or int64 tensor, got list"),
+        ({"seq_lens": torch.tensor([3])}, "seq_lens must have shape [2]"),
+        ({"key_mask": torch.ones(2, 36, dtype=torch.bool)}, "key_mask must"),
+        ({"dropout_p": 2.0}, "dropout_p must"),
+        ({"settings": {"ATTN_DISPATCH_MODE": "fast"}}, "$ATTN_DISPATCH_MODE must be one of"),
+        ({"settings": {"ATTN_DISPATCH_BUDGET_MS": "soon"}}, "$ATTN_DISPATCH_BUDGET_MS must be"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_on_one_rank(ranks: Ranks, wrong: dict[str, Any], told: str) -> None:
+    first, second, third = called(ranks, {}, {}, wrong)
+    assert isinstance(third, InvalidInput)
+    assert told in str(third)
+    for error in (first, second):
+        assert isinstance(error, GroupMismatch)
+        assert f"rank 2: InvalidInput: {third}"[:60] in str(error)
+    assert works(ranks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "told"),
+    [
+        ({"order": "ulysses"}, NoBackend, "ulysses: 4 heads and 4 key heads do not come out even over 3 ranks"),
+        ({"order": "local"}, NoBackend, "local: rank 0 sees 96 key rows of other ranks"),
+        ({"pattern": Dilated((12,), (1,)), "order": "ring"}, NoBackend, "ring: no rank sees another's rows"),
+        ({"dropout_p": 0.5}, NoBackend, "ring: has no dropout, asked for 0.5"),
+        ({"seq_lens": torch.tensor([40, 3])}, InvalidInput, "seq_lens must"),
+        ({"settings": {"ATTN_DISPATCH_MODE": "locked"}}, NotDecided, "no rank has a decision for [2, 36, 4, 8]"),
+    ],
+    ids=str,
+)
+def test_what_no_rank_can_do(ranks: Ranks, asked: dict[str, Any], kind: type[AttnDispatchError], told: str) -> None:
+    found = called(ranks, *[asked] * SIZE)
+    assert {type(error) for error in found} == {kind}
+    assert all(told in str(error) for error in found)
+    assert works(ranks)
+
+
+# --- ranks that fail --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def planted(fault: Callable[[], object]) -> Iterator[None]:
+    """Do this wherever this rank works on rows of several others at once."""
+    forward = RingCall._forward_step
+
+    def faulty(self: RingCall, step: Step, *args: Any) -> None:
+        if len(step.receives) > 1:
+            fault()
+        forward(self, step, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RingCall, "_forward_step", faulty)
+        yield
+
+
+@contextmanager
+def planted_alone(fault: Callable[[], object]) -> Iterator[None]:
+    """Do this wherever this rank attends to whole sequences."""
+    decide = decisions.decide
+
+    def faulty(problem: Any) -> Any:
+        fault()
+        return decide(problem)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decisions, "decide", faulty)
+        yield
+
+
+def nothing() -> None:
+    pass
+
+
+def raises() -> None:
+    raise ValueError("planted")
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("planted")
+
+
+def no_memory() -> None:
+    raise MemoryError("planted")
+
+
+def is_slow() -> None:
+    time.sleep(0.3)
+
+
+def tried(fault: Callable[[], object], plant: Any = planted) -> tuple[str, dict[str, CandidateReport], bool]:
+    """A job: what is chosen in a trial, the rows by order, and whether the call is right."""
+    mesh = ring_ranks.group()
+    with plant(fault):
+        out = attend(*part(mesh), mesh=mesh)
+    found = explain(*part(mesh), mesh=mesh)
+    return str(found.order), {row.order: row for row in found.candidates}, _right(out)
+
+
+def _right(out: Tensor) -> bool:
+    """Whether it is this rank's shard of attention to `tensors`."""
+    expected, _ = formula(*tensors(), Dense())
+    return close(out, shard(expected, ring_ranks.group()))
+
+
+@pytest.mark.parametrize("fault", [raises, out_of_memory, no_memory])
+def test_a_candidate_that_fails_on_one_rank_is_ruled_out_on_all(ranks: Ranks, fault: Callable[[], object]) -> None:
+    found = ranks.each(tried, [(nothing,), (fault,), (nothing,)])
+    assert [order for order, _, _ in found] == [RING] * SIZE
+    assert all(right for _, _, right in found)
+    for _, rows, _ in found:
+        assert rows[GATHER].status == "failed"
+        assert rows[GATHER].reason.startswith("rank 1: ")
+        assert "planted" in rows[GATHER].reason
+        assert rows[RING].status == "chosen"
+
+
+def test_a_candidate_that_fails_everywhere_leaves_the_others(ranks: Ranks) -> None:
+    for _, rows, right in ranks.everywhere(tried, raises, ranks=SIZE):
+        assert right
+        assert all(f"rank {rank}: ValueError: planted" in rows[GATHER].reason for rank in range(SIZE))
+
+
+def test_heads_that_fail_on_one_rank_are_ruled_out_on_all(ranks: Ranks) -> None:
+    for order, rows, right in ranks.each(tried, [(nothing, planted_alone), (raises, planted_alone)]):
+        assert order in (RING, GATHER)
+        assert right
+        assert rows[ULYSSES].status == "failed"
+        assert rows[ULYSSES].reason.startswith("rank 1: ")
+
+
+def test_the_slowest_rank_counts(ranks: Ranks) -> None:
+    found = ranks.each(tried, [(nothing,), (nothing,), (is_slow,)])
+    for order, rows, right in found:
+        assert order == RING
+        assert right
+        assert (rows[GATHER].median_ms or 0.0) >= 300.0
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+def failing(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
+    """A job: what a call raises while something fails, if anything, and whether the next one is right."""
+    mesh, error = ring_ranks.group(), None
+    attend(*part(mesh), mesh=mesh, order=order)
+    with plant(fault):
+        try:
+            attend(*part(mesh), mesh=mesh, order=order, scale=0.5)
+        except BackendFailed as raised:
+            error = str(raised)
+    return error, _right(attend(*part(mesh), mesh=mesh, order=order))
+
+
+@pytest.mark.parametrize("fault", [raises, no_memory])
+def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
+    ranks: Ranks, fault: Callable[[], object], set_mode: Any
+) -> None:
+    set_mode("off")
+    found = ranks.each(failing, [(nothing, GATHER, planted), (fault, GATHER, planted), (nothing, GATHER, planted)])
+    assert [right for _, right in found] == [True] * SIZE
+    assert found[0][0] is found[2][0] is None
+    assert "ring (gather) failed on rank 1 on [2, 48, 4, 8]" in found[1][0]
+    assert found[1][0].endswith("Error: planted")
+
+
+def test_heads_that_fail_on_one_rank_leave_nobody_waiting(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    found = ranks.each(failing, [(nothing, ULYSSES, planted_alone), (raises, ULYSSES, planted_alone)])
+    assert [right for _, right in found] == [True] * 2
+    assert found[0][0] is None
+    assert "planted" in found[1][0]
+
+
+# --- ranks that know different things ---------------------------------------------------------------------------------
+
+
+def decided(settings: dict[str, str], change: Callable[[], object]) -> dict[str, Any]:
+    """A job: the explanation of a call by what this rank then has on disk. `change`: what is done to that before."""
+    os.environ.update(settings)
+    change()
+    mesh = ring_ranks.group()
+    attend(*part(mesh), mesh=mesh)
+    ring_ranks.forget()
+    return explain(*part(mesh), mesh=mesh).to_dict()
+
+
+def lose_all() -> None:
+    """As on a host that is new."""
+    ring_ranks.forget()
+    shutil.rmtree(cache_folder())
+
+
+def lose_memory() -> None:
+    """As in a new process."""
+    ring_ranks.forget()
+
+
+def put_aside() -> None:
+    time.sleep(1.0)  # what is measured within one second is equally old
+    ring_ranks.forget()
+    cache_folder().rename(_aside())
+
+
+def bring_back() -> None:
+    lose_all()
+    _aside().rename(cache_folder())
+
+
+def _aside() -> Path:
+    return cache_folder().with_name(cache_folder().name + "-aside")
+
+
+LOCKED = {"ATTN_DISPATCH_MODE": "locked"}
+
+
+@pytest.mark.parametrize("cold", [(0,), (1, 2), (0, 2)])
+@pytest.mark.parametrize("change", [lose_all, lose_memory])
+def test_who_knows_tells_the_others(ranks: Ranks, cold: tuple[int, ...], change: Callable[[], object]) -> None:
+    """Nothing is measured again: locked mode would raise."""
+    first = ranks.everywhere(decided, {}, nothing, ranks=SIZE)
+    assert first[0]["source"] == "measured"
+    assert first == [first[0]] * SIZE
+    then = [(LOCKED, change if rank in cold else nothing) for rank in range(SIZE)]
+    assert ranks.each(decided, then) == first
+
+
+def test_ranks_that_know_different_decisions_go_by_one(ranks: Ranks) -> None:
+    """The latest, which all keep from then on."""
+    first = ranks.everywhere(decided, {}, nothing, ranks=SIZE)
+    second = ranks.everywhere(decided, {}, put_aside, ranks=SIZE)
+    assert second != first
+    assert ranks.each(decided, [(LOCKED, bring_back), (LOCKED, lose_memory), (LOCKED, lose_all)]) == second
