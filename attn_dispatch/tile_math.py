@@ -257,7 +257,7 @@ def _pieces(table: TileTable, call: _Call) -> list[_Piece]:
     for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
         own = len(tiles) * table.tile - (missing if int(tiles[-1]) == len(sizes) - 1 else 0)
-        pairs = (table.first[tiles][:, None] + torch.arange(size)).to(device)
+        pairs = (table.first[tiles][:, None] + torch.arange(size, device=table.first.device)).to(device)
         tiles = tiles.to(device)
         masks = pairs if table.bias is None else table.mask[pairs]
         partial = masks.any(1).tolist()
