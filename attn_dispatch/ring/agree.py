@@ -43,7 +43,7 @@ def agree(link: Link, asked: Mapping[str, Any], length: int, known: int, error: 
         GroupMismatch: on every rank, naming who asked for what. RankLost: a rank is gone, or did not take part in time.
     """
     digest = digest_of(asked) if error is None else (0,) * WORDS
-    table = link.numbers(torch.tensor([*digest, length, error is None, known], dtype=torch.int64))
+    table = link.numbers(torch.tensor([*digest, length, error is None, known], dtype=torch.int64, device="cpu"))
     same = bool((table[:, :WORDS] == table[0, :WORDS]).all()) and bool(table[:, FINE].all())
     if not same:
         said = link.objects(dict(asked) if error is None else one_line(error))

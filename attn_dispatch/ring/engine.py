@@ -25,7 +25,7 @@ from attn_dispatch.ring.exchange import Flight, Peers, Wire, add_home, message_s
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.parts import Part, Source, parts_of
 from attn_dispatch.ring.sums import Sums, add_rows
-from attn_dispatch.ring.traffic import Rows, Traffic, traffic_of
+from attn_dispatch.ring.traffic import Rows, Traffic, plain, traffic_of
 
 #: Buffers: rows arrive in two by turns; rows that leave; gradients that come home, and that leave for home.
 ARRIVING, LEAVING, HOME, HOMEWARD = (0, 1), 2, 3, 4
@@ -48,6 +48,7 @@ class Step:
 
 
 @lru_cache(maxsize=16)
+@plain()
 def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
     """A rank's steps, its own rows first.
 

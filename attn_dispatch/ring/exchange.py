@@ -49,7 +49,8 @@ class Wire:
         key = slot, like.dtype, like.device
         kept = self.buffers.get(key)
         if kept is None or len(kept) < size:
-            kept = self.buffers[key] = like.new_empty(size)
+            with torch.inference_mode(False):  # the next call may be in another mode
+                kept = self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
         return kept[:size]
 
     def release(self) -> None:

@@ -168,7 +168,8 @@ def _agreed(
     shared = _shared(link, asked, said.lengths, attend)
     met(shared.problem)
     masks = {name: arguments[name] for name in ("seq_lens", "key_mask") if arguments.get(name) is not None}
-    decision = joint.decide(shared, _inputs(shared, tensors, arguments), masks, asked.exchange)
+    with torch.device("cpu"):  # not some default device of the caller's
+        decision = joint.decide(shared, _inputs(shared, tensors, arguments), masks, asked.exchange)
     logger.info("%s: %s (%s)", shared.problem, decision.order, decision.source)
     _known[key] = shared, decision
     if len(_known) > MOST_KEPT:

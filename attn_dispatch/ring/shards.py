@@ -93,7 +93,7 @@ def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
     """
     link, spread = spread_of(mesh)
     axis = _axis(x, dim)
-    lengths = link.numbers(torch.tensor([x.shape[axis]])).flatten().tolist()
+    lengths = link.numbers(torch.tensor([x.shape[axis]], device="cpu")).flatten().tolist()
     layout = Layout(tuple(lengths), spread.kind)
     whole: Tensor = _Gathered.apply(x, link, layout, axis)  # type: ignore[no-untyped-call]
     return whole
@@ -113,7 +113,7 @@ def shard_positions(length: int, mesh: object) -> Tensor:
 
 def positions_of(layout: Layout, rank: int) -> Tensor:
     """The positions of a rank's tokens in the order in which they lie in its shard."""
-    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in layout.chunks[rank]])
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device="cpu") for chunk in layout.chunks[rank]])
 
 
 def weights_of(mesh: object, each: float) -> tuple[float, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,7 +50,15 @@ class Traffic:
     receives: dict[int, tuple[Rows, ...]]
 
 
+@contextmanager
+def plain() -> Iterator[None]:
+    """For tensors that are kept, or compared: neither the mode nor the default device of the call that asks first."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
 @lru_cache(maxsize=16)
+@plain()
 def traffic_of(
     pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int, device: torch.device = CPU
 ) -> Traffic:
