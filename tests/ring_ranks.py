@@ -166,12 +166,16 @@ def rank() -> int:
 
 
 def forget() -> None:
-    """In a job: decisions that this process holds, so that those on disk count."""
-    from attn_dispatch.ring import route
+    """In a job: what this process keeps in memory, as if it were a new one; decisions on disk count."""
+    from attn_dispatch.ring import engine, link, route, traffic
     from tests import calls
 
     calls.forget()
     route.forget()
+    for kept in (engine.steps_of, traffic.traffic_of):
+        kept.cache_clear()
+    for each in link._links.values():
+        each.wire.release()
 
 
 def _serve(number: int, size: int, folder: Path, timeout_s: float, pipe: Connection) -> None:

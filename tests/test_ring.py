@@ -80,9 +80,11 @@ def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None
     """Out, lse and gradients through both, whatever the layout and the exchange. Few lengths divide by the ranks."""
     set_mode("off")
     problem = case.problem(torch.float32, needs_grad=True)
-    for kind in KINDS:
+    for number, kind in enumerate(KINDS):
         layout = Layout(deal(problem.q_len, size, WEIGHTS.get(size)), kind)
-        for exchange in exchanges(problem, layout):
+        able = exchanges(problem, layout)
+        # Two ranks do all of them; more do every other one, and what they leave out in the other layout.
+        for exchange in able if size == 2 else able[(number + size) % 2 :: 2] or able:
             found = run(ranks, case, torch.float32, layout, exchange)
             assert gate(problem).check(found).failures == (), (kind, exchange)
 

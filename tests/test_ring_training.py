@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -14,18 +15,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from attn_dispatch import Sharded, attend, shard, shard_positions, unshard, weights_of
+from attn_dispatch import Sharded, attend, explain, shard, shard_positions, unshard, weights_of
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.order import GATHER, RING, ULYSSES
-from attn_dispatch.pattern import Dense
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests import ring_ranks
 from tests.calls import close, formula
-from tests.ring_calls import part
+from tests.ring_calls import changed, part, tensors
 from tests.ring_ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_measured(little_time: None, set_mode: Callable[[str], None]) -> None:
+def _little_is_measured(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
     set_mode("off")
 
 
@@ -100,6 +102,77 @@ def too_few() -> str:
 
 def test_fewer_tokens_than_ranks(ranks: Ranks) -> None:
     assert set(ranks.everywhere(too_few, ranks=3)) == {"2 tokens over 3 ranks leave rank 2 none"}
+
+
+# --- modes and defaults -----------------------------------------------------------------------------------------------
+
+PATTERNS = (Dense(True), Dilated((8, 16), (1, 2), True), Neighborhood((6, 8), (3, 3)))
+
+
+def right(pattern: Pattern, order: str | None) -> bool:
+    """Whether out, lse and gradients through both are those of float64."""
+    mesh = ring_ranks.group()
+    mine, exact = part(mesh, grads="qkv"), changed(lambda x: x.double().requires_grad_(), tensors())
+    out, lse = attend(*mine, pattern=pattern, mesh=mesh, order=order, return_lse=True)
+    expected, expected_lse = formula(*exact, pattern)
+    grads = torch.autograd.grad(out.square().sum() + lse.sum(), mine)
+    wanted = torch.autograd.grad(expected.square().sum() + expected_lse.sum(), exact)
+    rows = [(out, expected, 1), (lse, expected_lse, 2), *((x, y, 1) for x, y in zip(grads, wanted))]
+    return all(close(x, shard(y, mesh, dim)) for x, y, dim in rows)
+
+
+def trained_after_inference(pattern: Pattern, order: str | None) -> bool:
+    """A job. What is kept from the first call must be of use to the second."""
+    with torch.inference_mode():
+        attend(*part(ring_ranks.group()), pattern=pattern, mesh=ring_ranks.group(), order=order)
+    return right(pattern, order)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "order"), [*zip(PATTERNS, (RING, GATHER, RING)), (PATTERNS[1], None), (Window(5, 0), ULYSSES)], ids=str
+)
+def test_training_after_inference_mode(
+    ranks: Ranks, pattern: Pattern, order: str | None, set_mode: Callable[[str], None]
+) -> None:
+    set_mode("off" if order else "tune")
+    assert ranks.everywhere(trained_after_inference, pattern, order, ranks=2) == [True] * 2
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "device": lambda: torch.device("meta"),
+    "dtype": default_dtype,
+}
+
+
+def amid(default: str, pattern: Pattern, order: str | None) -> bool:
+    """A job: whether a default of torch's changes no bit."""
+    mesh = Sharded(ring_ranks.group(), "zigzag")
+    mine = part(mesh)
+    with DEFAULTS[default]():
+        found = attend(*mine, pattern=pattern, mesh=mesh, order=order)
+        again = shard(unshard(found, mesh), mesh)
+    order = order or explain(*mine, pattern=pattern, mesh=mesh).order
+    ring_ranks.forget()
+    expected = attend(*mine, pattern=pattern, mesh=mesh, order=order)
+    return torch.equal(found, expected) and torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_defaults(ranks: Ranks, default: str, pattern: Pattern, set_mode: Callable[[str], None]) -> None:
+    assert ranks.everywhere(amid, default, pattern, GATHER, ranks=2) == [True] * 2
+    if pattern == PATTERNS[0]:
+        set_mode("tune")
+        assert ranks.everywhere(amid, default, pattern, None, ranks=2) == [True] * 2
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
