@@ -90,7 +90,7 @@ def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["causal", "longnet-ragged", "neighborhood-2d-shift", "window-key-mask"])
+@pytest.mark.parametrize("name", ["causal", "longnet-both-masks", "neighborhood-2d-shift", "window-key-mask"])
 def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype, set_mode: Any) -> None:
     set_mode("off")
     problem = BY_ID[name].problem(dtype, needs_grad=True)

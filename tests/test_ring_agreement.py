@@ -171,6 +171,15 @@ def planted(fault: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
+def planted_early(fault: Callable[[], object], name: str = "_forward_step") -> Iterator[None]:
+    """Do this instead of all work, from the first step on, while rows are still to be sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not nothing:
+            patch.setattr(RingCall, name, lambda *_: fault())
+        yield
+
+
+@contextmanager
 def planted_alone(fault: Callable[[], object]) -> Iterator[None]:
     """Do this wherever this rank attends to whole sequences."""
     decide = decisions.decide
@@ -266,16 +275,42 @@ def failing(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, b
     return error, _right(attend(*part(mesh), mesh=mesh, order=order))
 
 
-@pytest.mark.parametrize("fault", [raises, no_memory])
+@pytest.mark.parametrize(
+    ("fault", "order", "plant"), [(raises, GATHER, planted), (no_memory, RING, planted_early)], ids=str
+)
 def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
-    ranks: Ranks, fault: Callable[[], object], set_mode: Any
+    ranks: Ranks, fault: Callable[[], object], order: str, plant: Any, set_mode: Any
 ) -> None:
     set_mode("off")
-    found = ranks.each(failing, [(nothing, GATHER, planted), (fault, GATHER, planted), (nothing, GATHER, planted)])
+    found = ranks.each(failing, [(nothing, order, plant), (fault, order, plant), (nothing, order, plant)])
     assert [right for _, right in found] == [True] * SIZE
     assert found[0][0] is found[2][0] is None
-    assert "ring (gather) failed on rank 1 on [2, 48, 4, 8]" in found[1][0]
+    assert f"ring ({order}) failed on rank 1 on [2, 48, 4, 8]" in found[1][0]
     assert found[1][0].endswith("Error: planted")
+
+
+def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, Any, bool]:
+    """A job: what a backward pass raises, which of the gradients it gives hold NaN, and whether the next call is right."""
+    mesh, mine, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
+    out = attend(*mine, mesh=mesh, order=order)
+    with planted_early(fault, "_backward_step"):
+        try:
+            out.sum().backward()
+        except ValueError as raised:
+            error = str(raised)
+    holes = [None if x.grad is None else bool(x.grad.isnan().any()) for x in mine]
+    return error, holes, _right(attend(*part(mesh), mesh=mesh, order=order))
+
+
+@pytest.mark.parametrize("order", [RING, GATHER])
+def test_a_backward_pass_that_fails_on_one_rank_leaves_no_gradients_to_trust(
+    ranks: Ranks, order: str, set_mode: Any
+) -> None:
+    """Keys of other ranks lack what the queries of the one that failed make of them."""
+    set_mode("off")
+    others = (None, [False, True, True], True)
+    expected = [others, ("planted", [None] * 3, True), others]
+    assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
 
 
 def test_heads_that_fail_on_one_rank_leave_nobody_waiting(ranks: Ranks, set_mode: Any) -> None:
