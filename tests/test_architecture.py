@@ -78,8 +78,8 @@ WITHIN = (
     tuple(
         f"ring{name}"
         for name in (
-            "", ".layout", ".needs", ".traffic", ".parts", ".exchange", ".sums", ".engine", ".link", ".shards",
-            ".ulysses", ".run", ".agree", ".trial", ".joint", ".route",
+            "", ".layout", ".needs", ".traffic", ".parts", ".exchange", ".sums", ".engine", ".link", ".agree",
+            ".shards", ".ulysses", ".run", ".trial", ".joint", ".route",
         )
     ),
 )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Sharded, attend, decisions, explain, shard
+from attn_dispatch import Sharded, attend, decisions, explain, shard, unshard
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, GroupMismatch, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.explanation import CandidateReport
 from attn_dispatch.order import GATHER, RING, ULYSSES
@@ -131,6 +131,30 @@ def test_a_wrong_argument_on_one_rank(ranks: Ranks, wrong: dict[str, Any], told:
         assert isinstance(error, GroupMismatch)
         assert f"rank 2: InvalidInput: {third}"[:60] in str(error)
     assert works(ranks)
+
+
+def put_together(shape: tuple[int, ...], dtype: torch.dtype, kind: str, dim: int) -> tuple[int, ...]:
+    return tuple(unshard(torch.zeros(shape, dtype=dtype), Sharded(ring_ranks.group(), kind), dim).shape)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (((3, 5), torch.float32, "contiguous", 1), "shape: [2, None] on ranks 0, 2, [3, None] on rank 1"),
+        (((2, 5), torch.float64, "contiguous", 1), "dtype: torch.float32 on ranks 0, 2, torch.float64 on rank 1"),
+        (((2, 5), torch.float32, "zigzag", 1), "shards: contiguous on ranks 0, 2, zigzag on rank 1"),
+        (((2, 5), torch.float32, "contiguous", 2), "rank 1: InvalidInput: dim must be an axis of x"),
+    ],
+    ids=str,
+)
+def test_shards_that_are_not_alike(ranks: Ranks, other: tuple[Any, ...], told: str) -> None:
+    right = ((2, 4), torch.float32, "contiguous", 1)
+    first, second, third = ranks.outcomes(put_together, [right, other, right])
+    for error in (first, third):
+        assert isinstance(error, GroupMismatch)
+        assert told in str(error)
+    assert isinstance(second, InvalidInput if "InvalidInput" in told else GroupMismatch)
+    assert ranks.everywhere(put_together, *right, ranks=SIZE) == [(2, 12)] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -290,7 +314,7 @@ def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
 
 
 def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, Any, bool]:
-    """A job: what a backward pass raises, which of the gradients it gives hold NaN, and whether the next call is right."""
+    """A job: what a backward pass raises, which of its gradients hold NaN, and whether the next call is right."""
     mesh, mine, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
     out = attend(*mine, mesh=mesh, order=order)
     with planted_early(fault, "_backward_step"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.ring.agree import agree
 from attn_dispatch.ring.layout import CONTIGUOUS, KINDS, Layout, deal
 from attn_dispatch.ring.link import Link, link_of
 
@@ -89,12 +90,18 @@ def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
         mesh: as `attend` takes it, a `Sharded` included.
 
     Raises:
-        InvalidInput: an argument is wrong. RankLost: a rank is gone, or did not take part in time.
+        InvalidInput: an argument is wrong. GroupMismatch: shards are not alike, but for their lengths. RankLost: a rank
+            is gone, or did not take part in time.
     """
     link, spread = spread_of(mesh)
-    axis = _axis(x, dim)
-    lengths = link.numbers(torch.tensor([x.shape[axis]], device="cpu")).flatten().tolist()
-    layout = Layout(tuple(lengths), spread.kind)
+    try:
+        axis = _axis(x, dim)
+    except InvalidInput as error:
+        agree(link, {}, 0, 0, error)  # tells the others, and raises
+        raise
+    shape = [None if at == axis else size for at, size in enumerate(x.shape)]
+    asked = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
+    layout = Layout(agree(link, asked, x.shape[axis], 0).lengths, spread.kind)
     whole: Tensor = _Gathered.apply(x, link, layout, axis)  # type: ignore[no-untyped-call]
     return whole
 
