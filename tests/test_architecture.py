@@ -65,7 +65,7 @@ WITHIN = (
     tuple(
         f"ring{name}"
         for name in (
-            "", ".layout", ".needs", ".traffic", ".parts", ".exchange", ".sums", ".engine", ".link", ".shards",
+            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".parts", ".exchange", ".sums", ".engine", ".link", ".shards",
             ".ulysses", ".run", ".agree", ".trial", ".joint", ".route",
         )
     ),
