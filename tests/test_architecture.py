@@ -78,8 +78,9 @@ WITHIN = (
     tuple(
         f"ring{name}"
         for name in (
-            "", ".layout", ".needs", ".traffic", ".parts", ".exchange", ".sums", ".engine", ".link", ".shards",
-            ".ulysses", ".run", ".agree", ".trial", ".joint", ".route",
+            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".parts", ".exchange", ".sums", ".engine",
+            ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".forecast", ".run", ".agree",
+            ".trial", ".joint", ".route",
         )
     ),
 )  # fmt: skip

@@ -131,7 +131,7 @@ def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
     for number, source in enumerate(sources):
         if isinstance(pattern, Dense | Window):
             yield from _windows(share, number, source)
-        elif isinstance(pattern, Dilated) and share.own and all(_aligned(pattern, run) for run in share.chunks):
+        elif isinstance(pattern, Dilated) and share.own and all(aligned(pattern, run) for run in share.chunks):
             yield from _segments(share, pattern, number, source)
         else:
             yield from _by_position(share, number, source, slice(0, sum(map(len, share.chunks))))
@@ -213,7 +213,7 @@ def _moved(run: range, by: int) -> slice:
 # --- dilated ----------------------------------------------------------------------------------------------------------
 
 
-def _aligned(pattern: Dilated, run: range) -> bool:
+def aligned(pattern: Dilated, run: range) -> bool:
     """Whether the pattern cuts this run of positions as it would cut one that begins at 0."""
     return all(
         run.start % segment == 0
