@@ -20,6 +20,7 @@ from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call
 from attn_dispatch.ring.layout import Layout
+from attn_dispatch.ring.needs import may_meet
 from attn_dispatch.tiles import TileTable, tables_at
 
 TILE = 64  #: rows of a tile, where rows go by position
@@ -51,7 +52,7 @@ class Part:
     rows: slice | Tensor
     heads: slice
     source: int
-    keys: slice
+    keys: slice | Tensor
     problem: Problem
     backend: Any
     tables: tuple[TileTable, ...] = ()
@@ -99,6 +100,10 @@ class _Share:
             yield chunk, slice(start, start + len(chunk))
             start += len(chunk)
 
+    @property
+    def all_rows(self) -> slice:
+        return slice(0, sum(map(len, self.chunks)))
+
     def heads(self, kv: range) -> slice:
         """The query heads that read those key heads."""
         if kv.step == 1:
@@ -128,10 +133,10 @@ def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
     for number, source in enumerate(sources):
         if isinstance(pattern, Dense | Window):
             yield from _windows(share, number, source)
-        elif isinstance(pattern, Dilated) and share.own and all(_aligned(pattern, run) for run in share.chunks):
-            yield from _segments(share, pattern, number, source)
+        elif isinstance(pattern, Dilated):
+            yield from _dilated(share, pattern, number, source)
         else:
-            yield from _by_position(share, number, source, slice(0, sum(map(len, share.chunks))))
+            yield from _by_position(share, pattern, number, source, share.all_rows)
 
 
 # --- runs of the sequence ---------------------------------------------------------------------------------------------
@@ -210,6 +215,26 @@ def _moved(run: range, by: int) -> slice:
 # --- dilated ----------------------------------------------------------------------------------------------------------
 
 
+def _dilated(share: _Share, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
+    """At once what cuts the rank's own runs as if each began at 0, the rest by position."""
+    branches = _branches(pattern)
+    fine = [share.own and all(_aligned(branch, run) for run in share.chunks) for branch in branches]
+    some = [branch for branch, aligned in zip(branches, fine) if aligned]
+    if some:
+        lengths, rates = zip(*(cut for branch in some for cut in branch.branches))
+        yield from _segments(share, replace(pattern, segment_lengths=lengths, dilation_rates=rates), number, source)
+    for branch, aligned in zip(branches, fine):
+        if not aligned:
+            yield from _by_position(share, branch, number, source, share.all_rows)
+
+
+def _branches(pattern: Dilated) -> list[Dilated]:
+    """What can be worked out one after the other: each has rows of its own, the fewer the higher its rate."""
+    if pattern.heads == "split":  # which head is in which branch goes by all of them
+        return [pattern]
+    return [replace(pattern, segment_lengths=(length,), dilation_rates=(rate,)) for length, rate in pattern.branches]
+
+
 def _aligned(pattern: Dilated, run: range) -> bool:
     """Whether the pattern cuts this run of positions as it would cut one that begins at 0."""
     return all(
@@ -232,24 +257,33 @@ def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> I
         for other, keys in share.runs():
             if keys != place:
                 only = Source(source.heads, torch.arange(other.start, other.stop))
-                yield from _by_position(share, number, only, place, keys)
+                for branch in _branches(pattern):
+                    yield from _by_position(share, branch, number, only, place, keys)
 
 
 # --- by position ------------------------------------------------------------------------------------------------------
 
 
-def _by_position(share: _Share, number: int, source: Source, rows: slice, keys: slice | None = None) -> Iterator[Part]:
-    """By tiles of rows, those of q alone that meet any of k; nothing where none does."""
-    keys = slice(0, len(source.positions)) if keys is None else keys
-    problem = share.problem
-    queries = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
-    places = torch.arange(rows.start, rows.stop)
-    heads = share.heads(source.heads)
+def _by_position(
+    share: _Share, pattern: Pattern, number: int, source: Source, rows: slice, keys: slice | None = None
+) -> Iterator[Part]:
+    """By tiles of rows, those alone that may meet any of the other side; nothing where none does."""
+    problem, heads = share.problem, share.heads(source.heads)
     which = range(problem.heads)[heads]
-    dtype = sum_dtype(problem.dtype)
+    keys = slice(0, len(source.positions)) if keys is None else keys
+    queries = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
+    places, columns, positions = _numbers(rows), _numbers(keys), source.positions
+    if isinstance(pattern, Dilated):
+        kept = may_meet(pattern, problem.q_len, problem.heads, which, positions)[queries]
+        queries, places = queries[kept], places[kept]
+        kept = may_meet(pattern, problem.q_len, problem.heads, which, queries)[positions]
+        positions, columns = positions[kept], columns[kept]
+    if not len(queries):
+        return
 
     def tables(of: Tensor) -> tuple[TileTable, ...]:
-        return tables_at(problem.pattern, problem.q_len, problem.heads, which, of, source.positions, TILE, dtype)
+        dtype = sum_dtype(problem.dtype)
+        return tables_at(pattern, problem.q_len, problem.heads, which, of, positions, TILE, dtype)
 
     found = tables(queries)
     meets = torch.zeros(-(-len(queries) // TILE), dtype=torch.bool)
@@ -261,10 +295,17 @@ def _by_position(share: _Share, number: int, source: Source, rows: slice, keys: 
         kept = meets.repeat_interleave(TILE)[: len(queries)]
         queries, places = queries[kept], places[kept]
         found = tables(queries)
-    mine: slice | Tensor = rows if len(places) == rows.stop - rows.start else places.to(problem.device)
-    asked = share.sub(problem.pattern, len(queries), len(source.positions), source.heads)
+    mine, theirs = (
+        whole if len(some) == whole.stop - whole.start else some.to(problem.device)
+        for whole, some in ((rows, places), (keys, columns))
+    )
+    asked = share.sub(pattern, len(queries), len(positions), source.heads)
     moved = tuple(table if problem.device.type == "cpu" else table.to(problem.device) for table in found)
-    yield Part(mine, heads, number, keys, asked, None, moved)
+    yield Part(mine, heads, number, theirs, asked, None, moved)
+
+
+def _numbers(run: slice) -> Tensor:
+    return torch.arange(run.start, run.stop)
 
 
 def solver(problem: Problem) -> Any:
