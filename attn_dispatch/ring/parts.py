@@ -7,7 +7,7 @@ takes it. Whatever else there is goes by tiles (`tiles.tables_at`), by the posit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call
 from attn_dispatch.ring.layout import Layout
-from attn_dispatch.ring.needs import may_meet
+from attn_dispatch.ring.needs import kv_classes, may_meet
 from attn_dispatch.tiles import TileTable, tables_at
 
 TILE = 64  #: rows of a tile, where rows go by position
@@ -44,7 +44,7 @@ class Part:
     Args:
         rows: of this rank's shard.
         heads: of q.
-        source: which one; `keys` are its rows.
+        source: which one; `keys` are its rows, and `kv` its heads.
         problem: what is computed, as on one device.
         backend: who computes it; by `tables` where it is None.
     """
@@ -56,6 +56,7 @@ class Part:
     problem: Problem
     backend: Any
     tables: tuple[TileTable, ...] = ()
+    kv: slice = field(default_factory=lambda: slice(None))
 
     def call(self, seen: Tensor | None) -> Call:
         """The passes. `seen` bool [batch, rows of the source]: keys that masks leave; None: all of them."""
@@ -64,6 +65,14 @@ class Part:
             return tile_math.partial(self.problem, self.tables, tiles.kernel_of(self.problem), mask)
         call: Call = self.backend.partial(self.problem, mask)
         return call
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """Its rows and heads of k or v of the source."""
+        return x[:, :, self.kv][:, self.keys]
+
+    def add_keys(self, total: Tensor, grad: Tensor) -> None:
+        """Add a gradient of `keys_of`."""
+        total[:, :, self.kv][:, self.keys] += grad
 
     def of(self, x: Tensor) -> Tensor:
         """Its rows and heads of [batch, tokens, heads, ...]."""
@@ -267,7 +276,19 @@ def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> I
 def _by_position(
     share: _Share, pattern: Pattern, number: int, source: Source, rows: slice, keys: slice | None = None
 ) -> Iterator[Part]:
-    """By tiles of rows, those alone that may meet any of the other side; nothing where none does."""
+    """By tiles of rows, those alone that may meet any of the other side; nothing where none does.
+
+    Key heads whose queries see other rows go one after the other, each with its own rows.
+    """
+    for members, _ in kv_classes(pattern, share.problem.heads, share.problem.kv_heads) if share.own else ():
+        yield from _of_heads(share, pattern, number, Source(members, source.positions), rows, keys)
+    if not share.own:
+        yield from _of_heads(share, pattern, number, source, rows, keys)
+
+
+def _of_heads(
+    share: _Share, pattern: Pattern, number: int, source: Source, rows: slice, keys: slice | None
+) -> Iterator[Part]:
     problem, heads = share.problem, share.heads(source.heads)
     which = range(problem.heads)[heads]
     keys = slice(0, len(source.positions)) if keys is None else keys
@@ -301,7 +322,9 @@ def _by_position(
     )
     asked = share.sub(pattern, len(queries), len(positions), source.heads)
     moved = tuple(table if problem.device.type == "cpu" else table.to(problem.device) for table in found)
-    yield Part(mine, heads, number, theirs, asked, None, moved)
+    # Of the rank's own rows there are all heads; from others come those of one class.
+    kv = slice(source.heads.start, source.heads.stop, source.heads.step) if share.own else slice(None)
+    yield Part(mine, heads, number, theirs, asked, None, moved, kv)
 
 
 def _numbers(run: slice) -> Tensor:
