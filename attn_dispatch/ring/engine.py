@@ -136,6 +136,9 @@ class RingCall:
             if not trouble:
                 with trouble:
                     self._backward_step(step, q_side, rows, dq, grads)
+            if trouble:  # no other rank may take what is missing for zeros
+                for x in (x for pair in grads for x in pair):
+                    x.fill_(math.nan)
             self._land(self.steps[number - 1], homeward, own)
             homeward = None if number == 0 else self._start_home(step, grads)
         self._land(self.steps[-1], homeward, own)
