@@ -78,9 +78,9 @@ WITHIN = (
     tuple(
         f"ring{name}"
         for name in (
-            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".parts", ".exchange", ".sums", ".engine",
-            ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".forecast", ".run", ".agree",
-            ".trial", ".joint", ".route",
+            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".listing", ".parts", ".exchange", ".sums",
+            ".engine", ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".forecast", ".run",
+            ".agree", ".trial", ".joint", ".route",
         )
     ),
 )  # fmt: skip

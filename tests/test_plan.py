@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
@@ -93,7 +92,7 @@ def test_bytes_are_those_that_ranks_ship(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start_processes(work, (port, str(tmp_path)), nprocs=RANKS)
+    start_processes(work, (port, str(tmp_path)), nprocs=RANKS)  # type: ignore[no-untyped-call]
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     expected = [(case, ranks, each) for case in CASES for ranks in (RANKS, 2) for each in served(case, ranks)]
     exchanges = set()

@@ -12,8 +12,9 @@ from attn_dispatch.order import GATHER, LOCAL, ULYSSES
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern
 from attn_dispatch.problem import Problem
 from attn_dispatch.ring.freight import Load
+from attn_dispatch.ring.listing import TILE
 from attn_dispatch.ring.needs import kv_classes
-from attn_dispatch.ring.parts import TILE, aligned, solver
+from attn_dispatch.ring.parts import aligned, solver
 
 PLACE = 8  #: bytes of a position
 BOUND = 4  #: bytes of a bound in a tile's table
