@@ -79,7 +79,7 @@ WITHIN = (
         f"ring{name}"
         for name in (
             "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".listing", ".parts", ".exchange", ".sums",
-            ".engine", ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".forecast", ".run",
+            ".engine", ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates", ".forecast", ".run",
             ".agree", ".trial", ".joint", ".route",
         )
     ),

@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.ring.boxes import box_pairs
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.needs import Kind, Offsets, kv_classes, seen_by
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_CELLS = 2**24  #: of a grid: its rows are counted by masks of one entry per token
 
@@ -80,7 +83,7 @@ def _rows(pattern: Pattern, layout: Layout, kind: Kind) -> Iterator[list[int]]:
             seen = seen_by(pattern, layout.tokens, chunks, kind)
             row = [sum(int(seen[c.start : c.stop].sum()) for c in theirs) for theirs in layout.chunks]
         else:
-            cells = _cells({run for chunk in chunks for run in _seen(pattern, layout.tokens, chunk, kind)})
+            cells = cells_of(pattern, layout.tokens, chunks, kind)
             row = [sum(cell.count(chunk) for chunk in theirs for cell in cells) for theirs in layout.chunks]
         row[receiver] = 0
         yield row
@@ -119,7 +122,7 @@ def _selected(pattern: Dilated, tokens: int, chunk: range, offsets: Offsets) -> 
                 yield _Run(start, min(stop, chunk.stop) if pattern.is_causal else stop, rate, (start + offset) % rate)
 
 
-class _Cell(NamedTuple):
+class Cell(NamedTuple):
     """Between two positions: what has one of some residues."""
 
     start: int
@@ -131,14 +134,32 @@ class _Cell(NamedTuple):
         start, stop = max(self.start, chunk.start), min(self.stop, chunk.stop)
         return _below(self.classes, stop) - _below(self.classes, start) if start < stop else 0
 
+    def positions(self, chunk: range) -> Tensor:
+        """Those themselves, int64, ascending."""
+        import torch
 
-def _cells(runs: set[_Run]) -> list[_Cell]:
-    """Cut where a progression begins or ends: in between, only residues count."""
+        start, stop = max(self.start, chunk.start), min(self.stop, chunk.stop)
+        if start >= stop:
+            return torch.empty(0, dtype=torch.int64)
+        if len(self.classes) == 1:
+            ((step, residue),) = self.classes
+            first = start + (residue - start) % step
+            return torch.arange(first, max(first, stop), step)
+        taken = torch.zeros(stop - start, dtype=torch.bool)
+        for step, residue in self.classes:
+            taken[(residue - start) % step :: step] = True
+        return taken.nonzero().flatten().add_(start)
+
+
+def cells_of(pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind) -> list[Cell]:
+    """What queries of these runs of positions see elsewhere; the pattern is Dense, Window or Dilated."""
+    # Cut where a progression begins or ends: in between, only residues count.
+    runs = {run for chunk in chunks for run in _seen(pattern, tokens, chunk, kind)}
     edges = sorted({edge for run in runs for edge in run[:2]})
     found = []
     for start, stop in pairwise(edges):
         classes = frozenset((run.step, run.residue) for run in runs if run.start <= start and stop <= run.stop)
-        found += [_Cell(start, stop, classes)] if classes else []
+        found += [Cell(start, stop, classes)] if classes else []
     return found
 
 
