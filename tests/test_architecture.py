@@ -79,8 +79,8 @@ WITHIN = (
         f"ring{name}"
         for name in (
             "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".listing", ".parts", ".exchange", ".sums",
-            ".engine", ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates", ".forecast", ".run",
-            ".agree", ".trial", ".joint", ".route",
+            ".engine", ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates", ".forecast",
+            ".run", ".agree", ".trial", ".joint", ".route",
         )
     ),
 )  # fmt: skip
