@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_dispatch import Sharded, attend, shard
 from attn_dispatch.ring.layout import Layout
-from attn_dispatch.ring.shards import positions_of
+from attn_dispatch.ring.traffic import positions_of
 from attn_dispatch.verify import Gate
 from tests import ring_ranks
 

@@ -78,8 +78,9 @@ WITHIN = (
     tuple(
         f"ring{name}"
         for name in (
-            "", ".layout", ".needs", ".traffic", ".parts", ".exchange", ".sums", ".engine", ".link", ".agree",
-            ".shards", ".ulysses", ".run", ".trial", ".joint", ".route",
+            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".listing", ".parts", ".exchange", ".sums",
+            ".engine", ".link", ".agree", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates",
+            ".forecast", ".run", ".trial", ".joint", ".route",
         )
     ),
 )  # fmt: skip

@@ -19,8 +19,7 @@ from attn_dispatch.ring.engine import steps_of
 from attn_dispatch.ring.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.needs import kv_classes, seen_by
 from attn_dispatch.ring.parts import SOLVERS, Part, Source
-from attn_dispatch.ring.shards import positions_of
-from attn_dispatch.ring.traffic import Traffic, traffic_of
+from attn_dispatch.ring.traffic import Traffic, positions_of, traffic_of
 from tests.cases import Case
 
 pytestmark = pytest.mark.usefixtures("little_time")

@@ -149,6 +149,9 @@ class RingCall:
                 with trouble:
                     grads = [own] if number == 0 else [_zeros_like(pair, wide) for pair in rows]
                     self._backward_step(step, q_side, rows, dq, grads)
+            if trouble:  # no other rank may take what is missing for zeros
+                for x in (x for pair in grads for x in pair):
+                    x.fill_(math.nan)
             self._land(self.steps[number - 1], homeward, own)
             homeward = None if number == 0 else self._start_home(step, [] if trouble else grads)
         self._land(self.steps[-1], homeward, own)
@@ -160,7 +163,7 @@ class RingCall:
     def _forward_step(self, step: Step, q: Tensor, rows: Sequence[tuple[Tensor, Tensor]], sums: Sums) -> None:
         masks = self._masks(step)
         for part in step.parts:
-            keys, values = (x[:, part.keys] for x in rows[part.source])
+            keys, values = (part.keys_of(x) for x in rows[part.source])
             sums.add(part, *part.call(masks[part.source]).forward(part.of(q), keys, values))
 
     def _backward_step(
@@ -177,13 +180,13 @@ class RingCall:
             assert q is not None
             assert out is not None
             assert lse is not None
-            keys, values = (x[:, part.keys] for x in rows[part.source])
+            keys, values = (part.keys_of(x) for x in rows[part.source])
             slope = None if slope is None else slope.transpose(1, 2)
             saved = q, keys, values, out, lse.transpose(1, 2)
             found = part.call(masks[part.source]).backward(g, slope, saved)
             add_rows(dq, part, found[0])
             for total, one in zip(grads[part.source], found[1:]):
-                total[:, part.keys] += one
+                part.add_keys(total, one)
 
     def _masks(self, step: Step) -> list[Tensor | None]:
         seen = self.seen

@@ -6,6 +6,8 @@ alone . The keys that a set of queries sees are then found axis by axis, without
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,21 @@ def seen_by(pattern: Pattern, length: int, chunks: tuple[range, ...], kind: Kind
     for offsets in kind:
         keys |= _seen(pattern.natural, queries, offsets)
     return keys if at is None else keys[at]
+
+
+def may_meet(pattern: Dilated, length: int, heads: int, which: range, others: Tensor) -> Tensor:
+    """Bool [length]: who sees some of the others or is seen by them, and, if causal, who would but for that.
+
+    Args:
+        heads: of all; `which` are the query heads to go by.
+        others: int64, their positions.
+    """
+    there = torch.zeros(length, dtype=torch.bool).index_fill_(0, others, True)
+    both_ways = replace(pattern, is_causal=False)  # then whoever sees another is seen by it
+    found = torch.zeros_like(there)
+    for offsets in {tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches))) for head in which}:
+        found |= _seen(both_ways, there, offsets)
+    return found
 
 
 def _seen(pattern: Pattern, queries: Tensor, offsets: Offsets) -> Tensor:

@@ -6,34 +6,24 @@ takes it. Whatever else there is goes by tiles (`tiles.tables_at`), by the posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch import registry, tile_math
-from attn_dispatch.backends import native, tiles
-from attn_dispatch.branches import sum_dtype
-from attn_dispatch.native.neighbours import neighbour_tiles_at
-from attn_dispatch.native.tables import Tiles
-from attn_dispatch.order import HILBERT, permutation, places, serves
-from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch import registry
+from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call
-from attn_dispatch.reorder import kept_in
 from attn_dispatch.ring.layout import Layout
-from attn_dispatch.tiles import TileTable, tables_at
+from attn_dispatch.ring.listing import TILE, Solve, listing_of
+from attn_dispatch.ring.needs import kv_classes, may_meet
 
-TILE = 64  #: rows of a tile, where rows go by position
 #: Who solves a problem on one device, the preferred first: those that take the out and lse of all keys in a backward
 #: pass (`partial`, see `contract`).
 SOLVERS = {"cpu": ("native", "sdpa", "tiles"), "cuda": ("flash", "triton", "sdpa", "tiles")}
-
-
-Solve = Callable[[Problem, Tensor | None], Call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +41,7 @@ class Part:
     Args:
         rows: of this rank's shard.
         heads: of q.
-        source: which one; `keys` are its rows.
+        source: which one; `keys` are its rows, and `kv` its heads.
         problem: what is computed, as on one device.
         solve: from the problem and a mask of its keys, or None, to its passes.
     """
@@ -59,13 +49,22 @@ class Part:
     rows: slice | Tensor
     heads: slice
     source: int
-    keys: slice
+    keys: slice | Tensor
     problem: Problem
     solve: Solve
+    kv: slice = field(default_factory=lambda: slice(None))
 
     def call(self, seen: Tensor | None) -> Call:
         """The passes. `seen` bool [batch, rows of the source]: keys that masks leave; None: all of them."""
         return self.solve(self.problem, None if seen is None else seen[:, self.keys])
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """Its rows and heads of k or v of the source."""
+        return x[:, :, self.kv][:, self.keys]
+
+    def add_keys(self, total: Tensor, grad: Tensor) -> None:
+        """Add a gradient of `keys_of`."""
+        total[:, :, self.kv][:, self.keys] += grad
 
     def of(self, x: Tensor) -> Tensor:
         """Its rows and heads of [batch, tokens, heads, ...]."""
@@ -102,6 +101,10 @@ class _Share:
             yield chunk, slice(start, start + len(chunk))
             start += len(chunk)
 
+    @property
+    def all_rows(self) -> slice:
+        return slice(0, sum(map(len, self.chunks)))
+
     def heads(self, kv: range) -> slice:
         """The query heads that read those key heads."""
         if kv.step == 1:
@@ -131,10 +134,10 @@ def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
     for number, source in enumerate(sources):
         if isinstance(pattern, Dense | Window):
             yield from _windows(share, number, source)
-        elif isinstance(pattern, Dilated) and share.own and all(_aligned(pattern, run) for run in share.chunks):
-            yield from _segments(share, pattern, number, source)
+        elif isinstance(pattern, Dilated):
+            yield from _dilated(share, pattern, number, source)
         else:
-            yield from _by_position(share, number, source, slice(0, sum(map(len, share.chunks))))
+            yield from _by_position(share, pattern, number, source, share.all_rows)
 
 
 # --- runs of the sequence ---------------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ def _windows(share: _Share, number: int, source: Source) -> Iterator[Part]:
             found.append((rows, columns, window.simplify(len(queries), len(keys_met), share.problem.heads)))
     for rows, columns, plain in _joined(found):
         problem = share.sub(plain, rows.stop - rows.start, columns.stop - columns.start, source.heads)
-        yield Part(rows, share.heads(source.heads), number, columns, problem, solver(problem))
+        yield Part(rows, share.heads(source.heads), number, columns, problem, solver(problem).partial)
 
 
 def _window(pattern: Pattern) -> Window:
@@ -213,7 +216,27 @@ def _moved(run: range, by: int) -> slice:
 # --- dilated ----------------------------------------------------------------------------------------------------------
 
 
-def _aligned(pattern: Dilated, run: range) -> bool:
+def _dilated(share: _Share, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
+    """At once what cuts the rank's own runs as if each began at 0, the rest by position."""
+    branches = _branches(pattern)
+    fine = [share.own and all(aligned(branch, run) for run in share.chunks) for branch in branches]
+    some = [branch for branch, at_once in zip(branches, fine) if at_once]
+    if some:
+        lengths, rates = zip(*(cut for branch in some for cut in branch.branches))
+        yield from _segments(share, replace(pattern, segment_lengths=lengths, dilation_rates=rates), number, source)
+    for branch, at_once in zip(branches, fine):
+        if not at_once:
+            yield from _by_position(share, branch, number, source, share.all_rows)
+
+
+def _branches(pattern: Dilated) -> list[Dilated]:
+    """What can be worked out one after the other: each has rows of its own, the fewer the higher its rate."""
+    if pattern.heads == "split":  # which head is in which branch goes by all of them
+        return [pattern]
+    return [replace(pattern, segment_lengths=(length,), dilation_rates=(rate,)) for length, rate in pattern.branches]
+
+
+def aligned(pattern: Dilated, run: range) -> bool:
     """Whether the pattern cuts this run of positions as it would cut one that begins at 0."""
     return all(
         run.start % segment == 0
@@ -230,114 +253,72 @@ def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> I
         cut = tuple(s if run.start % s == 0 else max(s, length) for s in pattern.segment_lengths)
         again = replace(pattern, segment_lengths=cut).simplify(length, length, share.problem.heads)
         problem = share.sub(again, length, length, source.heads)
-        yield Part(place, share.heads(source.heads), number, place, problem, solver(problem))
+        yield Part(place, share.heads(source.heads), number, place, problem, solver(problem).partial)
     for _, place in share.runs():
         for other, keys in share.runs():
             if keys != place:
                 only = Source(source.heads, torch.arange(other.start, other.stop))
-                yield from _by_position(share, number, only, place, keys)
+                for branch in _branches(pattern):
+                    yield from _by_position(share, branch, number, only, place, keys)
 
 
 # --- by position ------------------------------------------------------------------------------------------------------
 
 
-def _by_position(share: _Share, number: int, source: Source, rows: slice, keys: slice | None = None) -> Iterator[Part]:
-    """By tiles of rows, those of q alone that meet any of k; nothing where none does."""
+def _by_position(
+    share: _Share, pattern: Pattern, number: int, source: Source, rows: slice, keys: slice | None = None
+) -> Iterator[Part]:
+    """By tiles of rows, those alone that may meet any of the other side; nothing where none does.
+
+    Key heads whose queries see other rows go one after the other, each with its own rows.
+    """
+    for members, _ in kv_classes(pattern, share.problem.heads, share.problem.kv_heads) if share.own else ():
+        yield from _of_heads(share, pattern, number, Source(members, source.positions), rows, keys)
+    if not share.own:
+        yield from _of_heads(share, pattern, number, source, rows, keys)
+
+
+def _of_heads(
+    share: _Share, pattern: Pattern, number: int, source: Source, rows: slice, keys: slice | None
+) -> Iterator[Part]:
+    problem, heads = share.problem, share.heads(source.heads)
+    which = range(problem.heads)[heads]
     keys = slice(0, len(source.positions)) if keys is None else keys
-    positions = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
-    listing = _listing(share, source)
-    places = listing.arranged(positions)
-    meets, solve = listing.tables(positions[places])
+    queries = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
+    places, columns, positions = _numbers(rows), _numbers(keys), source.positions
+    if isinstance(pattern, Dilated):
+        kept = may_meet(pattern, problem.q_len, problem.heads, which, positions)[queries]
+        queries, places = queries[kept], places[kept]
+        kept = may_meet(pattern, problem.q_len, problem.heads, which, queries)[positions]
+        positions, columns = positions[kept], columns[kept]
+    if not len(queries):
+        return
+    listing = listing_of(problem, pattern, which, positions)
+    arranged = listing.arranged(queries)
+    queries, places = queries[arranged], places[arranged]
+    meets, solve = listing.tables(queries)
     if not meets.any():
         return
     if not meets.all():
-        places = places[meets.repeat_interleave(TILE)[: len(places)]]
-        _, solve = listing.tables(positions[places])
-    problem = share.sub(share.problem.pattern, len(places), len(source.positions), source.heads)
-    as_they_lie = torch.equal(places, torch.arange(rows.stop - rows.start))
-    mine: slice | Tensor = rows if as_they_lie else (places + rows.start).to(problem.device)
-    yield Part(mine, share.heads(source.heads), number, keys, problem, solve)
+        kept = meets.repeat_interleave(TILE)[: len(queries)]
+        queries, places = queries[kept], places[kept]
+        _, solve = listing.tables(queries)
+    mine, theirs = (
+        whole if torch.equal(some, _numbers(whole)) else some.to(problem.device)
+        for whole, some in ((rows, places), (keys, columns))
+    )
+    asked = share.sub(pattern, len(queries), len(positions), source.heads)
+    # Of the rank's own rows there are all heads; from others come those of one class.
+    kv = slice(source.heads.start, source.heads.stop, source.heads.step) if share.own else slice(None)
+    yield Part(mine, heads, number, theirs, asked, solve, kv)
 
 
-class _Listing(Protocol):
-    """How tables of some rows of q over a source are made."""
-
-    def arranged(self, positions: Tensor) -> Tensor:
-        """Rows at these positions, in the order that tiles shall have them."""
-        ...
-
-    def tables(self, positions: Tensor) -> tuple[Tensor, Solve]:
-        """Which tiles of rows at these positions meet any key, bool [tiles], and who solves it."""
-        ...
+def _numbers(run: slice) -> Tensor:
+    return torch.arange(run.start, run.stop)
 
 
-def _listing(share: _Share, source: Source) -> _Listing:
-    """A grid on a CPU has a kernel of its own, single key by single key; the rest goes by tiles of keys."""
-    asked = share.sub(share.problem.pattern, 1, 1, source.heads)
-    if isinstance(asked.pattern.natural, Neighborhood) and not native.refusals(asked):
-        return _Keys(share.problem, asked.heads, source)
-    return _Tiles(share.problem, range(share.problem.heads)[share.heads(source.heads)], source)
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    problem: Problem
-    heads: int
-    source: Source
-
-    @property
-    def grid(self) -> Neighborhood:
-        grid = self.problem.pattern.natural
-        assert isinstance(grid, Neighborhood)
-        return grid
-
-    def arranged(self, positions: Tensor) -> Tensor:
-        at = permutation(HILBERT, self.grid, self.problem.q_len) if serves(HILBERT, self.grid) else None
-        there = _natural(self.problem, positions)
-        return (there if at is None else places(at)[there]).argsort()
-
-    def tables(self, positions: Tensor) -> tuple[Tensor, Solve]:
-        queries, keys = (_natural(self.problem, each) for each in (positions, self.source.positions))
-        found = neighbour_tiles_at(self.grid, self.heads, queries, keys)
-        return found.tiles[:, 4] > 0, partial(_by_keys, found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    problem: Problem
-    heads: range
-    source: Source
-
-    def arranged(self, positions: Tensor) -> Tensor:
-        return torch.arange(len(positions))
-
-    def tables(self, positions: Tensor) -> tuple[Tensor, Solve]:
-        problem, dtype = self.problem, sum_dtype(self.problem.dtype)
-        found = tables_at(
-            problem.pattern, problem.q_len, problem.heads, self.heads, positions, self.source.positions, TILE, dtype
-        )
-        meets = torch.stack([table.first.diff() > 0 for table in found]).any(0)
-        if problem.device.type != "cpu":
-            found = tuple(table.to(problem.device) for table in found)
-        return meets, partial(_by_tiles, found)
-
-
-def _natural(problem: Problem, positions: Tensor) -> Tensor:
-    """Positions of tokens, by where they are kept."""
-    at = permutation(kept_in(problem.pattern), problem.pattern.natural, problem.q_len)
-    return positions if at is None else at[positions]
-
-
-def _by_keys(found: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
-    return native.partial(problem, key_mask, found)
-
-
-def _by_tiles(found: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
-    return tile_math.partial(problem, found, tiles.kernel_of(problem), key_mask)
-
-
-def solver(problem: Problem) -> Solve:
-    """The passes of the preferred one who solves it.
+def solver(problem: Problem) -> Any:
+    """The preferred backend that solves it, with `partial`.
 
     Raises:
         LookupError: nobody can.
@@ -345,6 +326,5 @@ def solver(problem: Problem) -> Solve:
     for name in SOLVERS.get(problem.device.type, ()):
         backend: Any = registry.load(name)
         if not backend.refusals(problem):
-            solve: Solve = backend.partial
-            return solve
+            return backend
     raise LookupError(f"nothing computes {problem} with rows on other ranks")

@@ -18,8 +18,7 @@ from attn_dispatch.ring import ulysses
 from attn_dispatch.ring.engine import RingCall, steps_of
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.link import Link
-from attn_dispatch.ring.shards import positions_of
-from attn_dispatch.ring.traffic import traffic_of
+from attn_dispatch.ring.traffic import positions_of, traffic_of
 from attn_dispatch.units import one_line
 
 #: Attention on one device: `attend` itself, from above.

@@ -20,6 +20,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring.agree import agree
 from attn_dispatch.ring.layout import CONTIGUOUS, KINDS, Layout, deal
 from attn_dispatch.ring.link import Link, link_of
+from attn_dispatch.ring.traffic import positions_of
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,6 @@ def shard_positions(length: int, mesh: object) -> Tensor:
         raise InvalidInput(f"length must be an integer >= 1, got {length!r}")
     link, spread = spread_of(mesh)
     return positions_of(spread.layout(length), link.rank)
-
-
-def positions_of(layout: Layout, rank: int) -> Tensor:
-    """The positions of a rank's tokens in the order in which they lie in its shard."""
-    return torch.cat([torch.arange(chunk.start, chunk.stop, device="cpu") for chunk in layout.chunks[rank]])
 
 
 def weights_of(mesh: object, each: float) -> tuple[float, ...]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.pattern import Pattern
+from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.ring.counting import Cell, cells_of
 from attn_dispatch.ring.layout import Layout
-from attn_dispatch.ring.needs import kv_classes, seen_by
+from attn_dispatch.ring.needs import Kind, kv_classes, seen_by
 
 CPU = torch.device("cpu")
 
@@ -67,24 +68,51 @@ def traffic_of(
     Args:
         pattern: the whole sequence's; a key row is shipped once, and only where a query of the receiver sees it.
     """
-    classes = kv_classes(pattern, heads, kv_heads)
-    positions = [_positions(layout.chunks[each]) for each in range(layout.ranks)]
     sends: dict[int, list[Rows]] = {}
     receives: dict[int, list[Rows]] = {}
-    for members, kind in classes:
+    for members, kind in kv_classes(pattern, heads, kv_heads):
         for receiver in range(layout.ranks):
-            seen = seen_by(pattern, layout.tokens, layout.chunks[receiver], kind)
-            for sender in range(layout.ranks) if receiver == rank else (rank,):
-                if sender == receiver:
-                    continue
-                local = seen[positions[sender]].nonzero().flatten()
-                if len(local):
-                    rows = Rows(members, local.to(device), positions[sender][local])
-                    store, peer = (receives, sender) if receiver == rank else (sends, receiver)
-                    store.setdefault(peer, []).append(rows)
+            senders = range(layout.ranks) if receiver == rank else (rank,)
+            for sender, local, positions in _rows(pattern, layout, kind, receiver, senders):
+                store, peer = (receives, sender) if receiver == rank else (sends, receiver)
+                store.setdefault(peer, []).append(Rows(members, local.to(device), positions))
     made = ({peer: tuple(rows) for peer, rows in store.items()} for store in (sends, receives))
-    return Traffic(rank, layout, positions[rank], *made)
+    return Traffic(rank, layout, positions_of(layout, rank), *made)
 
 
-def _positions(chunks: tuple[range, ...]) -> Tensor:
-    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+def positions_of(layout: Layout, rank: int) -> Tensor:
+    """The positions of a rank's tokens in the order in which they lie in its shard."""
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device="cpu") for chunk in layout.chunks[rank]])
+
+
+def _rows(
+    pattern: Pattern, layout: Layout, kind: Kind, receiver: int, senders: Iterable[int]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Sender, local rows and positions of what the receiver's queries see of each sender; of some senders nothing."""
+    mine = layout.chunks[receiver]
+    sees: Callable[[range], Tensor]
+    # By arithmetic where it can be: masks of every token take long where ranks are many.
+    if isinstance(pattern, Dense | Window | Dilated):
+        sees = partial(_of_cells, cells_of(pattern, layout.tokens, mine, kind))
+    else:
+        sees = partial(_of_mask, seen_by(pattern, layout.tokens, mine, kind))
+    for sender in senders:
+        if sender == receiver:
+            continue
+        local, positions, start = [], [], 0
+        for chunk in layout.chunks[sender]:
+            found = sees(chunk)
+            positions.append(found)
+            local.append(found + (start - chunk.start))
+            start += len(chunk)
+        if sum(map(len, positions)):
+            yield sender, torch.cat(local), torch.cat(positions)
+
+
+def _of_cells(cells: list[Cell], chunk: range) -> Tensor:
+    """The positions of a run that lie in these cells, ascending."""
+    return torch.cat([cell.positions(chunk) for cell in cells] or [torch.empty(0, dtype=torch.int64)])
+
+
+def _of_mask(seen: Tensor, chunk: range) -> Tensor:
+    return seen[chunk.start : chunk.stop].nonzero().flatten() + chunk.start

@@ -20,7 +20,7 @@ from attn_dispatch.logging import logger
 from attn_dispatch.order import EXCHANGES
 from attn_dispatch.ring.layout import Layout, deal
 from attn_dispatch.ring.run import Shared
-from attn_dispatch.ring.shards import positions_of
+from attn_dispatch.ring.traffic import positions_of
 from attn_dispatch.units import one_line
 from attn_dispatch.verify import Gate
 

@@ -15,7 +15,7 @@ from attn_dispatch.pattern import Dilated
 from attn_dispatch.problem import Problem
 from attn_dispatch.ring.exchange import Wire, lost
 from attn_dispatch.ring.layout import Layout
-from attn_dispatch.ring.shards import positions_of
+from attn_dispatch.ring.traffic import positions_of
 
 
 def why_not(problem: Problem, ranks: int) -> str:

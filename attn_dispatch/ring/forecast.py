@@ -1,0 +1,61 @@
+"""What a call over many ranks would take: memory, bytes shipped and time, for each way of exchanging rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_dispatch.order import EXCHANGES
+from attn_dispatch.problem import Problem
+from attn_dispatch.ring.counting import counts_of
+from attn_dispatch.ring.footprint import Footprint, footprint_of
+from attn_dispatch.ring.freight import Load, freight_of, why_not
+from attn_dispatch.ring.layout import Layout
+from attn_dispatch.ring.schedule import Pace, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of one exchange: bytes of the worst rank and of all, forward and with backward where gradients are needed.
+
+    `seconds` is None where no pace is known; everything else is None where the exchange cannot serve: `reason`.
+    """
+
+    exchange: str
+    reason: str
+    memory: Footprint | None = None
+    forward_bytes: int | None = None
+    forward_total_bytes: int | None = None
+    shipped_bytes: int | None = None
+    shipped_total_bytes: int | None = None
+    seconds: float | None = None
+
+
+def forecasts(problem: Problem, layout: Layout, pace: Pace | None) -> list[Forecast]:
+    """For every exchange.
+
+    Args:
+        problem: the whole sequence's.
+
+    Raises:
+        InvalidInput: the problem cannot be counted.
+    """
+    load = Load(problem, layout, counts_of(problem.pattern, layout, problem.heads, problem.kv_heads))
+    return [_forecast(load, exchange, pace) for exchange in EXCHANGES]
+
+
+def _forecast(load: Load, exchange: str, pace: Pace | None) -> Forecast:
+    reason = why_not(load, exchange)
+    if reason:
+        return Forecast(exchange, reason)
+    freight = freight_of(load, exchange)
+    memory = [footprint_of(load, exchange, rank) for rank in range(load.layout.ranks)]
+    return Forecast(
+        exchange=exchange,
+        reason="",
+        memory=max(memory, key=lambda each: each.peak),
+        forward_bytes=max(each.forward for each in freight),
+        forward_total_bytes=sum(each.forward for each in freight),
+        shipped_bytes=max(each.total for each in freight),
+        shipped_total_bytes=sum(each.total for each in freight),
+        seconds=None if pace is None else seconds(load, exchange, pace),
+    )
