@@ -29,6 +29,7 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.profiling import problem_of
 from attn_dispatch.ring.forecast import Forecast, forecasts_over
 from attn_dispatch.ring.layout import Layout, deal
+from attn_dispatch.ring.link import link_of
 from attn_dispatch.units import align, gib
 
 CPU = torch.device("cpu")
@@ -71,6 +72,7 @@ def work(rank: int, port: int, case: Case, exchange: str, backward: bool, folder
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=case.ranks, timeout=TIMEOUT)
     run(case, WARM, exchange, backward)
+    link_of("world").wire.release()
     dist.barrier()
     _, taken = peak_bytes(lambda: run(case, case.shape[1], exchange, backward), CPU)
     Path(folder, f"{rank}.json").write_text(json.dumps(taken))
