@@ -91,10 +91,11 @@ def footprint_of(load: Load, exchange: str, rank: int) -> Footprint:
     buffers, again = _buffers(load, steps)
     joined = steps[0][0] * load.row_bytes if exchange == GATHER and load.layout.ranks > 2 else 0
     most = max((rows for rows, _ in steps), default=0)
-    peak = _forward(mine, most) + buffers + joined
+    alive = _forward(mine, most)
     if load.problem.needs_grad:
-        peak = max(peak, _backward(mine, most) + buffers + again + joined)
-        buffers += again
+        alive = max(alive, _backward(mine, most))
+        buffers += again  # all of them from the second call on
+    peak = alive + buffers + joined
     return Footprint(mine.q + mine.kv, buffers, tables, mine.q + mine.kv + tables + peak, _setup_bytes(mine))
 
 
