@@ -27,6 +27,8 @@ from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
 from attn_dispatch.settings import mode
 from attn_dispatch.store import Store, cache_folder
 
+NOTHING = "no rank sees another's rows: there is nothing to exchange"
+
 
 def decide(shared: Shared, tensors: Tensors, masks: Mapping[str, Tensor], exchange: str | None) -> Decision:
     """The decision that all ranks go by; a collective.
@@ -137,7 +139,7 @@ class Ranks:
         lines = [f"no exchange can run {self.shared.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
         for name in EXCHANGES if exchange is None else (exchange,):
             why = {each.refusals.get(name, "is not an exchange of rows") for each in self.said}
-            lines += [f"{name}: {reason}" for reason in sorted(why) if reason]
+            lines += [f"{name}: {reason}" for reason in sorted(why - {""}) or [NOTHING]]
         return "\n  ".join(lines)
 
     def kept(self) -> Decision | None:
@@ -173,7 +175,7 @@ class Ranks:
     def _row(self, name: str, chosen: str, source: str) -> Row:
         why = sorted({each.refusals[name] for each in self.said} - {""})
         if not why and name not in self.able:
-            why = ["no rank sees another's rows: there is nothing to exchange"]
+            why = [NOTHING]
         if why:
             return Row(backend=NAME, order=name, status="unsupported", reason="; ".join(why), version=version())
         status = "chosen" if name == chosen else "not_measured"

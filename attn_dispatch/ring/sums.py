@@ -24,7 +24,7 @@ class Sums:
         wide = sum_dtype(self.q.dtype)
         out, lse = out.to(wide), lse.transpose(1, 2)
         if self.out is None or self.lse is None:
-            if out.shape == self.q.shape:
+            if out.shape == self.q.shape and isinstance(part.rows, slice):
                 self.out, self.lse = out, lse.contiguous()
                 return
             self.out = torch.zeros(self.q.shape, dtype=wide, device=self.q.device)
