@@ -37,7 +37,7 @@ PARTS = (*COUNTED, *MEASURED)
 def main() -> None:
     arguments = parser(__doc__, "ring.json")
     arguments.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
-    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--shrink", type=int, default=1)
     options = arguments.parse_args()
     unknown = set(options.parts) - set(PARTS)

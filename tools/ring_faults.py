@@ -40,7 +40,8 @@ from attn_dispatch.verify import Gate
 from tools.ranks import join
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 3, 512, 3, 32
-TIMEOUT_S, GRACE_S = 4.0, 5.0
+TIMEOUT_S, GRACE_S = 5.0, 5.0
+START_S = 120.0  #: for new processes to be there, and for their first call
 TRIAL_TIMEOUT_S = 60.0  #: where ranks work for longer than that before they meet
 PAUSE_S = 0.5  #: that a rank is stopped for, where it goes on in time
 REPEATS, SPAN_S = 8, 0.4  #: calls in which a fault from outside falls, and the time within which it does
@@ -120,10 +121,11 @@ def serve(rank: int, folder: str, timeout_s: float, pipe: Connection) -> None:
     join(rank, RANKS, folder, timeout_s)
     with suppress(EOFError):
         while True:
+            number, fault = pipe.recv()
             # Empty each time, so that there is a trial each time.
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["ATTN_DISPATCH_CACHE_DIR"] = cache
-                pipe.send(_answer(rank, pipe.recv()))
+                pipe.send((number, _answer(rank, fault)))
 
 
 def _answer(rank: int, fault: Fault) -> tuple[str, str]:
@@ -253,6 +255,7 @@ class Group:
 
     folder: str
     timeout_s: float = 0.0
+    asked: int = 0
     ranks: list[Any] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
 
@@ -282,17 +285,24 @@ class Group:
         timeout_s = TRIAL_TIMEOUT_S if fault.kind == "trial" else TIMEOUT_S
         if not self.ranks or (fault.kind != "none" and timeout_s != self.timeout_s):
             self.start(timeout_s)
-            self.answers(Fault("none", 0))  # what takes time only once is not to be waited for
+            # What takes time only once is not to be waited for later.
+            first = self._asked(Fault("none", 0), START_S)
+            if any(status != "right" for status, _ in first):
+                raise RuntimeError(f"a new group's first call: {first}")
+        return self._asked(fault, self.timeout_s + GRACE_S)
+
+    def _asked(self, fault: Fault, within_s: float) -> list[tuple[str, str]]:
+        self.asked += 1
         for pipe in self.pipes:
-            pipe.send(fault)
+            pipe.send((self.asked, fault))
         if fault.kind in ("kill", "stop", "pause"):
             self._signals(fault)
-        until = time.monotonic() + self.timeout_s + GRACE_S
+        until = time.monotonic() + within_s
         others = [rank for rank in range(RANKS) if fault.kind != "stop" or rank != fault.victim]
         found = {rank: self._answer(rank, until) for rank in others}
         if fault.kind == "stop":
             os.kill(self.ranks[fault.victim].pid, signal.SIGCONT)
-            found[fault.victim] = self._answer(fault.victim, time.monotonic() + self.timeout_s + GRACE_S)
+            found[fault.victim] = self._answer(fault.victim, time.monotonic() + within_s)
         return [found[rank] for rank in range(RANKS)]
 
     def _signals(self, fault: Fault) -> None:
@@ -306,9 +316,10 @@ class Group:
 
     def _answer(self, rank: int, until: float) -> tuple[str, str]:
         try:
-            if self.pipes[rank].poll(max(0.0, until - time.monotonic())):
-                found: tuple[str, str] = self.pipes[rank].recv()
-                return found
+            while self.pipes[rank].poll(max(0.0, until - time.monotonic())):
+                number, found = self.pipes[rank].recv()
+                if number == self.asked:
+                    return str(found[0]), str(found[1])
         except (EOFError, OSError):
             return "dead", ""
         return "silent", ""

@@ -22,9 +22,10 @@ from tools.ranks import Drawn, Tokens, checked, drawn, errors, together
 from tools.ring_counts import HEAD_DIM, HEADS, LONGNET, TOKENS, WIDE
 
 CPU = torch.device("cpu")
-MEMORY: tuple[tuple[Pattern, int], ...] = ((Dense(), 16_384), (WIDE, 131_072))
+#: With the tokens of a forward pass, and of both.
+MEMORY: tuple[tuple[Pattern, tuple[int, int]], ...] = ((Dense(), (16_384, 8192)), (WIDE, (65_536, 32_768)))
 SPEED_TOKENS, SPEED_HEADS = 32_768, 4
-LONG_RANKS, DRAWS = 4, 8
+LONG_RANKS, DRAWS = 4, 4
 
 
 def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
@@ -50,9 +51,9 @@ def exchange_of(tensors: Sequence[Tensor], pattern: Pattern) -> str:
 def memory(shrink: int = 1) -> list[dict[str, Any]]:
     """Peak bytes of each rank, for 1 to 8 ranks; q, k, v and out of the shard beside them."""
     found = []
-    for pattern, tokens in MEMORY:
-        for backward in (False, True):
-            rows = [_memory(pattern, tokens // shrink, ranks, backward) for ranks in (1, 2, 4, 8)]
+    for pattern, lengths in MEMORY:
+        for backward, tokens in enumerate(lengths):
+            rows = [_memory(pattern, tokens // shrink, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
             for before, one in pairwise(rows):
                 one["of_half_as_many_ranks"] = one["peak_bytes"] / before["peak_bytes"]
             found += rows
