@@ -17,6 +17,7 @@ from typing import Any
 from tools.common import RESULTS
 from tools.hilbert_tables import hilbert
 from tools.report_tables import markdown
+from tools.ring_tables import markdown as ring
 from tools.support import table as support_table
 
 README = RESULTS.parent.parent / "README.md"
@@ -213,6 +214,7 @@ def filled(text: str) -> str:
         ("explain", explained()),
         ("support", support()),
         ("hilbert", hilbert(load("hilbert"), misses, load("hilbert_curve"))),
+        ("ring", ring(load("ring"), load("ring_reports") if (RESULTS / "ring_reports.json").exists() else None)),
         ("reports", markdown(load("reports"), misses)),
     )
     for name, content in parts:

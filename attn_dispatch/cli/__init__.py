@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": "measure problems now and keep the decisions",
     "inspect": "show the decisions that are kept",
     "explain": "say which backend would run a problem, and why; runs nothing",
+    "plan": "predict memory, traffic and time of a sequence over many ranks; runs nothing",
     "export": "write the decisions that are kept into one file",
     "import": "merge decisions from elsewhere into those that are kept",
     "doctor": "say what this machine is and what can be used on it",

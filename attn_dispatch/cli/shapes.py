@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attn_dispatch.problem import Problem
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
 SWITCH: dict[str, tuple[bool, ...]] = {"yes": (True,), "no": (False,), "both": (False, True)}
 OPTIONS = ("shape", "lengths", "segments", "dilations", "grid", "window", "causal", "dtype", "backward")
 
@@ -37,8 +38,10 @@ USUAL = Shape(1, 0, 8, 8, 64)  #: where only lengths are given
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that describes problems. Numbers of tokens may end in k, which means times 1024."""
-    shapes = parser.add_argument_group("problems", "A number may end in k: 32k is 32768. Lists make every combination.")
+    """Everything that describes problems. Numbers may end in k, which means times 1024, or in M, that twice."""
+    shapes = parser.add_argument_group(
+        "problems", "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists make every combination."
+    )
     add = shapes.add_argument
     add("--shape", metavar="B,N,H,D", type=shape, action="append",
         help="batch, length, heads, head_dim; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
@@ -109,9 +112,9 @@ def device_of(args: argparse.Namespace) -> torch.device:
 
 
 def count(text: str) -> int:
-    """An integer >= 1; with the suffix k, times 1024."""
-    match = re.fullmatch(r"([0-9]+)([kK]?)", text.strip())
-    value = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    """An integer >= 1; with the suffix k, times 1024, with M, times 1024 * 1024."""
+    match = re.fullmatch(r"([0-9]+)([kKmM]?)", text.strip())
+    value = int(match[1]) * SUFFIXES[match[2].lower()] if match else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1 such as 4096 or 4k, got {text!r}")
     return value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from attn_dispatch import tile_math
 from attn_dispatch.branches import sum_dtype
 from attn_dispatch.order import GATHER, LOCAL, ULYSSES
-from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern
+from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.ring.freight import Load
 from attn_dispatch.ring.listing import TILE
@@ -22,21 +22,21 @@ BOUND = 4  #: bytes of a bound in a tile's table
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one rank.
+    """What one rank takes.
 
     Args:
-        inputs: q, k and v.
-        buffers: rows and gradients on their way; kept for the next call.
-        tables: which rows go where, and which tiles meet; kept for the next call.
-        peak: the most at once, with all of these.
-        setting_up: what the first call takes besides to find out which rows go where, in the host's memory.
+        input_bytes: q, k and v.
+        buffer_bytes: rows and gradients on their way; kept for the next call.
+        table_bytes: which rows go where, and which tiles meet; kept for the next call.
+        peak_bytes: the most at once, with all of these.
+        setup_bytes: what the first call takes besides to find out which rows go where, in the host's memory.
     """
 
-    inputs: int
-    buffers: int
-    tables: int
-    peak: int
-    setting_up: int
+    input_bytes: int
+    buffer_bytes: int
+    table_bytes: int
+    peak_bytes: int
+    setup_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,12 @@ def footprint_of(load: Load, exchange: str, rank: int) -> Footprint:
     buffers, again = _buffers(load, steps)
     joined = steps[0][0] * load.row_bytes if exchange == GATHER and load.layout.ranks > 2 else 0
     most = max((rows for rows, _ in steps), default=0)
-    peak = _forward(mine, most) + buffers + joined
+    alive = _forward(mine, most)
     if load.problem.needs_grad:
-        peak = max(peak, _backward(mine, most) + buffers + again + joined)
-        buffers += again
-    return Footprint(mine.q + mine.kv, buffers, tables, mine.q + mine.kv + tables + peak, _setting_up(mine))
+        alive = max(alive, _backward(mine, most))
+        buffers += again  # all of them from the second call on
+    peak = alive + buffers + joined
+    return Footprint(mine.q + mine.kv, buffers, tables, mine.q + mine.kv + tables + peak, _setup_bytes(mine))
 
 
 def _buffers(load: Load, steps: list[tuple[int, int]]) -> tuple[int, int]:
@@ -151,7 +152,8 @@ def _by_heads(mine: _Rank) -> int:
         return forward
     # q, k, v, out and lse of the heads are kept; then out, its gradient and those of q, k and v.
     kept = q + kv + q + 2 * lse + 2 * mine.q
-    return max(forward, kept + 3 * q, kept + q + q + kv + workspace, kept + q + kv + 3 * q + mine.q)
+    sent_back = 2 * mine.q + q + kv + 3 * q + mine.q  # what was kept has been dropped by then
+    return max(forward, kept + 3 * q, kept + q + q + kv + workspace, sent_back)
 
 
 # --- a backend's share ------------------------------------------------------------------------------------------------
@@ -182,7 +184,9 @@ def _far_part(mine: _Rank, rows: int) -> tuple[float, int]:
         queries = max(1, sum(reach(problem.pattern, chunk) for chunk in mine.load.layout.chunks[mine.rank]))
         part = _sub(problem, problem.pattern, queries, keys, members)
         return members / problem.kv_heads * queries / mine.tokens, tile_math.workspace_bytes(part, TILE)
-    return 1.0, _workspace(_sub(problem, Dense(), mine.tokens, keys, problem.kv_heads))
+    queries = max(1, *map(partial(reach, problem.pattern), mine.load.layout.chunks[mine.rank]))
+    part = _sub(problem, Dense(), queries, keys, problem.kv_heads)
+    return queries / mine.tokens, _workspace(part)
 
 
 def _members(problem: Problem) -> int:
@@ -207,7 +211,11 @@ def _sub(problem: Problem, pattern: Pattern, q_len: int, k_len: int, kv_heads: i
 
 
 def reach(pattern: Pattern, chunk: range) -> int:
-    """How many queries of a run of positions lie in segments that reach past it, which queries of a grid all may."""
+    """How many queries of a run of positions may see keys past it: in segments that reach past it, near its ends, or
+    all of them.
+    """
+    if isinstance(pattern, Window):
+        return min(len(chunk), sum(len(chunk) if side is None else side for side in (pattern.left, pattern.right)))
     if not isinstance(pattern, Dilated):
         return len(chunk)
     early, late = 0, 0
@@ -246,7 +254,7 @@ def _axes(pattern: Pattern) -> Iterator[int]:
         yield from (1 if step == 1 else 2 for step in pattern.dilation)
 
 
-def _setting_up(mine: _Rank) -> int:
+def _setup_bytes(mine: _Rank) -> int:
     """Masks and bounds with an entry for each token of the whole sequence; see `needs.seen_by`, `tiles.tables_at`."""
     branches = len(list(_axes(mine.problem.pattern)))
-    return mine.load.layout.tokens * (4 * PLACE + (2 * PLACE + 4 * PLACE * branches if branches else 0))
+    return mine.load.layout.tokens * PLACE * (5 + (2 + 5 * branches if branches else 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attn_dispatch.order import EXCHANGES
 from attn_dispatch.problem import Problem
@@ -30,7 +30,7 @@ class Forecast:
     seconds: float | None = None
 
 
-def forecasts(problem: Problem, layout: Layout, pace: Pace | None) -> list[Forecast]:
+def forecasts_over(problem: Problem, layout: Layout, pace: Pace | None) -> list[Forecast]:
     """For every exchange.
 
     Args:
@@ -39,6 +39,7 @@ def forecasts(problem: Problem, layout: Layout, pace: Pace | None) -> list[Forec
     Raises:
         InvalidInput: the problem cannot be counted.
     """
+    problem = replace(problem, ranks=layout.ranks)
     load = Load(problem, layout, counts_of(problem.pattern, layout, problem.heads, problem.kv_heads))
     return [_forecast(load, exchange, pace) for exchange in EXCHANGES]
 
@@ -52,7 +53,7 @@ def _forecast(load: Load, exchange: str, pace: Pace | None) -> Forecast:
     return Forecast(
         exchange=exchange,
         reason="",
-        memory=max(memory, key=lambda each: each.peak),
+        memory=max(memory, key=lambda each: each.peak_bytes),
         forward_bytes=max(each.forward for each in freight),
         forward_total_bytes=sum(each.forward for each in freight),
         shipped_bytes=max(each.total for each in freight),

@@ -28,6 +28,7 @@ from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
 from attn_dispatch.settings import mode
 from attn_dispatch.store import Store, cache_folder
 
+NOTHING = "no rank sees another's rows: there is nothing to exchange"
 MOST_REASONS = 2  #: of ranks that say the same in other numbers
 
 
@@ -159,7 +160,7 @@ class Ranks:
         """Every reason why an exchange is none for all ranks; empty where it is one."""
         why = sorted({each.refusals[name] for each in self.said} - {""})
         if not why and name not in self.able:
-            why = ["no rank sees another's rows: there is nothing to exchange"]
+            why = [NOTHING]
         return why
 
     def kept(self) -> Decision | None:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import registry
+from attn_dispatch.order import permutation
 from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call
+from attn_dispatch.reorder import kept_in
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.listing import TILE, Solve, listing_of
 from attn_dispatch.ring.needs import kv_classes, may_meet
@@ -102,6 +104,12 @@ class _Share:
             start += len(chunk)
 
     @property
+    def kept(self) -> Tensor | None:
+        """The position in natural order of each place where tokens are kept; None where that is the place."""
+        pattern = self.problem.pattern
+        return permutation(kept_in(pattern), pattern.natural, self.problem.q_len)
+
+    @property
     def all_rows(self) -> slice:
         return slice(0, sum(map(len, self.chunks)))
 
@@ -134,8 +142,8 @@ def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
     for number, source in enumerate(sources):
         if isinstance(pattern, Dense | Window):
             yield from _windows(share, number, source)
-        elif isinstance(pattern, Dilated):
-            yield from _dilated(share, pattern, number, source)
+        elif isinstance(pattern.natural, Dilated):
+            yield from _dilated(share, pattern.natural, number, source)
         else:
             yield from _by_position(share, pattern, number, source, share.all_rows)
 
@@ -219,7 +227,8 @@ def _moved(run: range, by: int) -> slice:
 def _dilated(share: _Share, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
     """At once what cuts the rank's own runs as if each began at 0, the rest by position."""
     branches = _branches(pattern)
-    fine = [share.own and all(aligned(branch, run) for run in share.chunks) for branch in branches]
+    runs = share.own and share.kept is None
+    fine = [runs and all(aligned(branch, run) for run in share.chunks) for branch in branches]
     some = [branch for branch, at_once in zip(branches, fine) if at_once]
     if some:
         lengths, rates = zip(*(cut for branch in some for cut in branch.branches))
@@ -286,11 +295,13 @@ def _of_heads(
     keys = slice(0, len(source.positions)) if keys is None else keys
     queries = torch.cat([torch.arange(run.start, run.stop) for run in share.chunks])[rows]
     places, columns, positions = _numbers(rows), _numbers(keys), source.positions
-    if isinstance(pattern, Dilated):
-        kept = may_meet(pattern, problem.q_len, problem.heads, which, positions)[queries]
-        queries, places = queries[kept], places[kept]
-        kept = may_meet(pattern, problem.q_len, problem.heads, which, queries)[positions]
-        positions, columns = positions[kept], columns[kept]
+    if isinstance(pattern, Dilated):  # in natural order: what is together in a segment is then together in tiles
+        if share.kept is not None:
+            queries, positions = share.kept[queries], share.kept[positions]
+        some = may_meet(pattern, problem.q_len, problem.heads, which, positions)[queries]
+        queries, places = _sorted(queries[some], places[some])
+        some = may_meet(pattern, problem.q_len, problem.heads, which, queries)[positions]
+        positions, columns = _sorted(positions[some], columns[some])
     if not len(queries):
         return
     listing = listing_of(problem, pattern, which, positions)
@@ -300,8 +311,8 @@ def _of_heads(
     if not meets.any():
         return
     if not meets.all():
-        kept = meets.repeat_interleave(TILE)[: len(queries)]
-        queries, places = queries[kept], places[kept]
+        some = meets.repeat_interleave(TILE)[: len(queries)]
+        queries, places = queries[some], places[some]
         _, solve = listing.tables(queries)
     mine, theirs = (
         whole if torch.equal(some, _numbers(whole)) else some.to(problem.device)
@@ -311,6 +322,11 @@ def _of_heads(
     # Of the rank's own rows there are all heads; from others come those of one class.
     kv = slice(source.heads.start, source.heads.stop, source.heads.step) if share.own else slice(None)
     yield Part(mine, heads, number, theirs, asked, solve, kv)
+
+
+def _sorted(positions: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    positions, order = positions.sort()
+    return positions, places[order]
 
 
 def _numbers(run: slice) -> Tensor:

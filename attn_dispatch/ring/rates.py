@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.group import group_of
 from attn_dispatch.machine import silicon
+from attn_dispatch.pattern import Neighborhood
 from attn_dispatch.problem import Problem
 from attn_dispatch.reorder import Reordered
 from attn_dispatch.ring.counting import counts_of
@@ -26,10 +27,13 @@ class Rate:
     key: str | None = None
 
 
-def rate_near(problem: Problem) -> Rate | None:
-    """That of the fastest backend in the measured decision nearest to a problem on one device; None where there is none
-    in this dtype.
+def rate_near(problem: Problem, tokens: int) -> Rate | None:
+    """That of the fastest backend in the decision nearest to a problem of so many tokens, on one device; None where
+    nothing was measured in this dtype.
     """
+    pattern = problem.pattern
+    pattern = pattern if isinstance(pattern, Neighborhood) else pattern.simplify(tokens, tokens, problem.heads)
+    problem = replace(problem, pattern=pattern, q_len=tokens, k_len=tokens, ranks=1)
     near = sorted(_decisions(problem), key=lambda pair: _distance(problem, pair[1]))
     for decision, measured in near:
         chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
