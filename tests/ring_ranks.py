@@ -196,15 +196,12 @@ def _serve(number: int, size: int, folder: Path, timeout_s: float, pipe: Connect
 
 
 def _join(number: int, size: int, folder: Path, timeout: timedelta) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=size, timeout=timeout)
-    world = dist.group.WORLD
-    assert world is not None
-    _groups[size] = world
-    for few in SIZES:
-        if few < size:
-            made = dist.new_group(range(few), timeout=timeout)
-            if number < few:
-                _groups[few] = made
+    begin = timedelta(seconds=GROUP_S)  # processes may start one long after the other
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=size, timeout=begin)
+    for few in (*(few for few in SIZES if few < size), size):
+        made = dist.new_group(range(few), timeout=timeout)
+        if isinstance(made, dist.ProcessGroup):  # of which this process is one
+            _groups[few] = made
 
 
 def _done(

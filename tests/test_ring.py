@@ -207,6 +207,11 @@ def test_what_is_no_mesh(ranks: Ranks) -> None:
     assert "got int" in ranks.outcomes(not_a_mesh, [(4,)])[0]
 
 
+def test_a_world_that_nobody_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert "mesh is 'world', but torch.distributed is not initialized" in not_a_mesh("world")
+
+
 # --- how it is asked --------------------------------------------------------------------------------------------------
 
 

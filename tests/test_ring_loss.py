@@ -15,8 +15,9 @@ from attn_dispatch import Sharded, attend, unshard
 from attn_dispatch.errors import RankLost
 from attn_dispatch.order import GATHER, RING
 from attn_dispatch.ring.engine import RingCall
+from attn_dispatch.ring.shards import spread_of
 from tests import ring_ranks
-from tests.ring_calls import part
+from tests.ring_calls import part, tensors
 from tests.ring_ranks import Gone, Ranks
 
 TIMEOUT_S = 3.0  #: of the process group
@@ -27,8 +28,17 @@ def three(set_mode: Callable[[str], None]) -> Iterator[Ranks]:
     """Processes of this test's own, the last of which is lost."""
     set_mode("off")
     made = Ranks(3, TIMEOUT_S)
-    yield made
-    made.close()
+    try:
+        made.everywhere(warmed)
+        yield made
+    finally:
+        made.close()
+
+
+def warmed() -> None:
+    """A job: what a first call loads, before anybody waits for anybody."""
+    attend(*tensors())
+    spread_of(ring_ranks.group())
 
 
 def survived(fault: int, passing: str, order: str | None) -> list[tuple[str, float]]:

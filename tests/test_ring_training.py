@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -250,7 +251,7 @@ def trained(parallel: Callable[[Block, DeviceMesh], nn.Module]) -> bool:
     for parameter, expected in zip(model.parameters(), exact(), strict=True):
         grad = parameter.grad
         assert grad is not None
-        full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
         summed = full.clone()
         dist.all_reduce(summed, group=mesh["context"].get_group())
         right.append(close(4 * summed, expected))
