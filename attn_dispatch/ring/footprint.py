@@ -255,6 +255,12 @@ def _axes(pattern: Pattern) -> Iterator[int]:
 
 
 def _setup_bytes(mine: _Rank) -> int:
-    """Masks and bounds with an entry for each token of the whole sequence; see `needs.seen_by`, `tiles.tables_at`."""
-    branches = len(list(_axes(mine.problem.pattern)))
-    return mine.load.layout.tokens * PLACE * (5 + (2 + 5 * branches if branches else 0))
+    """Positions of the rank's rows; where rows go by position, masks and bounds with an entry for each token of the whole
+    sequence besides (see `needs.may_meet`, `tiles.tables_at`).
+    """
+    pattern, load = mine.problem.pattern, mine.load
+    own = 3 * PLACE * (mine.tokens + load.counts.received(mine.rank))
+    far = load.counts.received(mine.rank) + load.counts.sent(mine.rank) > 0
+    if not _by_position(pattern, load.layout.chunks[mine.rank]) and not (far and list(_axes(pattern))):
+        return own
+    return own + load.layout.tokens * PLACE * (7 + 5 * len(list(_axes(pattern))))
