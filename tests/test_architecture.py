@@ -66,7 +66,7 @@ WITHIN = (
         f"ring{name}"
         for name in (
             "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".parts", ".exchange", ".sums", ".engine",
-            ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".forecast", ".run", ".agree",
+            ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates", ".forecast", ".run", ".agree",
             ".trial", ".joint", ".route",
         )
     ),
