@@ -66,8 +66,8 @@ WITHIN = (
         f"ring{name}"
         for name in (
             "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".parts", ".exchange", ".sums", ".engine",
-            ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates", ".forecast", ".run", ".agree",
-            ".trial", ".joint", ".route",
+            ".link", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates", ".forecast", ".run",
+            ".agree", ".trial", ".joint", ".route",
         )
     ),
 )  # fmt: skip
