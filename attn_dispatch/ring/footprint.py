@@ -164,7 +164,7 @@ def _own_workspace(mine: _Rank) -> int:
     pattern, problem = mine.problem.pattern, mine.problem
     chunks = mine.load.layout.chunks[mine.rank]
     if _by_position(pattern, chunks):
-        return tile_math.workspace_bytes(_sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads), TILE)
+        return _tiled_workspace(_sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads))
     length = max(map(len, chunks))
     return _workspace(_sub(problem, pattern.simplify(length, length, problem.heads), length, length, problem.kv_heads))
 
@@ -183,10 +183,24 @@ def _far_part(mine: _Rank, rows: int) -> tuple[float, int]:
     if isinstance(problem.pattern, Dilated | Neighborhood):
         queries = max(1, sum(reach(problem.pattern, chunk) for chunk in mine.load.layout.chunks[mine.rank]))
         part = _sub(problem, problem.pattern, queries, keys, members)
-        return members / problem.kv_heads * queries / mine.tokens, tile_math.workspace_bytes(part, TILE)
+        return members / problem.kv_heads * queries / mine.tokens, _tiled_workspace(part)
     queries = max(1, *map(partial(reach, problem.pattern), mine.load.layout.chunks[mine.rank]))
     part = _sub(problem, Dense(), queries, keys, problem.kv_heads)
     return queries / mine.tokens, _workspace(part)
+
+
+def _tiled_workspace(part: Problem) -> int:
+    """By position. Keys that a tile of a grid's rows meets lie near it; elsewhere it may meet all there are."""
+    if not isinstance(part.pattern, Neighborhood):
+        return tile_math.workspace_bytes(part, TILE)
+    span, stride = TILE, 1
+    pattern = part.pattern
+    for size, width, step in reversed(list(zip(pattern.grid, pattern.window, pattern.dilation))):
+        span += (width - 1) * step * stride
+        stride *= size
+    met = min(part.k_len, span)
+    grads = (part.k_len - met) * 2 * part.batch * part.kv_heads * part.head_dim * sum_dtype(part.dtype).itemsize
+    return tile_math.workspace_bytes(replace(part, k_len=met), TILE) + (grads if part.needs_grad else 0)
 
 
 def _members(problem: Problem) -> int:
