@@ -170,6 +170,7 @@ def _long(pattern: Pattern, tokens: Tokens, draws: list[Drawn]) -> dict[str, Any
 
     def twice() -> tuple[Tensor, str]:
         tensors = tokens.shard(rank)
+        out = torch.empty(0)
         for _ in range(2):
             dist.barrier()
             wire.shipped = 0
