@@ -50,7 +50,7 @@ def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
 
     def thrice() -> tuple[Tensor, str]:
         q, k, v = sequence.shard(link.rank)
-        out = q
+        out = torch.empty(0)
         for _ in range(3):
             link.barrier()
             link.wire.shipped = 0

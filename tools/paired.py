@@ -28,7 +28,7 @@ CANDIDATES = {
     "native natural": ("native", NATURAL),
     "sdpa natural": ("sdpa", NATURAL),
 }
-ENOUGH_S = 20.0  #: of rounds, after which no further one is begun
+ENOUGH_S = 10.0  #: of rounds, after which no further one is begun
 FEWEST, MOST = 2, 5  #: rounds
 TILE = 64  #: tokens; of block-sparse kernels
 LINE_BYTES = 64

@@ -107,31 +107,40 @@ def shrunk(pattern: Dilated) -> Dilated:
     return Dilated(tuple(length // SHRINK for length in pattern.segment_lengths), pattern.dilation_rates)
 
 
+Sending = tuple[Pattern, Layout, str]
+
+
 def shipped(ranks: int) -> Iterator[dict[str, Any]]:
     """Bytes that real ranks sent, forward and backward, against those that the definition asks for."""
     tokens = TOKENS // SHRINK
+    cases: list[tuple[Sending, int]] = []
     for pattern in (shrunk(LONGNET), shrunk(WIDE), Dense(), Dense(is_causal=True)):
         for kind in KINDS:
             layout = Layout(deal(tokens, ranks), kind)
             places = [positions_of(layout, rank) for rank in range(ranks)]
             rows = sum(rows_needed(needed_by_pairs(pattern, tokens, at), at) for at in places)
-            # The backward pass wants the rows once more, and sends gradients home in float32.
-            wanted = {"forward_bytes": rows * ROW_BYTES, "backward_bytes": rows * 3 * ROW_BYTES}
-            for exchange in ("ring", "gather") if rows else ("local",):
-                by_rank = together(_sent, ranks, pattern, layout, exchange)
-                total = {name: sum(each[name] for each in by_rank) for name in wanted}
-                entry = {"pattern": str(pattern), "tokens": tokens, "ranks": ranks, "shards": kind}
-                ratio = {name: total[name] / wanted[name] if wanted[name] else None for name in wanted}
-                yield {**entry, "exchange": exchange, "shipped": total, "needed": wanted, "ratio": ratio}
+            cases += [((pattern, layout, how), rows) for how in (("ring", "gather") if rows else ("local",))]
+    by_rank = together(_sent, ranks, [case for case, _ in cases])
+    for ((asked, layout, exchange), rows), sent in zip(cases, zip(*by_rank)):
+        # The backward pass wants the rows once more, and sends gradients home in float32.
+        wanted = {"forward_bytes": rows * ROW_BYTES, "backward_bytes": rows * 3 * ROW_BYTES}
+        total = {name: sum(each[name] for each in sent) for name in wanted}
+        entry = {"pattern": str(asked), "tokens": tokens, "ranks": ranks, "shards": layout.kind}
+        ratio = {name: total[name] / wanted[name] if wanted[name] else None for name in wanted}
+        yield {**entry, "exchange": exchange, "shipped": total, "needed": wanted, "ratio": ratio}
 
 
-def _sent(pattern: Pattern, layout: Layout, exchange: str) -> dict[str, int]:
-    rank, wire = dist.get_rank(), link_of("world").wire
-    q, k, v = (x.requires_grad_() for x in Tokens(layout, HEADS, HEAD_DIM, torch.bfloat16).shard(rank))
-    out = attend(q, k, v, pattern, order=exchange, mesh=Sharded("world", layout.kind))
-    forward, wire.shipped = wire.shipped, 0
-    out.sum().backward()
-    return {"forward_bytes": forward, "backward_bytes": wire.shipped}
+def _sent(cases: list[Sending]) -> list[dict[str, int]]:
+    """What this rank sent in each."""
+    rank, wire, found = dist.get_rank(), link_of("world").wire, []
+    for pattern, layout, exchange in cases:
+        q, k, v = (x.requires_grad_() for x in Tokens(layout, HEADS, HEAD_DIM, torch.bfloat16).shard(rank))
+        wire.shipped = 0
+        out = attend(q, k, v, pattern, order=exchange, mesh=Sharded("world", layout.kind))
+        forward, wire.shipped = wire.shipped, 0
+        out.sum().backward()
+        found.append({"forward_bytes": forward, "backward_bytes": wire.shipped})
+    return found
 
 
 def all_shipped() -> list[dict[str, Any]]:

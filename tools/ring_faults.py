@@ -311,6 +311,10 @@ class Group:
             time.sleep(fault.moment_s)
             os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         if fault.kind == "pause":
+            # One that stops by itself may not have come to it yet: what comes before it stops wakes no one.
+            until = time.monotonic() + TIMEOUT_S
+            while not _stopped(pid) and not self.pipes[fault.victim].poll(0.01) and time.monotonic() < until:
+                pass
             time.sleep(PAUSE_S)
             os.kill(pid, signal.SIGCONT)
 
@@ -323,6 +327,10 @@ class Group:
         except (EOFError, OSError):
             return "dead", ""
         return "silent", ""
+
+
+def _stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def unexpected(fault: Fault, answers: list[tuple[str, str]]) -> str:

@@ -80,7 +80,6 @@ def _peak(pattern: Pattern, layout: Layout, backward: bool) -> tuple[int, str | 
 
     def twice() -> str | None:
         tensors = tokens.shard(rank)
-        out = tensors[0]
         for _ in range(2):
             once(tensors, pattern, several, backward)
         return exchange_of(tensors, pattern) if several else None
@@ -171,7 +170,7 @@ def _long(pattern: Pattern, tokens: Tokens, draws: list[Drawn]) -> dict[str, Any
 
     def twice() -> tuple[Tensor, str]:
         tensors = tokens.shard(rank)
-        out = tensors[0]
+        out = torch.empty(0)
         for _ in range(2):
             dist.barrier()
             wire.shipped = 0

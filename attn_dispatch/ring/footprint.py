@@ -269,8 +269,8 @@ def _axes(pattern: Pattern) -> Iterator[int]:
 
 
 def _setup_bytes(mine: _Rank) -> int:
-    """Positions of the rank's rows; where rows go by position, masks and bounds with an entry for each token of the whole
-    sequence besides (see `needs.may_meet`, `tiles.tables_at`).
+    """Positions of the rank's rows; where rows go by position, masks and bounds with an entry for each token of the
+    whole sequence besides (see `needs.may_meet`, `tiles.tables_at`).
     """
     pattern, load = mine.problem.pattern, mine.load
     own = 3 * PLACE * (mine.tokens + load.counts.received(mine.rank))
