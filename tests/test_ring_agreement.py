@@ -313,17 +313,16 @@ def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
     assert found[1][0].endswith("Error: planted")
 
 
-def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, Any, bool]:
-    """A job: what a backward pass raises, which of its gradients hold NaN, and whether the next call is right."""
+def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, bool, bool]:
+    """A job: what a backward pass raises, whether it gave gradients, and whether the next call is right."""
     mesh, mine, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
     out = attend(*mine, mesh=mesh, order=order)
     with planted_early(fault, "_backward_step"):
         try:
             out.sum().backward()
-        except ValueError as raised:
+        except (ValueError, BackendFailed) as raised:
             error = str(raised)
-    holes = [None if x.grad is None else bool(x.grad.isnan().any()) for x in mine]
-    return error, holes, _right(attend(*part(mesh), mesh=mesh, order=order))
+    return error, any(x.grad is not None for x in mine), _right(attend(*part(mesh), mesh=mesh, order=order))
 
 
 @pytest.mark.parametrize("order", [RING, GATHER])
@@ -332,8 +331,8 @@ def test_a_backward_pass_that_fails_on_one_rank_leaves_no_gradients_to_trust(
 ) -> None:
     """Keys of other ranks lack what the queries of the one that failed make of them."""
     set_mode("off")
-    others = (None, [False, True, True], True)
-    expected = [others, ("planted", [None] * 3, True), others]
+    others = ("rank 1 of the mesh failed in this backward pass, and its gradients are missing", False, True)
+    expected = [others, ("planted", False, True), others]
     assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
 
 

@@ -10,7 +10,7 @@ Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -93,6 +93,8 @@ class RingCall:
         problem: the whole sequence's, its scale above 0.
         seen: bool [batch, tokens of the whole sequence], what masks leave; None: everything.
         padding: bool [batch, tokens of this rank], queries that are none; None: none.
+        vote: told at the end of a backward pass what failed here, or None; raises if anything failed anywhere, since
+            gradients of this rank's keys come from the others too.
     """
 
     problem: Problem
@@ -100,6 +102,7 @@ class RingCall:
     wire: Wire
     seen: Tensor | None = None
     padding: Tensor | None = None
+    vote: Callable[[Exception | None], None] | None = None
 
     def reserve(self) -> None:
         """Take the memory for what is sent and received."""
@@ -149,12 +152,11 @@ class RingCall:
                 with trouble:
                     grads = [own] if number == 0 else [_zeros_like(pair, wide) for pair in rows]
                     self._backward_step(step, q_side, rows, dq, grads)
-            if trouble:  # no other rank may take what is missing for zeros
-                for x in (x for pair in grads for x in pair):
-                    x.fill_(math.nan)
             self._land(self.steps[number - 1], homeward, own)
             homeward = None if number == 0 else self._start_home(step, [] if trouble else grads)
         self._land(self.steps[-1], homeward, own)
+        if self.vote is not None and len(self.steps) > 1:
+            self.vote(trouble.error)
         trouble.raised()
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.ring.exchange import Wire, lost
 
 T = TypeVar("T")
@@ -84,6 +84,19 @@ class Link:
         found = [torch.empty_like(padded) for _ in lengths]
         self._do(lambda: dist.all_gather(found, padded, group=self.group))
         return [x[..., :length] for x, length in zip(found, lengths)]
+
+    def vote(self, error: Exception | None) -> None:
+        """Go on only if every rank can.
+
+        Raises:
+            BackendFailed: another rank cannot, and this one can. RankLost: as `numbers`. Besides, `error` itself.
+        """
+        fine = self.numbers(torch.tensor([error is None], dtype=torch.int64)).flatten().tolist()
+        if error is not None:
+            raise error
+        if not all(fine):
+            failed = ", ".join(str(rank) for rank, each in enumerate(fine) if not each)
+            raise BackendFailed(f"rank {failed} of the mesh failed in this backward pass, and its gradients are missing")
 
     def barrier(self) -> None:
         """Until everybody is here. Raises as `numbers`."""

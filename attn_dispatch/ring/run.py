@@ -112,7 +112,8 @@ class Shared:
             past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
             seen = ~past if seen is None else seen & ~past
             padding = past.index_select(1, positions_of(self.layout, self.link.rank).to(past.device))
-        return RingCall(problem, steps[:1] if exchange == LOCAL else steps, self.link.wire, seen, padding)
+        steps = steps[:1] if exchange == LOCAL else steps
+        return RingCall(problem, steps, self.link.wire, seen, padding, self.link.vote)
 
     def _by_heads(
         self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
