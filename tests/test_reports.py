@@ -51,7 +51,7 @@ def test_what_a_tile_meets(
 
 
 def test_rounds_fill_the_time_within_bounds() -> None:
-    assert [paired.rounds_for(seconds) for seconds in (0.01, 6.0, 100.0)] == [5, 3, 2]
+    assert [paired.rounds_for(seconds) for seconds in (0.01, paired.ENOUGH_S / 3.1, 100.0)] == [5, 3, 2]
 
 
 def test_a_comparison_is_checked() -> None:
