@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -143,8 +143,9 @@ class RingCall:
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         trouble = _Trouble()
+        early, late = self._own_halves()
         flight = homeward = None
-        for number, step in enumerate(self.steps):
+        for number, step in enumerate((early, *self.steps[1:])):
             rows = [(k, v)] if flight is None else self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
             grads = [own]
@@ -154,11 +155,29 @@ class RingCall:
                     self._backward_step(step, q_side, rows, dq, grads)
             self._land(self.steps[number - 1], homeward, own)
             homeward = None if number == 0 else self._start_home(step, [] if trouble else grads)
+        if not trouble:
+            with trouble:
+                self._backward_step(late, q_side, [(k, v)], dq, [own])
         self._land(self.steps[-1], homeward, own)
         if self.vote is not None and len(self.steps) > 1:
             self.vote(trouble.error)
         trouble.raised()
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+    def _own_halves(self) -> tuple[Step, Step]:
+        """A rank's own rows, some of them kept for the end: while the last gradients are on their way home, too, there
+        should be something to do.
+        """
+        own = self.steps[0]
+        if len(self.steps) == 1:
+            return own, replace(own, parts=())
+        parts = [half for part in own.parts for half in part.halves()]
+        work, done = sum(each.pairs for each in parts), 0
+        for number, part in enumerate(parts):
+            if 2 * done >= work:
+                return replace(own, parts=tuple(parts[:number])), replace(own, parts=tuple(parts[number:]))
+            done += part.pairs
+        return own, replace(own, parts=())
 
     # --- work ---------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from attn_dispatch.ring.needs import kv_classes, may_meet
 #: Who solves a problem on one device, the preferred first: those that take the out and lse of all keys in a backward
 #: pass (`partial`, see `contract`).
 SOLVERS = {"cpu": ("native", "sdpa", "tiles"), "cuda": ("flash", "triton", "sdpa", "tiles")}
+HALF_OF_CAUSAL = 0.5**0.5  #: of the queries, the first, who see half of what all of them do
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +60,37 @@ class Part:
     def call(self, seen: Tensor | None) -> Call:
         """The passes. `seen` bool [batch, rows of the source]: keys that masks leave; None: all of them."""
         return self.solve(self.problem, None if seen is None else seen[:, self.keys])
+
+    @property
+    def pairs(self) -> int:
+        """Of rows of q and k, all heads, about: causal ones are half."""
+        causal = getattr(self.problem.pattern, "is_causal", False)
+        return self.problem.q_len * self.problem.k_len * self.problem.heads // (2 if causal is True else 1)
+
+    def halves(self) -> tuple[Part, ...]:
+        """The same in two, about half of the work each, where that is no more work: dense ones, and causal squares."""
+        rows, keys, length = self.rows, self.keys, self.problem.q_len
+        if not isinstance(self.problem.pattern, Dense) or not isinstance(rows, slice) or not isinstance(keys, slice):
+            return (self,)
+        if not self.problem.pattern.is_causal:
+            first, seen = length // 2, self.problem.k_len
+        elif length == self.problem.k_len:
+            first = seen = int(length * HALF_OF_CAUSAL)
+        else:
+            return (self,)
+        if not 0 < first < length:
+            return (self,)
+        early = replace(self.problem, q_len=first, k_len=seen)
+        late = replace(self.problem, q_len=length - first)
+        return (
+            replace(
+                self,
+                rows=slice(rows.start, rows.start + first),
+                keys=slice(keys.start, keys.start + seen),
+                problem=early,
+            ),
+            replace(self, rows=slice(rows.start + first, rows.stop), problem=late),
+        )
 
     def keys_of(self, x: Tensor) -> Tensor:
         """Its rows and heads of k or v of the source."""
