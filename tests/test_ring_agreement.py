@@ -313,6 +313,27 @@ def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
     assert found[1][0].endswith("Error: planted")
 
 
+def failing_in_training(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
+    """A job: what a forward pass raises where gradients are needed, and whether the next call is right."""
+    mesh, error = ring_ranks.group(), None
+    attend(*part(mesh, grads="qkv"), mesh=mesh, order=order)
+    with plant(fault):
+        try:
+            attend(*part(mesh, grads="qkv"), mesh=mesh, order=order, scale=0.5).sum().backward()
+        except BackendFailed as raised:
+            error = str(raised)
+    return error, _right(attend(*part(mesh), mesh=mesh, order=order))
+
+
+@pytest.mark.parametrize(("order", "plant"), [(RING, planted_early), (ULYSSES, planted_alone)], ids=["ring", "ulysses"])
+def test_nobody_goes_on_to_a_backward_pass_without_a_rank(ranks: Ranks, order: str, plant: Any, set_mode: Any) -> None:
+    set_mode("off")
+    found = ranks.each(failing_in_training, [(nothing, order, plant), (raises, order, plant)])
+    assert [right for _, right in found] == [True] * 2
+    assert found[0][0].endswith("rank 1 of the mesh failed in this call, and gradients need all of them")
+    assert "planted" in found[1][0]
+
+
 def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, bool, bool]:
     """A job: what a backward pass raises, whether it gave gradients, and whether the next call is right."""
     mesh, mine, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
@@ -331,7 +352,7 @@ def test_a_backward_pass_that_fails_on_one_rank_leaves_no_gradients_to_trust(
 ) -> None:
     """Keys of other ranks lack what the queries of the one that failed make of them."""
     set_mode("off")
-    others = ("rank 1 of the mesh failed in this backward pass, and its gradients are missing", False, True)
+    others = ("rank 1 of the mesh failed in this call, and gradients need all of them", False, True)
     expected = [others, ("planted", False, True), others]
     assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
 

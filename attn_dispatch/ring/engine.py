@@ -93,8 +93,8 @@ class RingCall:
         problem: the whole sequence's, its scale above 0.
         seen: bool [batch, tokens of the whole sequence], what masks leave; None: everything.
         padding: bool [batch, tokens of this rank], queries that are none; None: none.
-        vote: told at the end of a backward pass what failed here, or None; raises if anything failed anywhere, since
-            gradients of this rank's keys come from the others too.
+        vote: told at the end of a pass what failed here, or None; raises if anything failed anywhere, since gradients
+            of this rank's keys come from the others too. Not asked where no gradients are needed.
     """
 
     problem: Problem
@@ -124,6 +124,8 @@ class RingCall:
             if not trouble:
                 with trouble:
                     self._forward_step(step, q, rows, sums)
+        if self.problem.needs_grad:
+            self._vote(trouble)  # a rank that fails now would be waited for in the backward pass
         trouble.raised()
         out, lse = sums.results()
         if self.padding is not None:
@@ -159,10 +161,13 @@ class RingCall:
             with trouble:
                 self._backward_step(late, q_side, [(k, v)], dq, [own])
         self._land(self.steps[-1], homeward, own)
-        if self.vote is not None and len(self.steps) > 1:
-            self.vote(trouble.error)
+        self._vote(trouble)
         trouble.raised()
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+    def _vote(self, trouble: _Trouble) -> None:
+        if self.vote is not None and len(self.steps) > 1:
+            self.vote(trouble.error)
 
     def _own_halves(self) -> tuple[Step, Step]:
         """A rank's own rows, some of them kept for the end: while the last gradients are on their way home, too, there

@@ -96,9 +96,7 @@ class Link:
             raise error
         if not all(fine):
             failed = ", ".join(str(rank) for rank, each in enumerate(fine) if not each)
-            raise BackendFailed(
-                f"rank {failed} of the mesh failed in this backward pass, and its gradients are missing"
-            )
+            raise BackendFailed(f"rank {failed} of the mesh failed in this call, and gradients need all of them")
 
     def barrier(self) -> None:
         """Until everybody is here. Raises as `numbers`."""

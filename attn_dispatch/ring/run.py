@@ -132,6 +132,8 @@ class Shared:
         out = ulysses.to_tokens(out, wire, layout)
         if lse is not None:
             lse = ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(1, 2)
+        if problem.needs_grad:
+            self.link.vote(error)
         if error is not None:
             raise error
         return out, lse
