@@ -1,6 +1,6 @@
 """A sequence over many devices: what is shipped, who works how much, memory, time, and what faults do. gloo, CPU.
 
-    python -m tools.bench_ring [PART ...] [--rounds N] [--shrink N]
+    python -m tools.bench_ring [PART ...] [--rounds N] [--shrink N] [--faults N]
 
 Parts: traffic, shipped, balance (counted), faults (injected), memory (measured, not timed), and the timed ones: speed,
 overlap, long. Parts that are not asked for stay in the file as they were. --shrink: sequences so many times shorter,
@@ -22,7 +22,7 @@ COUNTED: dict[str, Callable[[], Any]] = {
     "traffic": ring_counts.traffic,
     "shipped": ring_counts.all_shipped,
     "balance": ring_counts.balance,
-    "faults": ring_faults.run,
+    "faults": ring_faults.run,  # so many
 }
 #: By rounds and shrink.
 MEASURED: dict[str, Callable[[int, int], Any]] = {
@@ -39,6 +39,7 @@ def main() -> None:
     arguments.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--shrink", type=int, default=1)
+    arguments.add_argument("--faults", type=int, default=200, help="how many are injected")
     options = arguments.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
@@ -50,7 +51,10 @@ def main() -> None:
     for name in PARTS:
         if name in options.parts:
             print(name, flush=True)
-            figures = COUNTED[name]() if name in COUNTED else MEASURED[name](options.rounds, options.shrink)
+            if name == "faults":
+                figures = ring_faults.run(options.faults)
+            else:
+                figures = COUNTED[name]() if name in COUNTED else MEASURED[name](options.rounds, options.shrink)
             found[name] = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), "found": figures}
     if options.shrink > 1:
         print(json.dumps({name: found[name]["found"] for name in options.parts}, indent=1))
