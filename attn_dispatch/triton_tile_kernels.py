@@ -137,9 +137,10 @@ def forward(
     span = spans + (kind * q_tiles + tile) * SPAN
     for phase in tl.static_range(2):
         for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
-            pair = pairs + nth // PARTS * PAIR
+            listed = nth // PARTS
+            pair = pairs + listed * PAIR
             k_tile = tl.load(pair).to(tl.int64)
-            k_lane = nth % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+            k_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
             columns = tl.load(k_pos + k_tile * TILE + k_lane).to(tl.int64)
             kept = columns < length
             if KEY_MASK:
