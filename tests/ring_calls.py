@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from attn_dispatch import Sharded, attend, shard
+from attn_dispatch.ring import blocks, engine
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.traffic import positions_of
 from attn_dispatch.verify import Gate
@@ -86,6 +89,21 @@ def attended(shard: dict[str, Tensor], kind: str, strides: Sequence[str], option
             results, weights = [out, lse], [shard["grad"], shard["grad_lse"]]
         found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), weights)))
     return found
+
+
+@contextmanager
+def blocks_of(rows: int) -> Iterator[None]:
+    """Small sequences are cut up as long ones are: into blocks of so many rows."""
+    with mock.patch.dict(blocks.LEAST_ROWS, cpu=rows), mock.patch.dict(blocks.LEAST_WORK, cpu=1.0):
+        engine.steps_of.cache_clear()
+        yield
+    engine.steps_of.cache_clear()
+
+
+def attended_in_blocks(rows: int, *args: Any) -> dict[str, Tensor]:
+    """A job: `attended`."""
+    with blocks_of(rows):
+        return attended(*args)
 
 
 def laid_out(x: Tensor, order: str) -> Tensor:

@@ -78,9 +78,9 @@ WITHIN = (
     tuple(
         f"ring{name}"
         for name in (
-            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".listing", ".parts", ".exchange", ".sums",
-            ".engine", ".link", ".agree", ".shards", ".ulysses", ".freight", ".footprint", ".schedule", ".rates",
-            ".forecast", ".run", ".trial", ".joint", ".route",
+            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".listing", ".blocks", ".parts", ".exchange",
+            ".sums", ".engine", ".link", ".agree", ".shards", ".ulysses", ".freight", ".footprint", ".schedule",
+            ".rates", ".forecast", ".run", ".trial", ".joint", ".route",
         )
     ),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from attn_dispatch.ring.traffic import traffic_of
 from tests import ring_ranks
 from tests.calls import close, formula
 from tests.cases import CASES, Case, gate
-from tests.ring_calls import attended, changed, part, shards, tensors, whole
+from tests.ring_calls import attended, attended_in_blocks, changed, part, shards, tensors, whole
 from tests.ring_ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -51,6 +51,10 @@ SHARED = (
     reordered("rate-not-dividing-causal", "residue"),
     reordered("longnet-both-masks", "residue"),
 )
+IN_BLOCKS = (
+    "dense", "dense-grouped", "dense-key-mask", "causal", "causal-both-masks", "window-causal", "window-both-sides",
+    "rate-not-dividing-causal", "longnet-ragged", "neighborhood-2d-mixed",
+)  # fmt: skip
 #: In what proportion ranks get tokens: evenly where the number of ranks is not here.
 WEIGHTS = {3: (1.0, 5.0, 2.0)}
 
@@ -63,11 +67,14 @@ def exchanges(problem: Problem, layout: Layout) -> list[str]:
     return [RING, GATHER, *[ULYSSES] * (not ulysses.why_not(problem, layout.ranks))]
 
 
+def options_of(case: Case, exchange: str) -> dict[str, Any]:
+    return {"pattern": case.pattern, "scale": case.scale, "order": exchange}
+
+
 def run(ranks: Ranks, case: Case, dtype: torch.dtype, layout: Layout, exchange: str) -> dict[str, Tensor]:
     """Results of all ranks, put together."""
     problem = case.problem(dtype, needs_grad=True)
-    options = {"pattern": case.pattern, "scale": case.scale, "order": exchange}
-    args = [(each, layout.kind, case.strides, options) for each in shards(gate(problem), layout)]
+    args = [(each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(gate(problem), layout)]
     return whole(ranks.each(attended, args), layout)
 
 
@@ -109,6 +116,21 @@ def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> 
     for kind, exchange in zip(KINDS, (GATHER, RING)):
         layout = Layout(deal(problem.q_len, 8), kind)
         found = run(ranks, BY_ID[name], torch.float32, layout, exchange)
+        assert gate(problem).check(found).failures == (), kind
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int, set_mode: Any) -> None:
+    """As shards of long sequences are: rows arrive in many messages, and are worked on block by block."""
+    set_mode("off")
+    problem = BY_ID[name].problem(torch.float32, needs_grad=True)
+    for kind, rows in zip(KINDS, (5, 8)):
+        layout = Layout(deal(problem.q_len, size, WEIGHTS.get(size)), kind)
+        args = [
+            (each, kind, BY_ID[name].strides, options_of(BY_ID[name], RING)) for each in shards(gate(problem), layout)
+        ]
+        found = whole(ranks.each(attended_in_blocks, [(rows, *each) for each in args]), layout)
         assert gate(problem).check(found).failures == (), kind
 
 

@@ -21,6 +21,7 @@ from attn_dispatch.ring.needs import kv_classes, seen_by
 from attn_dispatch.ring.parts import SOLVERS, Part, Source
 from attn_dispatch.ring.traffic import Traffic, positions_of, traffic_of
 from tests.cases import Case
+from tests.ring_calls import blocks_of
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -211,6 +212,30 @@ def test_parts_add_up_to_the_definition(pattern: Pattern, tokens: int, heads: in
                 for part in step.parts:
                     _add(found, part, step.sources[part.source])
             assert torch.equal(found, pattern.multiplicity(tokens, heads=heads, q_pos=mine))
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+@pytest.mark.parametrize(("pattern", "tokens", "heads", "kv_heads"), SHARED, ids=IDS)
+def test_blocks_add_up_to_the_definition(pattern: Pattern, tokens: int, heads: int, kv_heads: int, rows: int) -> None:
+    with blocks_of(rows):
+        test_parts_add_up_to_the_definition(pattern, tokens, heads, kv_heads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_message_is_a_small_part_of_a_shard(kind: str) -> None:
+    """Between two ranks there are as many on both sides, however unequal the shards are."""
+    problem = problem_of(Dense(True), 256, 2, 2)
+    layout = Layout(deal(256, 3, (1.0, 4.0, 3.0)), kind)
+    with blocks_of(4):
+        steps = [steps_of(problem, layout, rank, RING) for rank in range(3)]
+    assert len({len(each) for each in steps}) == 1
+    for rank, each in enumerate(steps):
+        for number, step in enumerate(each):
+            assert all(rows.count <= 2 * 8 for several in step.sends.values() for rows in several)
+            for peer, several in step.receives.items():
+                sent = steps[peer][number].sends[rank]
+                assert [rows.positions.tolist() for rows in several] == [rows.positions.tolist() for rows in sent]
+            assert all(max(part.problem.q_len, part.problem.k_len) <= 8 for part in step.parts)
 
 
 def _add(found: Tensor, part: Part, source: Source) -> None:

@@ -10,7 +10,7 @@ Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from attn_dispatch.branches import sum_dtype
 from attn_dispatch.order import GATHER
 from attn_dispatch.problem import Problem
+from attn_dispatch.ring.blocks import pieces
 from attn_dispatch.ring.exchange import Flight, Peers, Wire, add_home, message_size, pack, unpack
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.parts import Part, Source, parts_of
@@ -33,7 +34,7 @@ ARRIVING, LEAVING, HOME, HOMEWARD = (0, 1), 2, 3, 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Rows that are worked on together.
+    """Rows that are worked on together: a rank's own, or a piece of what others send.
 
     Args:
         receives: from whom they come, with what each sends; `sends` what goes to whom meanwhile. Empty for own rows.
@@ -54,14 +55,16 @@ def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tupl
 
     Args:
         problem: the whole sequence's.
-        exchange: "ring": one peer after the other, each a step further on. "gather": everybody at once.
+        exchange: "ring": one peer after the other, each a step further on, piece by piece. "gather": everybody at once.
     """
     traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)
     own = Source(range(problem.kv_heads), traffic.own)
+    count = 1 if exchange == GATHER else pieces(problem, layout)
     found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
     # A step stays even where this rank has nothing to do in it: messages between two ranks are matched by their order,
     # so that every rank must go through the same steps.
-    found += [_step(problem, traffic, peers) for peers in _turns(rank, layout.ranks, exchange)]
+    for peers in _turns(rank, layout.ranks, exchange):
+        found += [_step(problem, traffic, peers, number, count) for number in range(count)]
     return tuple(found)
 
 
@@ -73,9 +76,15 @@ def _turns(rank: int, ranks: int, exchange: str) -> list[tuple[Peers, Peers]]:
     return [([(rank - step) % ranks], [(rank + step) % ranks]) for step in range(1, ranks)]
 
 
-def _step(problem: Problem, traffic: Traffic, peers: tuple[Peers, Peers]) -> Step:
-    receives = {peer: traffic.receives[peer] for peer in peers[0] if peer in traffic.receives}
-    sends = {peer: traffic.sends[peer] for peer in peers[1] if peer in traffic.sends}
+def _step(problem: Problem, traffic: Traffic, peers: tuple[Peers, Peers], number: int, count: int) -> Step:
+    """One of so many pieces of what peers send."""
+
+    def pieces_of(rows: Mapping[int, tuple[Rows, ...]], peers: Peers) -> dict[int, tuple[Rows, ...]]:
+        found = {peer: tuple(each.piece(number, count) for each in rows.get(peer, ())) for peer in peers}
+        some = {peer: tuple(each for each in rows if each.count) for peer, rows in found.items()}
+        return {peer: rows for peer, rows in some.items() if rows}
+
+    receives, sends = pieces_of(traffic.receives, peers[0]), pieces_of(traffic.sends, peers[1])
     by_heads: dict[range, list[Tensor]] = {}
     for rows in receives.values():
         for each in rows:
@@ -118,12 +127,15 @@ class RingCall:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         sums, trouble = Sums(q), _Trouble()
         flight = None
-        for number, step in enumerate(self.steps):
-            rows = [(k, v)] if flight is None else self._arrived(step, flight)
+        for number, (step, own) in enumerate(zip(self.steps, self._own_work(len(self.steps) - 1))):
+            rows = self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
             if not trouble:
                 with trouble:
-                    self._forward_step(step, q, rows, sums)
+                    if number:
+                        self._forward_step(step, q, rows, sums)
+                    self._forward_step(own, q, [(k, v)], sums)
+            del rows
         if self.problem.needs_grad:
             self._vote(trouble)  # a rank that fails now would be waited for in the backward pass
         trouble.raised()
@@ -145,21 +157,23 @@ class RingCall:
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         trouble = _Trouble()
-        early, late = self._own_halves()
         flight = homeward = None
-        for number, step in enumerate((early, *self.steps[1:])):
-            rows = [(k, v)] if flight is None else self._arrived(step, flight)
+        for number, (step, mine) in enumerate(zip(self.steps, self._own_work(len(self.steps)))):
+            rows = self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
-            grads = [own]
+            if number:
+                grads: list[tuple[Tensor, ...]] = []
+                if not trouble:
+                    with trouble:
+                        grads = [_zeros_like(pair, wide) for pair in rows]
+                        self._backward_step(step, q_side, rows, dq, grads)
+                self._land(self.steps[number - 1], homeward, own)
+                homeward = self._start_home(step, [] if trouble else grads)
+                del grads
+            del rows
             if not trouble:
                 with trouble:
-                    grads = [own] if number == 0 else [_zeros_like(pair, wide) for pair in rows]
-                    self._backward_step(step, q_side, rows, dq, grads)
-            self._land(self.steps[number - 1], homeward, own)
-            homeward = None if number == 0 else self._start_home(step, [] if trouble else grads)
-        if not trouble:
-            with trouble:
-                self._backward_step(late, q_side, [(k, v)], dq, [own])
+                    self._backward_step(mine, q_side, [(k, v)], dq, [own])
         self._land(self.steps[-1], homeward, own)
         self._vote(trouble)
         trouble.raised()
@@ -169,20 +183,26 @@ class RingCall:
         if self.vote is not None and len(self.steps) > 1:
             self.vote(trouble.error)
 
-    def _own_halves(self) -> tuple[Step, Step]:
-        """A rank's own rows, some of them kept for the end: while the last gradients are on their way home, too, there
-        should be something to do.
+    def _own_work(self, slots: int) -> list[Step]:
+        """A rank's own rows, dealt out over all steps: while a piece is under way there should be something to do.
+
+        Args:
+            slots: how many steps, from the first on, are to be of about the same length; the others get none.
         """
-        own = self.steps[0]
-        if len(self.steps) == 1:
-            return own, replace(own, parts=())
-        parts = [half for part in own.parts for half in part.halves()]
-        work, done = sum(each.pairs for each in parts), 0
-        for number, part in enumerate(parts):
-            if 2 * done >= work:
-                return replace(own, parts=tuple(parts[:number])), replace(own, parts=tuple(parts[number:]))
+        own, far = self.steps[0], self.steps[1:]
+        if not far:
+            return [own]
+        work = sum(part.pairs for part in own.parts)
+        each = sum(part.pairs for step in far for part in step.parts) / len(far)
+        length = (work + (slots - 1) * each) / slots
+        dealt: list[list[Part]] = [[] for _ in self.steps]
+        number, done, due = 0, 0, length
+        for part in own.parts:
+            while done >= due and number + 1 < slots and length > each:
+                number, due = number + 1, due + length - each
+            dealt[number].append(part)
             done += part.pairs
-        return own, replace(own, parts=())
+        return [replace(own, parts=tuple(parts)) for parts in dealt]
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -239,8 +259,10 @@ class RingCall:
         whole = self.wire.buffer(slot, sum(sizes.values()), like)
         return dict(zip(sizes, torch.split(whole, list(sizes.values())))) if sizes else {}
 
-    def _arrived(self, step: Step, flight: Flight) -> list[tuple[Tensor, Tensor]]:
-        """k and v of each source of a step."""
+    def _arrived(self, step: Step, flight: Flight | None) -> list[tuple[Tensor, Tensor]]:
+        """k and v of each source of a step; none where nothing is under way."""
+        if flight is None:
+            return []
         flight.wait()
         by_heads: dict[range, list[tuple[Tensor, Tensor]]] = {}
         for peer, rows in step.receives.items():

@@ -6,6 +6,7 @@ takes it. Whatever else there is goes by tiles (`tiles.tables_at`), by the posit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call
 from attn_dispatch.reorder import kept_in
+from attn_dispatch.ring.blocks import block_rows, blocks, window_of
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.listing import TILE, Solve, listing_of
 from attn_dispatch.ring.needs import kv_classes, may_meet
@@ -26,7 +28,6 @@ from attn_dispatch.ring.needs import kv_classes, may_meet
 #: Who solves a problem on one device, the preferred first: those that take the out and lse of all keys in a backward
 #: pass (`partial`, see `contract`).
 SOLVERS = {"cpu": ("native", "sdpa", "tiles"), "cuda": ("flash", "triton", "sdpa", "tiles")}
-HALF_OF_CAUSAL = 0.5**0.5  #: of the queries, the first, who see half of what all of them do
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,31 +68,6 @@ class Part:
         causal = getattr(self.problem.pattern, "is_causal", False)
         return self.problem.q_len * self.problem.k_len * self.problem.heads // (2 if causal is True else 1)
 
-    def halves(self) -> tuple[Part, ...]:
-        """The same in two, about half of the work each, where that is no more work: dense ones, and causal squares."""
-        rows, keys, length = self.rows, self.keys, self.problem.q_len
-        if not isinstance(self.problem.pattern, Dense) or not isinstance(rows, slice) or not isinstance(keys, slice):
-            return (self,)
-        if not self.problem.pattern.is_causal:
-            first, seen = length // 2, self.problem.k_len
-        elif length == self.problem.k_len:
-            first = seen = int(length * HALF_OF_CAUSAL)
-        else:
-            return (self,)
-        if not 0 < first < length:
-            return (self,)
-        early = replace(self.problem, q_len=first, k_len=seen)
-        late = replace(self.problem, q_len=length - first)
-        return (
-            replace(
-                self,
-                rows=slice(rows.start, rows.start + first),
-                keys=slice(keys.start, keys.start + seen),
-                problem=early,
-            ),
-            replace(self, rows=slice(rows.start + first, rows.stop), problem=late),
-        )
-
     def keys_of(self, x: Tensor) -> Tensor:
         """Its rows and heads of k or v of the source."""
         return x[:, :, self.kv][:, self.keys]
@@ -113,16 +89,27 @@ def parts_of(problem: Problem, layout: Layout, rank: int, sources: Sequence[Sour
         problem: the whole sequence's.
         own: the one source is the rank's own shard.
     """
-    return tuple(_parts(_Share(problem, layout.chunks[rank], own), sources))
+    return tuple(_parts(_Share(problem, layout, rank, own), sources))
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's queries: the whole problem, the runs of positions of the shard, and whether the keys are those too."""
+    """A rank's queries, and whether the keys are of the same shard."""
 
     problem: Problem
-    chunks: tuple[range, ...]
+    layout: Layout
+    rank: int
     own: bool
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """The runs of positions of the shard."""
+        return self.layout.chunks[self.rank]
+
+    @property
+    def block(self) -> int:
+        """Rows that are worked on together, at most."""
+        return block_rows(self.problem, self.layout)
 
     @property
     def group(self) -> int:
@@ -185,56 +172,29 @@ def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
 
 def _windows(share: _Share, number: int, source: Source) -> Iterator[Part]:
     """Dense and windowed: each run of queries over each run of keys, without what no query or key of them meets."""
-    pattern = _window(share.problem.pattern)
+    pattern, most = window_of(share.problem.pattern), share.block
     found: list[tuple[slice, slice, Pattern]] = []
     for run, place in share.runs():
         for keys, key_place in _runs(source.positions):
-            met = _met(pattern, run, keys)
-            if met is None:
-                continue
-            queries, keys_met, window = met
-            rows = _moved(queries, place.start - run.start)
-            columns = _moved(keys_met, key_place.start - keys.start)
-            found.append((rows, columns, window.simplify(len(queries), len(keys_met), share.problem.heads)))
-    for rows, columns, plain in _joined(found):
+            for queries, keys_met, window in blocks(pattern, run, keys, most):
+                rows = _moved(queries, place.start - run.start)
+                columns = _moved(keys_met, key_place.start - keys.start)
+                found.append((rows, columns, window.simplify(len(queries), len(keys_met), share.problem.heads)))
+    for rows, columns, plain in _joined(found, most):
         problem = share.sub(plain, rows.stop - rows.start, columns.stop - columns.start, source.heads)
         yield Part(rows, share.heads(source.heads), number, columns, problem, solver(problem).partial)
 
 
-def _window(pattern: Pattern) -> Window:
-    if isinstance(pattern, Dense):
-        return Window(None, 0 if pattern.is_causal else None)
-    assert isinstance(pattern, Window)
-    return pattern
-
-
-def _met(pattern: Window, queries: range, keys: range) -> tuple[range, range, Window] | None:
-    """The queries and keys of two runs that meet any, and the window that is left between them."""
-    if pattern.left is not None:
-        keys = range(max(keys.start, queries.start - pattern.left), keys.stop)
-        queries = range(queries.start, min(queries.stop, keys.stop + pattern.left))
-    if pattern.right is not None:
-        keys = range(keys.start, min(keys.stop, queries.stop + pattern.right))
-        queries = range(max(queries.start, keys.start - pattern.right), queries.stop)
-    if not queries or not keys:
-        return None
-    # The last query lines up with the last key.
-    ahead = keys.stop - queries.stop
-    left = None if pattern.left is None else pattern.left + ahead
-    right = None if pattern.right is None else pattern.right - ahead
-    return queries, keys, Window(left, right)
-
-
-def _joined(found: list[tuple[slice, slice, Pattern]]) -> list[tuple[slice, slice, Pattern]]:
-    """Dense parts side by side, in rows or in columns, as one."""
+def _joined(found: list[tuple[slice, slice, Pattern]], most: int) -> list[tuple[slice, slice, Pattern]]:
+    """Dense parts side by side, in rows or in columns, as one of at most so many."""
     done: list[tuple[slice, slice, Pattern]] = []
     for rows, columns, pattern in found:
         if done and pattern == Dense() == done[-1][2]:
             before, their, _ = done[-1]
-            if columns == their and rows.start == before.stop:
+            if columns == their and rows.start == before.stop and rows.stop - before.start <= most:
                 done[-1] = (slice(before.start, rows.stop), columns, pattern)
                 continue
-            if rows == before and columns.start == their.stop:
+            if rows == before and columns.start == their.stop and columns.stop - their.start <= most:
                 done[-1] = (rows, slice(their.start, columns.stop), pattern)
                 continue
         done.append((rows, columns, pattern))
@@ -288,19 +248,29 @@ def aligned(pattern: Dilated, run: range) -> bool:
 
 def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
     """Each run with itself at once; two runs with one another by position."""
-    for run, place in share.runs():
-        length = len(run)
-        # A segment that holds the whole run is as long as it.
-        cut = tuple(s if run.start % s == 0 else max(s, length) for s in pattern.segment_lengths)
-        again = replace(pattern, segment_lengths=cut).simplify(length, length, share.problem.heads)
-        problem = share.sub(again, length, length, source.heads)
-        yield Part(place, share.heads(source.heads), number, place, problem, solver(problem).partial)
+    for whole, whole_place in share.runs():
+        for run in _apart(pattern, whole, share.block):
+            length, place = len(run), _moved(run, whole_place.start - whole.start)
+            # A segment that holds the whole run is as long as it.
+            longer = tuple(s if run.start % s == 0 else max(s, length) for s in pattern.segment_lengths)
+            again = replace(pattern, segment_lengths=longer).simplify(length, length, share.problem.heads)
+            problem = share.sub(again, length, length, source.heads)
+            yield Part(place, share.heads(source.heads), number, place, problem, solver(problem).partial)
     for _, place in share.runs():
         for other, keys in share.runs():
             if keys != place:
                 only = Source(source.heads, torch.arange(other.start, other.stop))
                 for branch in _branches(pattern):
                     yield from _by_position(share, branch, number, only, place, keys)
+
+
+def _apart(pattern: Dilated, run: range, most: int) -> Iterator[range]:
+    """A run in parts of about so many positions, each of whole segments of every branch; whole where it has no such."""
+    period = math.lcm(*pattern.segment_lengths)
+    if run.start % period:
+        return iter([run])
+    step = max(1, most // period) * period
+    return (run[at : at + step] for at in range(0, len(run), step))
 
 
 # --- by position ------------------------------------------------------------------------------------------------------
