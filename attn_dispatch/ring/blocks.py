@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attn_dispatch.pattern import Dense, Pattern, Window
+from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.ring.layout import Layout
 
-MOST = 16  #: blocks of a shard's rows
+MOST = 32  #: blocks of a shard's rows
 #: Of a block, at least: rows, and operations. Joining its results to those that are there moves 3 numbers for each that
 #: it took 4 operations per key to find, and Python takes about 0.2 ms. The ones of CUDA are reckoned, not measured.
 LEAST_ROWS = {"cpu": 256, "cuda": 4096}
@@ -41,6 +41,20 @@ def pieces(problem: Problem, layout: Layout) -> int:
         runs = max(map(len, layout.chunks))
         longest = min(longest, runs * (window.left + window.right))
     return max(1, -(-longest // block_rows(problem, layout)))
+
+
+def own_shares(own: float, far: float, steps: int, slots: int) -> list[float]:
+    """How much of a rank's own work goes into each step, so that something is there to do while messages are under way.
+
+    Args:
+        own, far: work on the rank's own rows, and on those of each further step.
+        steps: with the first one, in which nothing has arrived.
+        slots: how many of them, from the first on, are to take equally long; the others get none.
+    """
+    length = (own + (slots - 1) * far) / slots
+    if length <= far:
+        return [own] + [0.0] * (steps - 1)
+    return [length] + [length - far] * (slots - 1) + [0.0] * (steps - slots)
 
 
 def cut(run: range, most: int) -> Iterator[range]:
@@ -86,3 +100,16 @@ def blocks(pattern: Window, queries: range, keys: range, most: int) -> Iterator[
             found = met(pattern, some, these)
             if found is not None:
                 yield found
+
+
+def segments(pattern: Dilated, run: range, most: int) -> Iterator[range]:
+    """A run of positions in parts of about so many, each of whole segments of every branch; whole where there are none
+    such.
+    """
+    period = math.lcm(*pattern.segment_lengths)
+    if run.start % period:
+        yield run
+        return
+    step = max(1, most // period) * period
+    for at in range(0, len(run), step):
+        yield run[at : at + step]

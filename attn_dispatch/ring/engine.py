@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_dispatch.branches import sum_dtype
 from attn_dispatch.order import GATHER
 from attn_dispatch.problem import Problem
-from attn_dispatch.ring.blocks import pieces
+from attn_dispatch.ring.blocks import own_shares, pieces
 from attn_dispatch.ring.exchange import Flight, Peers, Wire, add_home, message_size, pack, unpack
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.parts import Part, Source, parts_of
@@ -184,22 +184,18 @@ class RingCall:
             self.vote(trouble.error)
 
     def _own_work(self, slots: int) -> list[Step]:
-        """A rank's own rows, dealt out over all steps: while a piece is under way there should be something to do.
-
-        Args:
-            slots: how many steps, from the first on, are to be of about the same length; the others get none.
-        """
+        """A rank's own rows, dealt out over the steps (see `own_shares`)."""
         own, far = self.steps[0], self.steps[1:]
         if not far:
             return [own]
-        work = sum(part.pairs for part in own.parts)
         each = sum(part.pairs for step in far for part in step.parts) / len(far)
-        length = (work + (slots - 1) * each) / slots
+        shares = own_shares(sum(part.pairs for part in own.parts), each, len(self.steps), slots)
         dealt: list[list[Part]] = [[] for _ in self.steps]
-        number, done, due = 0, 0, length
+        number, done, due = 0, 0, shares[0]
         for part in own.parts:
-            while done >= due and number + 1 < slots and length > each:
-                number, due = number + 1, due + length - each
+            while done >= due and number + 1 < slots:
+                number += 1
+                due += shares[number]
             dealt[number].append(part)
             done += part.pairs
         return [replace(own, parts=tuple(parts)) for parts in dealt]

@@ -11,6 +11,7 @@ from attn_dispatch.branches import sum_dtype
 from attn_dispatch.order import GATHER, LOCAL, ULYSSES
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.ring.blocks import block_rows, pieces, segments, window_of
 from attn_dispatch.ring.freight import Load
 from attn_dispatch.ring.listing import TILE
 from attn_dispatch.ring.needs import kv_classes
@@ -77,8 +78,17 @@ class _Rank:
             return [(self.load.counts.received(self.rank), self.load.counts.sent(self.rank))]
         if exchange == LOCAL:
             return []
-        far = range(1, ranks)
-        return [(rows[self.rank][self.rank - step], rows[(self.rank + step) % ranks][self.rank]) for step in far]
+        count = pieces(self.problem, self.load.layout)
+        return [
+            (-(-rows[self.rank][self.rank - step] // count), -(-rows[(self.rank + step) % ranks][self.rank] // count))
+            for step in range(1, ranks)
+            for _ in range(count)
+        ]
+
+    @property
+    def block(self) -> int:
+        """Rows of a run that are worked on together."""
+        return min(self.tokens, block_rows(self.problem, self.load.layout))
 
 
 def footprint_of(load: Load, exchange: str, rank: int) -> Footprint:
@@ -112,8 +122,9 @@ def _forward(mine: _Rank, rows: int) -> int:
     """Sums, and what one part adds to them; `rows` of the largest step."""
     wide = mine.q * mine.wider
     spread = mine.q + wide if mine.wider > 1 else mine.q  # a part's out, also widened
-    own = spread + 2 * mine.lse + _own_workspace(mine)
-    if len(mine.load.layout.chunks[mine.rank]) > 1:
+    rows_own, _, workspace = _own_part(mine)
+    own = int((spread + 2 * mine.lse) * rows_own) + workspace
+    if rows_own < 1:
         own += wide + mine.lse  # several parts: sums are there from the start
     far = wide + mine.lse
     if rows:
@@ -127,11 +138,13 @@ def _backward(mine: _Rank, rows: int) -> int:
     """out, its gradient, lse twice and the sums of gradients, and what one part adds to them."""
     sums = (mine.q + mine.kv) * mine.wider
     held = 2 * mine.q + 2 * mine.lse + sums
-    own = mine.q + mine.kv + _own_workspace(mine)
+    queries, keys, workspace = _own_part(mine)
+    own = int(mine.q * queries + mine.kv * keys) + workspace
     far = 0
     if rows:
         share, workspace = _far_part(mine, rows)
-        far = rows * mine.load.grad_row_bytes + int((mine.q + rows * mine.load.row_bytes) * share) + workspace
+        members = _members(mine.problem) / mine.problem.kv_heads
+        far = rows * mine.load.grad_row_bytes + int(mine.q * share + rows * mine.load.row_bytes * members) + workspace
     end = mine.q + mine.kv if mine.wider > 1 else 0
     return held + max(own, far, end)
 
@@ -159,14 +172,22 @@ def _by_heads(mine: _Rank) -> int:
 # --- a backend's share ------------------------------------------------------------------------------------------------
 
 
-def _own_workspace(mine: _Rank) -> int:
-    """Of the rank's own queries and keys."""
+def _own_part(mine: _Rank) -> tuple[float, float, int]:
+    """Of the largest part of the rank's own work: its share of queries and of keys, and the workspace."""
     pattern, problem = mine.problem.pattern, mine.problem
     chunks = mine.load.layout.chunks[mine.rank]
     if _by_position(pattern, chunks):
-        return _tiled_workspace(_sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads))
-    length = max(map(len, chunks))
-    return _workspace(_sub(problem, pattern.simplify(length, length, problem.heads), length, length, problem.kv_heads))
+        return 1.0, 1.0, _tiled_workspace(_sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads))
+    rows = keys = max(map(len, chunks))
+    if isinstance(pattern, Dilated):
+        rows = keys = max(len(part) for run in chunks for part in segments(pattern, run, mine.block))
+    elif isinstance(pattern, Dense | Window):
+        rows = keys = min(rows, mine.block)
+        window = window_of(pattern)
+        if window.left is not None and window.right is not None:
+            keys = min(max(map(len, chunks)), rows + window.left + window.right)
+    part = _sub(problem, pattern.simplify(rows, keys, problem.heads), rows, keys, problem.kv_heads)
+    return rows / mine.tokens, keys / mine.tokens, _workspace(part)
 
 
 def _by_position(pattern: Pattern, chunks: tuple[range, ...]) -> bool:
@@ -185,6 +206,7 @@ def _far_part(mine: _Rank, rows: int) -> tuple[float, int]:
         part = _sub(problem, problem.pattern, queries, keys, members)
         return members / problem.kv_heads * queries / mine.tokens, _tiled_workspace(part)
     queries = max(1, *map(partial(reach, problem.pattern), mine.load.layout.chunks[mine.rank]))
+    queries, keys = min(queries, mine.block), min(keys, mine.block)
     part = _sub(problem, Dense(), queries, keys, problem.kv_heads)
     return queries / mine.tokens, _workspace(part)
 

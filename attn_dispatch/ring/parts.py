@@ -6,7 +6,6 @@ takes it. Whatever else there is goes by tiles (`tiles.tables_at`), by the posit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,7 @@ from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import Call
 from attn_dispatch.reorder import kept_in
-from attn_dispatch.ring.blocks import block_rows, blocks, window_of
+from attn_dispatch.ring.blocks import block_rows, blocks, segments, window_of
 from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.listing import TILE, Solve, listing_of
 from attn_dispatch.ring.needs import kv_classes, may_meet
@@ -249,7 +248,7 @@ def aligned(pattern: Dilated, run: range) -> bool:
 def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
     """Each run with itself at once; two runs with one another by position."""
     for whole, whole_place in share.runs():
-        for run in _apart(pattern, whole, share.block):
+        for run in segments(pattern, whole, share.block):
             length, place = len(run), _moved(run, whole_place.start - whole.start)
             # A segment that holds the whole run is as long as it.
             longer = tuple(s if run.start % s == 0 else max(s, length) for s in pattern.segment_lengths)
@@ -262,15 +261,6 @@ def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> I
                 only = Source(source.heads, torch.arange(other.start, other.stop))
                 for branch in _branches(pattern):
                     yield from _by_position(share, branch, number, only, place, keys)
-
-
-def _apart(pattern: Dilated, run: range, most: int) -> Iterator[range]:
-    """A run in parts of about so many positions, each of whole segments of every branch; whole where it has no such."""
-    period = math.lcm(*pattern.segment_lengths)
-    if run.start % period:
-        return iter([run])
-    step = max(1, most // period) * period
-    return (run[at : at + step] for at in range(0, len(run), step))
 
 
 # --- by position ------------------------------------------------------------------------------------------------------

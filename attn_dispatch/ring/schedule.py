@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attn_dispatch.order import GATHER, LOCAL, RING
+from attn_dispatch.ring.blocks import own_shares, pieces
 from attn_dispatch.ring.freight import Freight, Load, freight_of
 
 FORWARD, BOTH = 4, 14  #: operations for a query-key pair and an element of head_dim, without and with backward
@@ -42,7 +43,8 @@ def seconds(load: Load, exchange: str, pace: Pace) -> float:
     if exchange == LOCAL:
         return sum(max(each.own(rank) for rank in range(load.layout.ranks)) for each in passes)
     if exchange == RING:
-        return sum(each.ring() for each in passes)
+        count = pieces(problem, load.layout)
+        return sum(each.ring(count) for each in passes)
     if exchange == GATHER:
         return sum(each.gather() for each in passes)
     freight: Sequence[Freight] = freight_of(load, exchange)
@@ -73,21 +75,33 @@ class _Pass:
     def own(self, rank: int) -> float:
         return self.work[rank][rank]
 
-    def ring(self) -> float:
-        """A step's rows are under way while the step before is worked on; gradients go home during the next."""
+    def ring(self, pieces: int) -> float:
+        """A piece is under way while the one before, and some of a rank's own rows, are worked on; gradients go home
+        meanwhile.
+        """
         count, wires = len(self.work), _Wires(len(self.work), self.link)
-        begin, home = [0.0] * count, [0.0] * count
-        for step in range(count):
-            done = [begin[rank] + self.work[rank][rank - step] for rank in self.ranks]
-            arrived = done
-            if step + 1 < count:
-                moves = [(rank, (rank + step + 1) % count) for rank in self.ranks]
-                arrived = wires.ship(moves, self.rows, begin)
-            done = [max(each) for each in zip(done, home)]
-            if self.home is not None and step:
-                home = wires.ship([(rank, (rank - step) % count) for rank in self.ranks], self.home, done)
+        turns = [0, *(turn for turn in range(1, count) for _ in range(pieces))]
+        own = [self._own(rank, len(turns)) for rank in self.ranks]
+        done, arrived, home = ([0.0] * count for _ in range(3))
+        for step, turn in enumerate(turns):
             begin = [max(each) for each in zip(done, arrived)]
-        return max(*begin, *home)
+            if step + 1 < len(turns):
+                moves = [(rank, (rank + turns[step + 1]) % count) for rank in self.ranks]
+                arrived = wires.ship(moves, self.rows, begin, pieces)
+            done = begin
+            if turn:
+                done = [begin[rank] + self.work[rank][rank - turn] / pieces for rank in self.ranks]
+            if turn and self.home is not None:
+                done = [max(each) for each in zip(done, home)]
+                home = wires.ship([(rank, (rank - turn) % count) for rank in self.ranks], self.home, done, pieces)
+            done = [done[rank] + own[rank][step] for rank in self.ranks]
+        return max(*done, *home)
+
+    def _own(self, rank: int, steps: int) -> list[float]:
+        if steps == 1:
+            return [self.own(rank)]
+        far = (sum(self.work[rank]) - self.own(rank)) / (steps - 1)
+        return own_shares(self.own(rank), far, steps, steps if self.home is not None else steps - 1)
 
     def gather(self) -> float:
         """All rows are under way while a rank's own are worked on."""
@@ -107,11 +121,11 @@ class _Wires:
     def __init__(self, ranks: int, link: float) -> None:
         self.out, self.into, self.link = [0.0] * ranks, [0.0] * ranks, link
 
-    def ship(self, moves: Sequence[tuple[int, int]], size: Size, ready: Sequence[float]) -> list[float]:
-        """When each rank has sent and received; a message starts when both ends are ready for it."""
+    def ship(self, moves: Sequence[tuple[int, int]], size: Size, ready: Sequence[float], pieces: int) -> list[float]:
+        """When each rank has sent and received one of so many pieces; it starts when both ends are ready for it."""
         found = list(ready)
         for sender, receiver in moves:
-            taken = size(sender, receiver) / self.link
+            taken = size(sender, receiver) / pieces / self.link
             if taken:
                 end = max(ready[sender], ready[receiver], self.out[sender], self.into[receiver]) + taken
                 self.out[sender] = self.into[receiver] = end
