@@ -31,6 +31,7 @@ from attn_dispatch.ring.forecast import Forecast, forecasts_over
 from attn_dispatch.ring.layout import Layout, deal
 from attn_dispatch.ring.link import link_of
 from attn_dispatch.units import align, gib
+from tools.ranks import freed_at_once
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
@@ -101,7 +102,8 @@ def measured(case: Case, exchange: str, backward: bool) -> int:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (port, case, exchange, backward, folder)
-        start_processes(work, arguments, nprocs=case.ranks)  # type: ignore[no-untyped-call]
+        with freed_at_once():
+            start_processes(work, arguments, nprocs=case.ranks)  # type: ignore[no-untyped-call]
         return max(int(json.loads(path.read_text())) for path in Path(folder).iterdir())
 
 

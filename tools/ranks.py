@@ -6,10 +6,12 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,16 @@ from attn_dispatch.ring.traffic import positions_of
 from attn_dispatch.verify import Gate
 
 PATIENCE_S = 600.0  #: time-out of the group, seconds
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """For processes that are started meanwhile: glibc gives freed blocks of 256 KiB and more back to the system.
+
+    What it keeps of them otherwise, after a pass, counts as resident memory too, another time another amount.
+    """
+    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(2**18)):
+        yield
 
 
 def together(work: Callable[..., Any], ranks: int, *arguments: Any, threads: int = 1) -> list[Any]:

@@ -18,12 +18,12 @@ from attn_dispatch.pattern import Dense, Pattern
 from attn_dispatch.ring.layout import ZIGZAG, Layout, deal
 from attn_dispatch.ring.link import link_of
 from tools.common import ratio, timing
-from tools.ranks import Drawn, Tokens, checked, drawn, errors, together
+from tools.ranks import Drawn, Tokens, checked, drawn, errors, freed_at_once, together
 from tools.ring_counts import HEAD_DIM, HEADS, LONGNET, TOKENS, WIDE
 
 CPU = torch.device("cpu")
 #: With the tokens of a forward pass, and of both.
-MEMORY: tuple[tuple[Pattern, tuple[int, int]], ...] = ((Dense(), (16_384, 8192)), (WIDE, (65_536, 32_768)))
+MEMORY: tuple[tuple[Pattern, tuple[int, int]], ...] = ((Dense(), (16_384, 16_384)), (WIDE, (65_536, 32_768)))
 SPEED_TOKENS, SPEED_HEADS = 32_768, 4
 LONG_RANKS, DRAWS = 4, 4
 
@@ -53,7 +53,8 @@ def memory(shrink: int = 1) -> list[dict[str, Any]]:
     found = []
     for pattern, lengths in MEMORY:
         for backward, tokens in enumerate(lengths):
-            rows = [_memory(pattern, tokens // shrink, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
+            with freed_at_once():
+                rows = [_memory(pattern, tokens // shrink, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
             for before, one in pairwise(rows):
                 one["of_half_as_many_ranks"] = one["peak_bytes"] / before["peak_bytes"]
             found += rows

@@ -111,7 +111,13 @@ def memory(found: Any) -> Iterator[Section]:
         sizes = (megabytes(one["peak_bytes"]), megabytes(one["qkv_out_bytes"]), share)
         how = str(one["ranks"]) if one["exchange"] is None else f"{one['ranks']}, `{one['exchange']}`"
         rows.append((one["pattern"], f"{one['tokens']:,}", kind, how, *sizes))
-    yield "Peak memory of a rank, q, k and v of its shard included, float32; one rank is `native` without a mesh.", rows
+    yield (
+        (
+            "Peak memory of a rank, q, k and v of its shard included, float32; one rank is `native` without a mesh. `gather` "
+            "has all rows that a rank needs of the others at once, and some of these do not get fewer with more ranks."
+        ),
+        rows,
+    )
 
 
 def speed(found: Any) -> Iterator[Section]:

@@ -17,7 +17,7 @@ MOST = 32  #: blocks of a shard's rows
 #: Of a block, at least: rows, and operations. Joining its results to those that are there moves 3 numbers for each that
 #: it took 4 operations per key to find, and Python takes about 0.2 ms. The ones of CUDA are reckoned, not measured.
 LEAST_ROWS = {"cpu": 256, "cuda": 4096}
-LEAST_WORK = {"cpu": 2.5e8, "cuda": 1e11}
+LEAST_WORK = {"cpu": 1.3e8, "cuda": 1e11}
 
 
 def block_rows(problem: Problem, layout: Layout) -> int:

@@ -63,6 +63,7 @@ class Trial:
         for name in self.names:
             self._admit(name)
         self._race()
+        self.shared.link.wire.release()  # what other ways of exchanging took
         entrants = [
             choice.Entrant(name, Timing(tuple(samples), self.first_ms[name]), rank=EXCHANGES.index(name))
             for name, samples in self.samples.items()
@@ -107,8 +108,10 @@ class Trial:
 
     def _compare(self, name: str) -> str | None:
         """Run a small problem of this kind, all shards together against float64; why it is wrong, if it is."""
-        if self.shared.layout.ranks > SMALL:
-            return None  # a token each would say little of what they do together
+        ranks = self.shared.layout.ranks
+        if ranks > SMALL:  # a token each would say little of what they do together
+            logger.info("%s is not compared with float64: %d ranks for a problem of %d tokens", name, ranks, SMALL)
+            return None
         shared, gate = _small(self.shared)
         mine: dict[str, Tensor] = {}
         failed = self._together(name, lambda: mine.update(_shard_results(shared, gate, name)))
