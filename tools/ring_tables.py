@@ -112,12 +112,9 @@ def memory(found: Any) -> Iterator[Section]:
         how = str(one["ranks"]) if one["exchange"] is None else f"{one['ranks']}, `{one['exchange']}`"
         rows.append((one["pattern"], f"{one['tokens']:,}", kind, how, *sizes))
     yield (
-        (
-            "Peak memory of a rank, q, k and v of its shard included, float32; one rank is `native` without a mesh. `gather` "
-            "has all rows that a rank needs of the others at once, and some of these do not get fewer with more ranks."
-        ),
-        rows,
-    )
+        "Peak memory of a rank, q, k and v of its shard included, float32; one rank is `native` without a mesh. "
+        "`gather` takes all rows that a rank needs of others at once, and with more ranks these do not get fewer."
+    ), rows  # fmt: skip
 
 
 def speed(found: Any) -> Iterator[Section]:
