@@ -2,7 +2,7 @@
 
 Nothing is gathered, merged or widened in memory; beyond the results there are lse, one more sum per query, and the
 lists of tiles. Which queries and keys meet is worked out in `visits`, the orders of visits in `launches`; the kernels
-are in `triton_kernels`.
+are in `triton_kernels` and `triton_gradients`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ BACKWARD_KV = Pass(
         256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
     },
 )
+MODULES = {
+    "forward": "triton_kernels",
+    "backward_q": "triton_gradients",
+    "backward_kv": "triton_gradients",
+}
 INTERPRETED = Block(64, 64, 4, 1)
 INTERPRETED_CHIP = Chip(2**14, 1)  #: so small that what depends on a chip's size shows in small problems
 
@@ -219,7 +224,7 @@ def _launch_block(
     constants: dict[str, bool],
 ) -> None:
     problem, mask = call.problem, call.key_mask
-    kernel: Any = getattr(import_module("attn_dispatch.triton_kernels"), each.kernel)
+    kernel: Any = getattr(import_module(f"attn_dispatch.{MODULES[each.kernel]}"), each.kernel)
     visits = _on_device(problem, each.side, block.rows)
     heads = problem.heads if each.side == "queries" else problem.kv_heads
     launches = None if call.order == NATURAL else _launched(problem, each.side, block, call.order)

@@ -33,7 +33,7 @@ def _import_interpreted() -> None:
     """Triton looks for its switch once, as each kernel is defined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in ("triton_kernels", "triton_tile_kernels", "triton_tile_gradients"):
+        for name in ("triton_kernels", "triton_gradients", "triton_tile_kernels", "triton_tile_gradients"):
             importlib.import_module(f"attn_dispatch.{name}")
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor

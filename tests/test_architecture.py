@@ -49,7 +49,7 @@ LAYERS = (
         "blocks",
         "poison",
     ),
-    ("workers", "recorded", "triton_support", "triton_tile_gradients"),
+    ("workers", "recorded", "triton_support", "triton_gradients", "triton_tile_gradients"),
     ("branches", "launches"),
     ("branched", "tiles"),
     ("tile_math", "tile_estimates"),

@@ -256,7 +256,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attn_dispatch import triton_kernels
+from attn_dispatch import triton_gradients, triton_kernels
 from attn_dispatch.backends.triton import BACKWARD_KV, BACKWARD_Q, FORWARD
 from attn_dispatch.triton_support import shared_bytes
 from tests.test_triton import CUDA
@@ -266,7 +266,7 @@ POINTERS |= dict.fromkeys(("lse", "grad_lse", "delta"), "*fp32") | {"seq_lens": 
 POINTERS |= dict.fromkeys(("tiles", "runs", "first_tile", "kind_of", "launches"), "*i32") | {"scale": "fp32"}
 
 for each, (capability, listed) in product((FORWARD, BACKWARD_Q, BACKWARD_KV), ((80, False), (90, False), (90, True))):
-    kernel = getattr(triton_kernels, each.kernel)
+    kernel = getattr(triton_kernels if each is FORWARD else triton_gradients, each.kernel)
     block = each.blocks[64][0]
     constants = {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "ROWS": block.rows, "COLUMNS": block.columns}
     constants |= {"PRECISION": "ieee", "LISTED": listed, "LOW": each is FORWARD}
