@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attn_dispatch import admission, decisions, dispatch, logging, registry, store, stored
+from attn_dispatch import admission, decisions, dispatch, logging, quarantine, registry, store, stored
 from attn_dispatch.backends import flex
+from attn_dispatch.quarantine import Quarantine
+from tests.fakes import SILICON
 
 if TYPE_CHECKING:
     from tests.ring_ranks import Ranks
@@ -75,6 +78,30 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         table.clear()
     for cached in (logging.say_once, store.shipped):
         cached.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One that is not there yet."""
+    return tmp_path / "decisions"
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was warned of up to now."""
+    caplog.set_level(WARNING, "attn_dispatch")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def anew(folder: Path) -> Callable[[], Quarantine]:
+    """The quarantine as a process sees it that has just started."""
+
+    def start() -> Quarantine:
+        quarantine._tables.clear()
+        return Quarantine(folder, SILICON)
+
+    return start
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import subprocess
 import sys
@@ -23,18 +22,6 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row, Store
 from tests.entries import GROUP, KEY, OTHER, chosen, decision, encoded, files_in, plant, written
 from tests.fakes import SILICON
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "decisions"
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "attn_dispatch")
-    return lambda: [record.getMessage() for record in caplog.records]
-
 
 # --- reading and writing ----------------------------------------------------------------------------------------------
 
