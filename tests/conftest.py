@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attn_dispatch import admission, decisions, dispatch, logging, quarantine, registry, store, stored
+from attn_dispatch import admission, decisions, dispatch, guard, logging, quarantine, registry, store, stored
 from attn_dispatch.backends import flex
 from attn_dispatch.quarantine import Quarantine
 from tests.fakes import SILICON
@@ -102,6 +102,14 @@ def anew(folder: Path) -> Callable[[], Quarantine]:
         return Quarantine(folder, SILICON)
 
     return start
+
+
+@pytest.fixture
+def no_threads_are_left() -> Iterator[None]:
+    """Of guarded calls, before and after."""
+    guard.retire()
+    yield
+    guard.retire()
 
 
 @pytest.fixture
