@@ -136,6 +136,15 @@ def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
     return _processes(8)
 
 
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with two decisions, and what profile printed when it made them."""
+    from tests import commands
+
+    folder = tmp_path_factory.mktemp("measured")
+    return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--json"))
+
+
 @pytest.fixture
 def set_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda mode: monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)
