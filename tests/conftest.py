@@ -122,6 +122,12 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few rounds as there can be."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+
+
 @pytest.fixture(scope="session")
 def _processes() -> Iterator[Callable[[int], Ranks]]:
     from tests import ring_ranks  # with torch.distributed: what most tests never use
