@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -55,18 +55,68 @@ SINGLE = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """A kernel: what its rows are, tiles of rows it keeps, products per score, its blocks for 16 bits and for float32.
+    """A kernel and its module, what its rows are, tiles of rows it keeps, products per score, and its blocks.
 
-    Blocks are listed by the largest head_dim they are for, the preferred first: as large as the registers of 8.0 and
-    9.0 hold with little or no spilling, after what ptxas reports.
+    Blocks for 16 bits, and `single` for float32, are listed by the largest head_dim they are for, the preferred first:
+    as large as the registers of 8.0 and 9.0 hold with little or no spilling, after what ptxas reports.
     """
 
     kernel: str
+    module: str
     side: Side
     kept: int
     products: int
     blocks: dict[int, tuple[Block, ...]]
-    single: dict[int, tuple[Block, ...]] = field(default_factory=lambda: SINGLE)
+    single: dict[int, tuple[Block, ...]]
+
+    def load(self) -> Any:
+        """The kernel, which imports triton."""
+        return getattr(import_module(f"attn_dispatch.{self.module}"), self.kernel)
+
+
+def passes_of(kernels: str, gradients: str, single: dict[int, tuple[Block, ...]] = SINGLE) -> tuple[Pass, Pass, Pass]:
+    """`forward` of one module, `backward_q` and `backward_kv` of another."""
+    return (
+        Pass(
+            "forward",
+            kernels,
+            "queries",
+            kept=1,
+            products=2,
+            blocks={
+                64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
+                128: (Block(128, 64, 8, 3), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
+                256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
+            },
+            single=single,
+        ),
+        Pass(
+            "backward_q",
+            gradients,
+            "queries",
+            kept=2,
+            products=3,
+            blocks={
+                64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
+                128: (Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
+                256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
+            },
+            single=single,
+        ),
+        Pass(
+            "backward_kv",
+            gradients,
+            "keys",
+            kept=2,
+            products=4,
+            blocks={
+                64: (Block(64, 64, 8, 2), Block(64, 32, 4, 2)),
+                128: (Block(64, 64, 8, 2), Block(64, 32, 8, 2)),
+                256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
+            },
+            single=single,
+        ),
+    )
 
 
 def version() -> str:

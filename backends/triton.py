@@ -2,7 +2,7 @@
 
 Nothing is gathered, merged or widened in memory; beyond the results there are lse, one more sum per query, and the
 lists of tiles. Which queries and keys meet is worked out in `visits`, the orders of visits in `launches`; the kernels
-are in `triton_kernels`.
+are in `triton_kernels` and `triton_gradients`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ from attn_dispatch.triton_support import (
     float32,
     given,
     launch,
+    passes_of,
     power_of_two,
     precision,
 )
@@ -48,40 +47,7 @@ LIST_LIMIT = 2**30  #: bytes of lists; past this tiles are so many that they mus
 BUILDING = 8  #: 64-bit temporaries for one list
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for releases of torch that do not tell
 
-
-FORWARD = Pass(
-    "forward",
-    "queries",
-    kept=1,
-    products=2,
-    blocks={
-        64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
-        128: (Block(128, 64, 8, 3), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
-        256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
-    },
-)
-BACKWARD_Q = Pass(
-    "backward_q",
-    "queries",
-    kept=2,
-    products=3,
-    blocks={
-        64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
-        128: (Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
-        256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
-    },
-)
-BACKWARD_KV = Pass(
-    "backward_kv",
-    "keys",
-    kept=2,
-    products=4,
-    blocks={
-        64: (Block(64, 64, 8, 2), Block(64, 32, 4, 2)),
-        128: (Block(64, 64, 8, 2), Block(64, 32, 8, 2)),
-        256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
-    },
-)
+FORWARD, BACKWARD_Q, BACKWARD_KV = passes_of("triton_kernels", "triton_gradients")
 INTERPRETED = Block(64, 64, 4, 1)
 INTERPRETED_CHIP = Chip(2**14, 1)  #: so small that what depends on a chip's size shows in small problems
 
@@ -219,8 +185,7 @@ def _launch_block(
     constants: dict[str, bool],
 ) -> None:
     problem, mask = call.problem, call.key_mask
-    kernel: Any = getattr(import_module("attn_dispatch.triton_kernels"), each.kernel)
-    visits = _on_device(problem, each.side, block.rows)
+    kernel, visits = each.load(), _on_device(problem, each.side, block.rows)
     heads = problem.heads if each.side == "queries" else problem.kv_heads
     launches = None if call.order == NATURAL else _launched(problem, each.side, block, call.order)
     programs, repeated = (visits.most_tiles, heads) if launches is None else (len(launches), 1)

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +37,7 @@ from attn_dispatch.triton_support import (
     float32,
     given,
     launch,
+    passes_of,
     precision,
 )
 
@@ -61,47 +60,7 @@ SINGLE = {
 }
 BUILDING = 8  #: 64-bit temporaries for one list
 
-FORWARD = Pass(
-    "forward",
-    "queries",
-    kept=1,
-    products=2,
-    blocks={
-        64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
-        128: (Block(128, 64, 8, 3), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
-        256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
-    },
-    single=SINGLE,
-)
-BACKWARD_Q = Pass(
-    "backward_q",
-    "queries",
-    kept=2,
-    products=3,
-    blocks={
-        64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
-        128: (Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
-        256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
-    },
-    single=SINGLE,
-)
-BACKWARD_KV = Pass(
-    "backward_kv",
-    "keys",
-    kept=2,
-    products=4,
-    blocks={
-        64: (Block(64, 64, 8, 2), Block(64, 32, 4, 2)),
-        128: (Block(64, 64, 8, 2), Block(64, 32, 8, 2)),
-        256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
-    },
-    single=SINGLE,
-)
-MODULES = {
-    "forward": "triton_tile_kernels",
-    "backward_q": "triton_tile_gradients",
-    "backward_kv": "triton_tile_gradients",
-}
+FORWARD, BACKWARD_Q, BACKWARD_KV = passes_of("triton_tile_kernels", "triton_tile_gradients", SINGLE)
 
 
 def version() -> str:
@@ -229,8 +188,7 @@ def _launch(
     constants: Mapping[str, bool],
 ) -> None:
     problem, mask, tile = call.problem, call.key_mask, call.tile
-    kernel: Any = getattr(import_module(f"attn_dispatch.{MODULES[each.kernel]}"), each.kernel)
-    lists = lists_of(problem, call.order, tile)
+    kernel, lists = each.load(), lists_of(problem, call.order, tile)
     side, heads = (lists.queries, problem.heads) if each.side == "queries" else (lists.keys, problem.kv_heads)
     assert side is not None
     places = lists.q_pos if each.side == "queries" else lists.k_pos

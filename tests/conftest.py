@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attn_dispatch import admission, decisions, dispatch, logging, registry, store, stored
+from attn_dispatch import admission, decisions, dispatch, guard, logging, quarantine, registry, store, stored
 from attn_dispatch.backends import flex
+from attn_dispatch.quarantine import Quarantine
+from tests.fakes import SILICON
 
 if TYPE_CHECKING:
     from tests.ring_ranks import Ranks
@@ -33,7 +36,7 @@ def _import_interpreted() -> None:
     """Triton looks for its switch once, as each kernel is defined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in ("triton_kernels", "triton_tile_kernels", "triton_tile_gradients"):
+        for name in ("triton_kernels", "triton_gradients", "triton_tile_kernels", "triton_tile_gradients"):
             importlib.import_module(f"attn_dispatch.{name}")
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor
@@ -78,6 +81,38 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One that is not there yet."""
+    return tmp_path / "decisions"
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was warned of up to now."""
+    caplog.set_level(WARNING, "attn_dispatch")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def anew(folder: Path) -> Callable[[], Quarantine]:
+    """The quarantine as a process sees it that has just started."""
+
+    def start() -> Quarantine:
+        quarantine._tables.clear()
+        return Quarantine(folder, SILICON)
+
+    return start
+
+
+@pytest.fixture
+def no_threads_are_left() -> Iterator[None]:
+    """Of guarded calls, before and after."""
+    guard.retire()
+    yield
+    guard.retire()
+
+
+@pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread: several wait for one another where other processes have the cores, which no median evens out."""
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "1000")
@@ -85,6 +120,12 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few rounds as there can be."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +140,15 @@ def _processes() -> Iterator[Callable[[int], Ranks]]:
 def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
     """Eight processes of one process group, and groups of the first few of them."""
     return _processes(8)
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with two decisions, and what profile printed when it made them."""
+    from tests import commands
+
+    folder = tmp_path_factory.mktemp("measured")
+    return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--json"))
 
 
 @pytest.fixture

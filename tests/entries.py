@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from attn_dispatch.entry import canonical, to_plain
+from attn_dispatch.entry import canonical, encode, to_plain
 from attn_dispatch.store import Decision, Row, Store
 from tests.fakes import SILICON
 
@@ -31,6 +31,9 @@ def decision(**changes: Any) -> Decision:
         "created": "2025-01-01T00:00:00+00:00",
     }
     return Decision(**(values | changes))
+
+
+WHOLE = encode(decision())  #: a file as it is written
 
 
 def written(**changes: Any) -> dict[str, Any]:

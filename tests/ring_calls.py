@@ -40,6 +40,10 @@ def part(mesh: object, tokens: int = 48, grads: str = "") -> Qkv:
     return q, k, v
 
 
+def nothing() -> None:
+    """In a job: what is done on the ranks where nothing fails and nothing changes."""
+
+
 def cut(x: Tensor, layout: Layout, dim: int = 1) -> list[Tensor]:
     """Each rank's rows."""
     return [x.detach().index_select(dim, positions_of(layout, rank)) for rank in range(layout.ranks)]

@@ -49,7 +49,7 @@ LAYERS = (
         "blocks",
         "poison",
     ),
-    ("workers", "recorded", "triton_support", "triton_tile_gradients"),
+    ("workers", "recorded", "triton_support", "triton_gradients", "triton_tile_gradients"),
     ("branches", "launches"),
     ("branched", "tiles"),
     ("tile_math", "tile_estimates"),
@@ -84,6 +84,7 @@ WITHIN = (
         )
     ),
 )  # fmt: skip
+LONGEST = 420  #: lines of a file: one that is longer is about more than one thing
 TORCH_FREE = (
     "errors",
     "units",
@@ -187,6 +188,13 @@ def test_imports_point_one_way(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("backends.")])
 def test_backends_stand_alone(name: str) -> None:
     assert not {imported for imported in imports(MODULES[name]) if imported.startswith(("backends", "registry"))}
+
+
+def test_files_are_short() -> None:
+    here = Path(__file__).parent
+    found = [path for folder in (ROOT, here, here.parent / "tools") for path in files(folder)]
+    assert {"tuner.py", "sdpa.py", "common.py", "conftest.py"} <= {path.name for path in found}
+    assert [path for path in found if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST] == []
 
 
 # --- what is loaded ---------------------------------------------------------------------------------------------------

@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import attn_dispatch
-from attn_dispatch import registry
-from attn_dispatch.cli import COMMANDS, main, shapes
-from attn_dispatch.cli.doctor import _missed, _writable
+from attn_dispatch.cli import COMMANDS
 from attn_dispatch.cli.output import print_json, table
-from attn_dispatch.errors import InvalidInput
 from attn_dispatch.explanation import CandidateReport, Explanation
-from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.problem import Problem
-from attn_dispatch.quarantine import Entry, Quarantine
 from attn_dispatch.store import Store
+from tests.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
 from tools import planted
 
-COMMAND = [sys.executable, "-m", "attn_dispatch"]
 NAMES = (("a", "natural"), ("b", "natural"))
-SMALL = ("--shape", "1,64,2,16", "--device", "cpu")
-TWO = ("--shape", "1,64,2,16", "--causal", "both", "--device", "cpu")
 TOO_LONG = ("--shape", "1,8589934592,8,64", "--device", "cpu")  #: q alone takes 16 TiB
-
-
-def surroundings(folder: Path, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ATTN_DISPATCH_")}
-    return {**kept, "ATTN_DISPATCH_CACHE_DIR": str(folder), **more}
-
-
-def command(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], env=surroundings(folder, **more), capture_output=True, text=True, timeout=120
-    )
-
-
-def plain(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:
-    assert done.returncode == code, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def only_file(folder: Path) -> Path:
     (path,) = folder.glob("v2/*/*/*.json")
     return path
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with two decisions, and what profile printed when it made them."""
-    folder = tmp_path_factory.mktemp("measured")
-    return folder, plain(command(folder, "profile", *TWO, "--json"))
 
 
 # --- help and wrong usage ---------------------------------------------------------------------------------------------
@@ -155,68 +119,6 @@ def test_wrong_settings(arguments: tuple[str, ...], more: dict[str, str], said: 
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-# --- options to problems ----------------------------------------------------------------------------------------------
-
-
-def problems(*arguments: str) -> list[Problem]:
-    parser = argparse.ArgumentParser()
-    shapes.add_options(parser)
-    return shapes.problems_of(parser.parse_args(["--device", "cpu", *arguments]))
-
-
-def facts(found: Sequence[Problem]) -> list[tuple[int, int, int, int, int]]:
-    return [(p.batch, p.q_len, p.heads, p.kv_heads, p.head_dim) for p in found]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--shape", "2,64,4,32", "--shape", "1,1K,8/2,64"), [(2, 64, 4, 4, 32), (1, 1024, 8, 2, 64)]),
-        (("--lengths", "1k:5k"), [(1, n, 8, 8, 64) for n in (1024, 2048, 4096)]),
-        (("--lengths", "100:200"), [(1, n, 8, 8, 64) for n in (100, 200)]),
-        (("--lengths", "1000,3000", "--shape", "1,7,2,8"), [(1, 1000, 2, 2, 8), (1, 3000, 2, 2, 8)]),
-        (("--grid", "4,6,8", "--window", "3"), [(1, 192, 8, 8, 64)]),
-        (("--shape", "1,64,2,8", "--shape", "1,64,2,8"), [(1, 64, 2, 2, 8)]),
-    ],
-)
-def test_shapes(arguments: tuple[str, ...], expected: list[tuple[int, int, int, int, int]]) -> None:
-    assert facts(problems(*arguments)) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ((), [Dense()]),
-        (("--causal",), [Dense(is_causal=True)]),
-        (("--causal", "both"), [Dense(), Dense(is_causal=True)]),
-        (("--window", "9"), [Window(9, 0)]),
-        (("--window", "9,none"), [Window(9, None)]),
-        (("--window=-,5",), [Window(None, 5)]),
-        (("--segments", "16,32", "--dilations", "1,2", "--causal"), [Dilated((16, 32), (1, 2), is_causal=True)]),
-        (("--grid", "8,8", "--window", "3,5"), [Neighborhood((8, 8), (3, 5))]),
-        (("--grid", "8,8", "--window", "3", "--causal"), [Neighborhood((8, 8), (3,), is_causal=(True,))]),
-    ],
-)
-def test_patterns(arguments: tuple[str, ...], expected: list[Pattern]) -> None:
-    assert [problem.pattern for problem in problems("--shape", "1,64,2,8", *arguments)] == expected
-
-
-def test_dtypes_and_passes() -> None:
-    found = problems("--lengths", "64", "--dtype", "bf16,float64", "--backward", "both")
-    seen = {(problem.dtype, problem.needs_grad) for problem in found}
-    assert seen == {(dtype, grad) for dtype in (torch.bfloat16, torch.float64) for grad in (False, True)}
-    assert [problem.dtype for problem in problems("--lengths", "64")] == [torch.float32]
-
-
-def test_what_is_no_problem() -> None:
-    with pytest.raises(InvalidInput, match="must divide"):
-        problems("--shape", "1,64,4/3,16")
-    with pytest.raises(InvalidInput, match="holds 36 tokens, but the sequence has 64"):
-        problems("--shape", "1,64,4,16", "--grid", "6,6", "--window", "3")
-    with pytest.raises(InvalidInput, match="overflow"):
-        problems("--shape", "999999999,99999999999,8,64")
 
 
 # --- profile, inspect, explain ----------------------------------------------------------------------------------------
@@ -443,152 +345,6 @@ def test_table(text: str, expected: str) -> None:
     assert text.endswith(expected)
 
 
-# --- doctor -----------------------------------------------------------------------------------------------------------
-
-
-def test_doctor(measured: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = measured
-    report = plain(command(folder, "doctor", "--json", ATTN_DISPATCH_MODE="predict", ATTN_DISPATCH_BUDGET_MS="500"))
-    assert report["hardware"]["cpu"]["cores"] >= 1
-    assert report["devices"][0]["device"] == "cpu"
-    assert report["devices"][0]["silicon"].startswith("cpu-")
-    assert report["devices"][0]["free_bytes"] > 0
-    assert report["devices"][0]["dtype_reason"]
-    backends = {backend["name"]: backend for backend in report["backends"]}
-    assert list(backends) == [*registry.BUILT_IN, registry.LAST_RESORT]
-    assert all(backend["usable"] or backend["reason"] for backend in backends.values())
-    assert backends["sdpa"] == {"name": "sdpa", "version": str(torch.__version__), "usable": True, "reason": ""}
-    assert (report["folder"], report["writable"], report["decisions"]) == (str(folder), True, 2)
-    assert (report["mode"], report["budget_ms"]) == ("predict", 500.0)
-    assert report["missed"] == {"count": 0, "path": str(folder / "missed.jsonl"), "command": None, "reason": ""}
-
-
-def test_doctor_counts_what_is_still_missed(measured: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder, _ = measured
-    (decided,) = problems(*SMALL)
-    (undecided,) = problems("--shape", "1,96,2,16")
-    missed = folder / "missed.jsonl"
-    missed.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in (decided, undecided, undecided)))
-    try:
-        done = command(folder, "doctor")
-    finally:
-        missed.unlink()
-    assert done.returncode == 0
-    assert f"missed    1; settle them with: attn-dispatch profile --from {missed}" in done.stdout
-    assert "\nmode      tune " in done.stdout
-
-
-@pytest.fixture
-def quarantined(tmp_path: Path) -> Path:
-    """A folder with three entries on two machines."""
-    given = [
-        ("flash", "2.7", "cpu-one", ""),
-        ("flash", "2.7", "cpu-two", "0123456789ab"),
-        ("made_up", None, "cpu-one", ""),
-    ]
-    for backend, version, silicon, scope in given:
-        entry = Entry(
-            backend=backend, version=version, silicon=silicon, kind="incorrect", scope=scope, reason="dq is wrong",
-            title="dense", created="2025-01-02T03:04:05+00:00",
-        )  # fmt: skip
-        Quarantine(tmp_path / "cache", silicon).add(entry)
-    return tmp_path / "cache"
-
-
-def test_doctor_lists_what_is_quarantined(quarantined: Path, tmp_path: Path) -> None:
-    shown = command(quarantined, "doctor").stdout.splitlines()
-    start = next(index for index, text in enumerate(shown) if text.startswith("quarantine "))
-    assert [text.split() for text in shown[start + 1 : start + 4]] == [
-        ["flash", "2.7", "incorrect", "all", "2025-01-02", "03:04", "cpu-one", "dense", "dq", "is", "wrong"],
-        ["made_up", "-", "incorrect", "all", "2025-01-02", "03:04", "cpu-one", "dense", "dq", "is", "wrong"],
-        ["flash", "2.7", "incorrect", "0123456789ab", "2025-01-02", "03:04", "cpu-two", "dense", "dq", "is", "wrong"],
-    ]
-    plainly = plain(command(quarantined, "doctor", "--json"))["quarantines"]
-    assert [(each["backend"], each["silicon"]) for each in plainly] == [
-        ("flash", "cpu-one"), ("made_up", "cpu-one"), ("flash", "cpu-two"),
-    ]  # fmt: skip
-    assert plainly[2] == {
-        "backend": "flash",
-        "version": "2.7",
-        "silicon": "cpu-two",
-        "kind": "incorrect",
-        "scope": "0123456789ab",
-        "reason": "dq is wrong",
-        "title": "dense",
-        "created": "2025-01-02T03:04:05+00:00",
-        "provenance": None,
-    }
-    nothing = command(tmp_path / "empty", "doctor")
-    assert "\nquarantine none\n" in nothing.stdout
-    assert plain(command(tmp_path / "empty", "doctor", "--json"))["quarantines"] == []
-
-
-def test_doctor_lifts(quarantined: Path) -> None:
-    unknown = command(quarantined, "doctor", "--lift", "nobody")
-    assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert "nothing was lifted for 'nobody'; in quarantine: flash, made_up" in unknown.stderr
-    one = command(quarantined, "doctor", "--lift", "flash")
-    assert (one.returncode, one.stderr) == (0, "")
-    assert one.stdout == "lifted    flash 2.7 on cpu-one: dq is wrong\nlifted    flash 2.7 on cpu-two: dq is wrong\n"
-    every = plain(command(quarantined, "doctor", "--lift", "all", "--json"))
-    assert [each["backend"] for each in every["lifted"]] == ["made_up"]
-    assert every["quarantines"] == []
-    again = command(quarantined, "doctor", "--lift", "all")
-    assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is in quarantine\n", "")
-    unknown = command(quarantined, "doctor", "--lift", "flash")
-    assert unknown.returncode == 1
-    assert "in quarantine: nothing" in unknown.stderr
-
-
-def test_doctor_says_what_cannot_be_lifted(
-    quarantined: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(quarantined))
-    monkeypatch.setattr(Path, "unlink", refuse)
-    assert main(["doctor", "--lift", "flash"]) == 1
-    monkeypatch.undo()
-    assert "nothing was lifted for 'flash'; in quarantine: flash, made_up" in capsys.readouterr().err
-
-
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def a_huge_file(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 33)  # takes no room
-
-
-@pytest.mark.parametrize(("make", "said"), [(a_pipe, "not a plain file"), (a_huge_file, "8589934592 bytes, over")])
-def test_doctor_does_not_wait_for_the_misses(make: Callable[[Path], None], said: str, tmp_path: Path) -> None:
-    make(tmp_path / "missed.jsonl")
-    missed = _missed(tmp_path / "missed.jsonl")
-    assert (missed["count"], missed["command"]) == (0, None)
-    assert said in missed["reason"]
-
-
-def test_doctor_says_that_links_in_a_circle_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "cache").symlink_to(tmp_path / "cache")
-    assert not _writable(tmp_path / "cache")
-    assert _writable(tmp_path / "absent" / "below")
-
-
 def test_json_holds_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [math.inf, (-math.inf, 1.5)], "b": {"c": math.nan}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": None}}
-
-
-def test_doctor_says_what_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    package = tmp_path / "site" / "made_up-1.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[attn_dispatch.backends]\nmade_up = made_up\n")
-    done = command(tmp_path / "file" / "cache", "doctor", PYTHONPATH=str(tmp_path / "site"))
-    assert done.returncode == 0
-    assert "which cannot be written" in done.stdout
-    (broken,) = [text for text in done.stdout.splitlines() if text.startswith("made_up ")]
-    assert "no: backend 'made_up' from made_up cannot be loaded" in broken

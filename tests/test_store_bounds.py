@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import logging
 import os
 import threading
 import time
@@ -25,12 +24,6 @@ from tests.fakes import SILICON
 
 SIZE = len(encode(decision()))
 DAY = 86400
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "attn_dispatch")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def plant_many(folder: Path, count: int) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from tests.fakes import SILICON
 
 PROBLEM = problem_of((1, 64, 2, 8), Dense(), torch.float32, torch.device("cpu")).to_dict()
 THERE = group_of(PROBLEM)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "attn_dispatch")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def one(**changes: Any) -> dict[str, Any]:

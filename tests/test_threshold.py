@@ -4,86 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from attn_dispatch.choice import Entrant, choose
-from attn_dispatch.gains import Gain, all_series, apart, family_of, family_title, gains_of
-from attn_dispatch.intervals import Timing
+from attn_dispatch.gains import Gain, all_series
 from attn_dispatch.learned import Evidence
-from attn_dispatch.store import Decision, Row
+from attn_dispatch.store import Decision
 from attn_dispatch.threshold import Threshold, allowed, decide_order, threshold, threshold_of
-from tools.planted import decision, problem_at
+from tests.crossovers import HILBERT, LENGTHS, NATURAL, crossing, grid, measured, planted
 
-LENGTHS = tuple(256 << step for step in range(10))
 NEVER_SEEDS = 200
-ROUNDS = 25
-NOISE = 0.03  #: of one sample
-NATURAL, HILBERT, RESIDUE = ("tiles", "natural"), ("tiles", "hilbert"), ("tiles", "residue")
 FAMILY = {"kind": "Neighborhood", "window": [13, 13]}
-
-Curve = Callable[[int], float]
-
-
-def grid(tokens: int, window: int = 13, **more: Any) -> dict[str, Any]:
-    pattern = {"kind": "Neighborhood", "grid": [1, tokens], "window": [window, window], "dilation": [1, 1]}
-    return problem_at(tokens, **{"pattern": {**pattern, "is_causal": [False, False], "edges": "clip"}, **more})
-
-
-@cache
-def samples(seed: int, tokens: int, name: str) -> tuple[float, ...]:
-    """Of a candidate that takes 1 ms."""
-    chance = random.Random(f"{seed} {tokens} {name}")
-    return tuple(math.exp(chance.gauss(0, NOISE)) for _ in range(ROUNDS))
-
-
-def measured(tokens: int, times: Mapping[tuple[str, str], float], seed: int = 0, **more: Any) -> Decision:
-    """The decision of a race with the natural candidate as the incumbent: intervals, ratios and verdicts as they are
-    stored.
-    """
-    names = {f"{backend} {order}": (backend, order) for backend, order in times}
-    timings = {
-        text: Timing(tuple(times[name] * x for x in samples(seed, tokens, text)), 1.0) for text, name in names.items()
-    }
-    entrants = [Entrant(text, timing, rank, 0, 0.0) for rank, (text, timing) in enumerate(timings.items())]
-    chosen, outcomes = choose(entrants, "tiles natural", calls=1000)
-    made = decision(grid(tokens, **more), times)
-    rows = [_row(*names[text], timings[text], outcomes[text]) for text in names]
-    return replace(made, choice=names[chosen][0], order=names[chosen][1], candidates=tuple(rows))
-
-
-def _row(backend: str, order: str, timing: Timing, outcome: Any) -> Row:
-    return Row(
-        backend=backend,
-        order=order,
-        status=outcome.status,
-        median_ms=timing.median_ms,
-        low_ms=timing.low_ms,
-        high_ms=timing.high_ms,
-        rounds=len(timing.samples_ms),
-        ratio=outcome.ratio,
-        ratio_low=outcome.ratio_low,
-        ratio_high=outcome.ratio_high,
-    )
-
-
-def planted(gain: Curve, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[Decision]:
-    return [measured(n, {NATURAL: gain(n), HILBERT: 1.0}, seed) for n in lengths]
 
 
 def learned(decisions: list[Decision]) -> Threshold | None:
     (series,) = all_series(decisions)
     return threshold_of(series)
-
-
-def crossing(tokens: int, slope: float = 0.25) -> Curve:
-    return lambda n: (n / tokens) ** slope
 
 
 def points(*gains: tuple[int, float] | tuple[int, float, float, float]) -> list[Gain]:
@@ -225,144 +164,6 @@ def test_the_order_of_points_does_not_matter(given_points: list[Gain], chance: r
     assert all(point.low > 1 or (point.low >= 0.98 and point.high >= 1) for point in above)
     assert found.high is not None
     assert (found.low or 0) < found.tokens <= found.high
-
-
-# --- from decisions to gains ------------------------------------------------------------------------------------------
-
-
-def row(name: tuple[str, str], status: str, median_ms: float | None, **more: Any) -> Row:
-    return Row(backend=name[0], order=name[1], status=status, median_ms=median_ms, **more)
-
-
-def gain(*rows: Row) -> tuple[float, float, float]:
-    ((order, found),) = gains_of(grid(1024), rows)
-    assert order == "hilbert"
-    return found.low, found.gain, found.high
-
-
-PAIRED = {"ratio_low": 1.8, "ratio": 2.0, "ratio_high": 2.5}
-TIMES = {"low_ms": 0.9, "high_ms": 1.2}
-
-
-def test_the_ratio_to_the_chosen_one_is_the_interval() -> None:
-    assert gain(row(HILBERT, "chosen", 1.0), row(NATURAL, "slower", 2.1, **PAIRED)) == (1.8, 2.0, 2.5)
-    found = gain(row(NATURAL, "chosen", 1.0), row(HILBERT, "slower", 2.1, **PAIRED))
-    assert found == pytest.approx((0.4, 0.5, 1 / 1.8))
-
-
-def test_without_a_ratio_the_ends_are_the_worst_and_the_best() -> None:
-    natural = row(NATURAL, "slower", 1.0, low_ms=0.9, high_ms=1.2)
-    hilbert = row(HILBERT, "tie", 0.5, low_ms=0.4, high_ms=0.6, **PAIRED)
-    third = row(("other", "residue"), "chosen", 0.1)
-    found = dict(gains_of(grid(1024), (natural, hilbert, third)))["hilbert"]
-    assert (found.low, found.gain, found.high) == pytest.approx((0.9 / 0.6, 2.0, 1.2 / 0.4))
-    damaged = row(NATURAL, "slower", 1.0, **TIMES, **{**PAIRED, "ratio_low": 9.0})
-    assert gain(damaged, row(HILBERT, "chosen", 1.0, **TIMES)) == pytest.approx((0.9 / 1.2, 1.0, 1.2 / 0.9))
-
-
-def test_the_best_of_each_order_counts() -> None:
-    rows = [
-        row(("slow", "natural"), "slower", 9.0, **TIMES),
-        row(("sdpa", "natural"), "slower", 1.0, **TIMES),
-        row(("wrong", "natural"), "incorrect", 0.1, **TIMES),
-        row(("slow", "hilbert"), "slower", 3.0, **TIMES),
-        row(("tiles", "hilbert"), "chosen", 0.5, **TIMES),
-    ]
-    assert gain(*rows)[1] == gain(*reversed(rows))[1] == 2.0
-
-
-def test_a_tie_is_taken_by_the_one_whose_ratios_are_known() -> None:
-    rows = [
-        row(("a", "natural"), "tie", 1.0),
-        row(("b", "natural"), "chosen", 1.0),
-        row(HILBERT, "slower", 2.0, **PAIRED),
-    ]
-    assert gain(*rows) == gain(*reversed(rows)) == pytest.approx((0.4, 0.5, 1 / 1.8))
-
-
-@pytest.mark.parametrize("rounds", range(1, 12))
-def test_few_rounds_say_little(rounds: int) -> None:
-    many = gain(row(HILBERT, "chosen", 1.0, rounds=99), row(NATURAL, "slower", 2.0, **PAIRED, rounds=99))
-    few = gain(row(HILBERT, "chosen", 1.0, rounds=99), row(NATURAL, "slower", 2.0, **PAIRED, rounds=rounds))
-    assert (few == many) == (rounds >= 8)
-    assert few[0] <= many[0]
-    assert few[2] >= many[2]
-    assert (few[0] > 1.3) == (rounds >= 2)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [row(NATURAL, "chosen", 1.0)],
-        [row(HILBERT, "chosen", 1.0)],
-        [row(NATURAL, "chosen", None), row(HILBERT, "slower", 1.0)],
-        [row(NATURAL, "chosen", 1.0), row(HILBERT, "slower", None)],
-        [row(NATURAL, "chosen", 1.0), row(HILBERT, "failed", 1.0)],
-        [row(NATURAL, "not_measured", 1.0), row(HILBERT, "chosen", 1.0)],
-        [row(NATURAL, "chosen", math.nan), row(HILBERT, "slower", 1.0)],
-        [row(NATURAL, "chosen", 1.0), row(HILBERT, "slower", math.inf)],
-        [row(NATURAL, "chosen", 0.0), row(HILBERT, "slower", 1.0)],
-    ],
-)
-def test_what_was_not_timed_in_both_orders_is_passed_over(rows: list[Row]) -> None:
-    assert list(gains_of(grid(1024), rows)) == []
-
-
-def test_one_length_is_needed() -> None:
-    rows = (row(NATURAL, "slower", 2.0), row(HILBERT, "chosen", 1.0))
-    assert len(list(gains_of(grid(64), rows))) == 1
-    for odd in ({"q_len": 1}, {"q_len": 0, "k_len": 0}, {"q_len": "x", "k_len": "x"}, {"q_len": None}):
-        assert list(gains_of({**grid(64), **odd}, rows)) == []
-
-
-def test_damaged_decisions_are_passed_over() -> None:
-    good = planted(crossing(3000))
-    broken = [replace(good[0], problem={}, group=""), replace(good[1], problem={"pattern": 3})]
-    pattern = {**good[2].problem["pattern"], "window": ["x"]}
-    broken += [replace(good[2], problem={**good[2].problem, "pattern": pattern})]
-    odd = [replace(good[2], candidates=(), key="0" * 20)]
-    assert all_series([*broken, *odd, *good]) == all_series(good)
-
-
-# --- families ---------------------------------------------------------------------------------------------------------
-
-
-CHANGES: tuple[dict[str, Any], ...] = ({"window": 7}, {"dtype": "bfloat16"}, {"head_dim": 128}, {"needs_grad": True})
-
-
-def test_a_family_shares_all_but_the_length() -> None:
-    decisions = [measured(n, {NATURAL: 2.0, HILBERT: 1.0}) for n in LENGTHS]
-    same = [measured(n, {NATURAL: 2.0, HILBERT: 1.0}, heads=8, batch=2) for n in LENGTHS]
-    assert len(all_series(decisions + same)) == 1
-    others = [measured(512, {NATURAL: 2.0, HILBERT: 1.0}, **more) for more in CHANGES]
-    assert len(all_series(decisions + others)) == 5
-    elsewhere = [replace(each, silicon="cpu-other") for each in decisions]
-    assert [each.silicon for each in all_series(decisions + elsewhere)] == [decisions[0].silicon, "cpu-other"]
-    residue = measured(512, {NATURAL: 2.0, HILBERT: 1.0, RESIDUE: 1.0})
-    assert [(each.order, len(each.gains)) for each in all_series([*decisions, residue])] == [
-        ("hilbert", 11),
-        ("residue", 1),
-    ]
-
-
-def test_a_family_for_a_person() -> None:
-    assert family_title(family_of(grid(64))) == "Neighborhood(window=13,13)"
-    pattern = {"kind": "Neighborhood", "grid": (8, 8), "window": (5, 3), "dilation": (2, 1), "edges": "shift"}
-    title = "Neighborhood(window=5,3 dilation=2,1 edges=shift causal=1,0)"
-    assert family_title(family_of({"pattern": {**pattern, "is_causal": (True, False)}})) == title
-    assert family_title({"kind": "Window", "left": None, "right": 0}) == "Window(left=open right=0)"
-    dilated = {"kind": "Dilated", "segment_lengths": [64, 128], "dilation_rates": [1, 2], "is_causal": True}
-    title = "Dilated(segment_lengths=64,128 dilation_rates=1,2 causal)"
-    assert family_title({**dilated, "offsets": "mod", "heads": "all"}) == title
-
-
-def test_distances_between_families() -> None:
-    assert apart({"window": [7, 7]}, {"window": [7, 7]}) == 0
-    assert apart({"window": [7, 7]}, {"window": [15, 15]}) == pytest.approx(1)
-    assert apart({"window": [7, 7]}, {"window": [7, 31]}) == pytest.approx(math.sqrt(2))
-    assert apart({"segment_lengths": [1, 3]}, {"segment_lengths": [1]}) == math.inf
-    assert apart({"left": None, "right": 0}, {"left": 255, "right": 0}) > 8
-    assert apart({"kind": "Dense"}, {"kind": "Dense"}) == 0
 
 
 # --- what a call goes by ----------------------------------------------------------------------------------------------

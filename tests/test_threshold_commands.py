@@ -25,7 +25,7 @@ from attn_dispatch.pattern import Dilated, Neighborhood
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Store
 from attn_dispatch.threshold import Threshold
-from tests.test_threshold import HILBERT, LENGTHS, NATURAL, crossing, measured, planted
+from tests.crossovers import HILBERT, LENGTHS, NATURAL, crossing, measured, planted
 from tools import planted as made_up
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +23,7 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.verify import Gate
 from attn_dispatch.visits import Side, Visits, covers, largest_cell, visits_bytes, visits_of
 from tests.cases import CASES, Case
+from tests.compiling import compiled, run_alone
 from tests.conftest import INTERPRETED
 from tests.test_conformance import lengths, patterns
 
@@ -249,52 +246,23 @@ def test_short_segments_get_small_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 COMPILE = """
-from dataclasses import replace
 from itertools import product
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from attn_dispatch import triton_kernels
 from attn_dispatch.backends.triton import BACKWARD_KV, BACKWARD_Q, FORWARD
-from attn_dispatch.triton_support import shared_bytes
-from tests.test_triton import CUDA
+from tests.compiling import compile_for
 
-POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
-POINTERS |= dict.fromkeys(("lse", "grad_lse", "delta"), "*fp32") | {"seq_lens": "*i64", "key_mask": "*u8"}
-POINTERS |= dict.fromkeys(("tiles", "runs", "first_tile", "kind_of", "launches"), "*i32") | {"scale": "fp32"}
+LISTS = dict.fromkeys(("tiles", "runs", "first_tile", "kind_of", "launches"), "*i32")
 
 for each, (capability, listed) in product((FORWARD, BACKWARD_Q, BACKWARD_KV), ((80, False), (90, False), (90, True))):
-    kernel = getattr(triton_kernels, each.kernel)
-    block = each.blocks[64][0]
-    constants = {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "ROWS": block.rows, "COLUMNS": block.columns}
-    constants |= {"PRECISION": "ieee", "LISTED": listed, "LOW": each is FORWARD}
-    constants |= {} if listed else {"launches": None}
-    constants |= dict.fromkeys(("HIGH", "SEQ_LENS", "KEY_MASK"), True)
-    constants |= {"GRAD_LSE": True} if each is BACKWARD_Q else {}
-    # The last stride is 1 in nearly every call, and a constant then.
-    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}
-    signature = {name: POINTERS.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-        source = ASTSource(kernel, signature, constants=constants)
-    else:
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": block.warps, "num_stages": block.stages})
-    assert compiled.asm["cubin"]
-    estimate = shared_bytes(each, replace(CUDA, head_dim=60), block)
-    assert compiled.metadata.shared <= estimate, (each.kernel, capability, compiled.metadata.shared, estimate)
+    constants = {"LISTED": listed, "LOW": each is FORWARD, "HIGH": True} | ({} if listed else {"launches": None})
+    compile_for(each, capability, LISTS, constants)
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@compiled
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     """To machine code: what the interpreter takes and the compiler does not would show up on users' machines only."""
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
-    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert found.returncode == 0, found.stderr
+    run_alone(COMPILE, tmp_path)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

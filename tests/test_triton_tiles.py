@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ from attn_dispatch.tile_estimates import pairs_at_most
 from attn_dispatch.tile_lists import TileLists, lists_bytes, lists_of
 from attn_dispatch.verify import Gate
 from tests.cases import CASES, Case, gate
+from tests.compiling import compiled, run_alone
 from tests.test_tiles import ESTIMATED, PATTERNS
 from tests.test_triton import CUDA as DENSE_ON_CUDA
 from tests.test_triton import fake_gpu, interpreted, problem_of
@@ -301,53 +298,21 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
 
 
 COMPILE = """
-from dataclasses import replace
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from attn_dispatch import triton_tile_gradients, triton_tile_kernels
 from attn_dispatch.backends.triton_tiles import BACKWARD_KV, BACKWARD_Q, FORWARD
-from attn_dispatch.triton_support import shared_bytes
-from tests.test_triton_tiles import CUDA
+from tests.compiling import compile_for
 
-POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16") | {"scale": "fp32"}
-POINTERS |= dict.fromkeys(("lse", "grad_lse", "delta"), "*fp32")
-POINTERS |= {"seq_lens": "*i64", "key_mask": "*u8", "masks": "*u8"}
-POINTERS |= dict.fromkeys(("q_pos", "k_pos", "kind_of", "spans", "pairs", "reach"), "*i32")
-
+LISTS = dict.fromkeys(("q_pos", "k_pos", "kind_of", "spans", "pairs", "reach"), "*i32") | {"masks": "*u8"}
 # Arguments of 1 are constants to the compiler: a single tile is a case of its own.
 ONE = dict.fromkeys(("heads", "q_tiles", "k_tiles", "q_len", "k_len"), 1)
 CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, ONE), (BACKWARD_Q, 90, 1, ONE), (BACKWARD_KV, 90, 0, {}))
 
 for each, capability, branches, one in CASES:
-    kernel = getattr(triton_tile_kernels if each is FORWARD else triton_tile_gradients, each.kernel)
-    block = each.blocks[64][0]
-    constants = {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "TILE": 128, "ROWS": block.rows, "COLUMNS": block.columns}
-    constants |= {"PRECISION": "ieee", "BRANCHES": branches, "AXES": branches, "SEQ_LENS": True, "KEY_MASK": True}
-    constants |= {"masks": None} if branches else {"reach": None}
-    constants |= {"GRAD_LSE": True} if each is BACKWARD_Q else {}
-    constants |= one
-    # The last stride is 1 in nearly every call, and a constant then.
-    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}
-    signature = {name: POINTERS.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-        source = ASTSource(kernel, signature, constants=constants)
-    else:
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": block.warps, "num_stages": block.stages})
-    assert compiled.asm["cubin"]
-    estimate = shared_bytes(each, replace(CUDA, head_dim=60), block)
-    assert compiled.metadata.shared <= estimate, (each.kernel, capability, compiled.metadata.shared, estimate)
+    constants = {"TILE": 128, "BRANCHES": branches, "AXES": branches} | one
+    compile_for(each, capability, LISTS, constants | ({"masks": None} if branches else {"reach": None}))
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@compiled
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     """To machine code: what the interpreter takes and the compiler does not would show up on users' machines only."""
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
-    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert found.returncode == 0, found.stderr
+    run_alone(COMPILE, tmp_path)
