@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import WARNING
@@ -51,6 +52,11 @@ def _import_interpreted() -> None:
 
 if INTERPRETED:
     _import_interpreted()
+
+# Started in the background (`nohup`, `&`) a shell has these ignored, and so would every process that a test starts.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -131,6 +131,7 @@ def test_attend_is_watched(decided: Decision, monkeypatch: pytest.MonkeyPatch) -
     path = Store(cache_folder()).put(msgspec.structs.replace(decided, candidates=rows, created=later()))
     assert path is not None
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
+    monkeypatch.setenv("ATTN_DISPATCH_MODE", "locked")  # a machine under load would go on measuring
     forget()
     for _ in range(sentinel.FIRST + sentinel.SAMPLES + 1):
         attend(*qkv())
