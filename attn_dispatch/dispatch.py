@@ -101,7 +101,8 @@ def attend(
         backend, order: run with this one, in this token order; it does or the call fails. What is left open goes by
             what was measured, or by the order of preference; nothing is measured.
         mesh: 1-D DeviceMesh, process group or `Sharded` over whose ranks the sequence lies; q, k, v and key_mask are
-            then this rank's shard, seq_lens are about the whole, and `order` is a way of exchanging rows.
+            then this rank's shard, seq_lens are about the whole, and `order` is a way of exchanging rows: "local",
+            "ring", "gather" or "ulysses".
         return_lse: also return lse.
 
     Returns:

@@ -29,6 +29,8 @@ GROUPED = "grouped"  #: as many heads side by side as the cache holds the keys a
 HILBERT_VISITS = "hilbert_visits"  #: those heads, along the curve through tiles and heads
 VISIT_ORDERS = (SAWTOOTH, GROUPED, HILBERT_VISITS)
 
+ORDERS = (*TOKEN_ORDERS, *VISIT_ORDERS)
+
 # Of exchanges, where a sequence lies on many ranks: how rows of k and v get to where queries see them.
 LOCAL = "local"  #: not at all, since no rank sees another's
 RING = "ring"  #: from one peer after the other, while those that are there are worked on
@@ -36,17 +38,16 @@ GATHER = "gather"  #: from all peers at once
 ULYSSES = "ulysses"  #: all rows of some heads, in exchange for those of the others
 EXCHANGES = (LOCAL, RING, GATHER, ULYSSES)
 
-ORDERS = (*TOKEN_ORDERS, *VISIT_ORDERS, *EXCHANGES)
-
 
 def check(order: object) -> str:
-    """The order's name.
+    """The name of an order on one device.
 
     Raises:
-        InvalidInput: there is no such order.
+        InvalidInput: there is no such order, or none without other ranks.
     """
     if order not in ORDERS:
-        raise InvalidInput(f"order must be None or one of {', '.join(map(repr, ORDERS))}, got {order!r}")
+        exchange = ": an exchange of rows between ranks, which needs mesh=" if order in EXCHANGES else ""
+        raise InvalidInput(f"order must be None or one of {', '.join(map(repr, ORDERS))}, got {order!r}{exchange}")
     return str(order)
 
 

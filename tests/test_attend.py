@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_dispatch import attend, decisions, dispatch, explain, register
 from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
-from attn_dispatch.order import ORDERS
+from attn_dispatch.order import EXCHANGES, ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import cache_folder
@@ -188,6 +188,17 @@ def test_an_unknown_order(call: Callable[..., Any], order: Any) -> None:
     with pytest.raises(InvalidInput) as raised:
         call(*qkv(), order=order)
     assert str(raised.value) == f"order must be None or one of {', '.join(map(repr, ORDERS))}, got {order!r}"
+
+
+@pytest.mark.parametrize("call", [attend, explain])
+@pytest.mark.parametrize("backend", [None, "manual", "native"], ids=str)
+@pytest.mark.parametrize("order", EXCHANGES)
+def test_an_exchange_without_ranks(call: Callable[..., Any], backend: str | None, order: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        call(*qkv(), backend=backend, order=order)
+    known = ", ".join(map(repr, ORDERS))
+    text = f"order must be None or one of {known}, got {order!r}: an exchange of rows between ranks, which needs mesh="
+    assert str(raised.value) == text
 
 
 def test_no_backend_at_all() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from attn_dispatch import Sharded, attend, explain, shard, unshard
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.order import GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
@@ -179,6 +179,21 @@ def on_a_single_rank() -> bool:
     return right(mesh["context"])
 
 
+def forced_on_a_single_rank() -> list[Any]:
+    """It runs what it can alone; the fault of what needs others is its own, and it says so at once."""
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))["context"]
+    q, k, v = tensors()
+    found: list[Any] = []
+    for backend, order in ((None, LOCAL), ("ring", None), ("ring", LOCAL), ("manual", None)):
+        out = attend(q, k, v, mesh=mesh, backend=backend, order=order)
+        found.append(close(out, formula(q, k, v, Dense())[0]))
+    for order in (RING, GATHER, ULYSSES):
+        with pytest.raises(NoBackend) as raised:
+            attend(q, k, v, mesh=mesh, order=order)
+        found.append(str(raised.value))
+    return found
+
+
 def on_two_groups_by_turns() -> bool:
     """The same call, with decisions of their own."""
     world, half = dist.group.WORLD, dist.new_group(range(4))
@@ -199,6 +214,13 @@ JOBS = (on_world, on_device_mesh, on_one_axis, on_a_single_rank, on_two_groups_b
 def test_every_way_to_name_ranks(ranks: Ranks, job: Any, set_mode: Any) -> None:
     set_mode("off")
     assert all(ranks.everywhere(job))
+
+
+def test_exchanges_on_a_single_rank(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    why = "cannot run over a single rank: no rank sees another's rows: there is nothing to exchange"
+    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER, ULYSSES)]
+    assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

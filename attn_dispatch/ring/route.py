@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.entry import Decision
-from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput
+from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.logging import logger
-from attn_dispatch.order import EXCHANGES
+from attn_dispatch.order import EXCHANGES, LOCAL
 from attn_dispatch.pattern import Pattern
 from attn_dispatch.problem import Problem, check_seq_lens_values, choose_pattern
 from attn_dispatch.recorded import STOPPED
@@ -77,7 +77,7 @@ def attend_over(
     """
     link, spread = spread_of(mesh)
     if link.size == 1:
-        return attend(q, k, v, **arguments)
+        return attend(q, k, v, **{**arguments, **_alone(arguments["backend"], arguments["order"])})
     try:
         asked = _asked(q, k, v, spread.kind, **arguments)
     except AttnDispatchError as error:
@@ -138,6 +138,17 @@ def _asked(
     if seq_lens is not None and (list(seq_lens.shape) != [local.batch] or seq_lens.device != q.device):
         raise InvalidInput(f"seq_lens must have shape [{local.batch}] on {q.device}, got {list(seq_lens.shape)}")
     return Asked(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens, _settings())
+
+
+def _alone(backend: str | None, order: str | None) -> dict[str, str | None]:
+    """What was forced, as it is for one device: a single rank has all rows.
+
+    Raises:
+        NoBackend: an exchange with others was.
+    """
+    if order in EXCHANGES and order != LOCAL:
+        raise NoBackend(f"{order!r} cannot run over a single rank: {joint.NOTHING}")
+    return {"backend": None if backend == NAME else backend, "order": None if order == LOCAL else order}
 
 
 def _settings() -> dict[str, Any]:
