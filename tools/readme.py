@@ -202,6 +202,11 @@ def explained() -> str:
     return f"```\n{load('explain')['text']}\n```"
 
 
+def planned() -> str:
+    found = load("plan")
+    return "\n".join(("```", f"$ {found['command']}", *found["lines"], "```"))
+
+
 def support() -> str:
     """From the backends' own refusals, no measurement."""
     return "\n".join(support_table())
@@ -215,6 +220,7 @@ def filled(text: str) -> str:
         ("support", support()),
         ("hilbert", hilbert(load("hilbert"), misses, load("hilbert_curve"))),
         ("ring", ring(load("ring"), load("ring_reports") if (RESULTS / "ring_reports.json").exists() else None)),
+        ("plan", planned()),
         ("reports", markdown(load("reports"), misses)),
     )
     for name, content in parts:
