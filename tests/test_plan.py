@@ -23,9 +23,11 @@ from attn_dispatch.problem import Problem
 from attn_dispatch.profiling import problem_of
 from attn_dispatch.ring.counting import counts_of
 from attn_dispatch.ring.footprint import footprint_of
+from attn_dispatch.ring.forecast import forecasts_over
 from attn_dispatch.ring.freight import Freight, Load, freight_of, why_not
 from attn_dispatch.ring.layout import CONTIGUOUS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.link import link_of
+from attn_dispatch.ring.parts import solver
 from attn_dispatch.ring.schedule import Pace, seconds
 from attn_dispatch.store import Decision, Row, Store
 
@@ -173,6 +175,18 @@ def test_memory_of_what_can_be_told_by_hand() -> None:
     assert gather.buffer_bytes == 6 * 2 * q
     assert ring.peak_bytes >= ring.input_bytes + ring.buffer_bytes + q
     assert gather.peak_bytes - ring.peak_bytes >= 2 * 6 * q  # and what came from each is put together
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_of_a_single_rank_is_that_of_one_device(backward: bool) -> None:
+    """q, k, v and out, with gradients of all four; nothing is summed up apart or kept for others."""
+    problem = problem_of((1, 1 << 16, 8, 64), Dilated((2048, 4096), (1, 2)), torch.bfloat16, CPU, backward=backward)
+    (local, *others) = forecasts_over(problem, Layout((1 << 16,)), None)
+    assert all(each.memory is None for each in others)
+    assert local.memory is not None
+    tensors = (8 if backward else 4) * (1 << 16) * 8 * 64 * 2
+    assert local.memory.peak_bytes == tensors + solver(problem).workspace_bytes(problem)
+    assert (local.memory.input_bytes, local.memory.buffer_bytes) == (3 * (1 << 16) * 8 * 64 * 2, 0)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from attn_dispatch.ring.counting import counts_of
 from attn_dispatch.ring.footprint import Footprint, footprint_of
 from attn_dispatch.ring.freight import Load, freight_of, why_not
 from attn_dispatch.ring.layout import Layout
+from attn_dispatch.ring.parts import solver
 from attn_dispatch.ring.schedule import Pace, seconds
 
 
@@ -49,7 +50,8 @@ def _forecast(load: Load, exchange: str, pace: Pace | None) -> Forecast:
     if reason:
         return Forecast(exchange, reason)
     freight = freight_of(load, exchange)
-    memory = [footprint_of(load, exchange, rank) for rank in range(load.layout.ranks)]
+    ranks = range(load.layout.ranks)
+    memory = [footprint_of(load, exchange, rank) for rank in ranks] if len(ranks) > 1 else [_alone(load)]
     return Forecast(
         exchange=exchange,
         reason="",
@@ -60,3 +62,12 @@ def _forecast(load: Load, exchange: str, pace: Pace | None) -> Forecast:
         shipped_total_bytes=sum(each.total for each in freight),
         seconds=None if pace is None else seconds(load, exchange, pace),
     )
+
+
+def _alone(load: Load) -> Footprint:
+    """Of a single rank, whose call is that of one device: results and a backend's own share, by what it says itself."""
+    problem = load.problem
+    out = problem.q_len * load.token_bytes(problem.heads)
+    inputs = out + 2 * problem.k_len * load.token_bytes(problem.kv_heads)
+    results = problem.result_bytes + (out if problem.needs_grad else 0)  # and the gradient that comes in
+    return Footprint(inputs, 0, 0, inputs + results + int(solver(problem).workspace_bytes(problem)), 0)
