@@ -16,6 +16,7 @@ from typing import Any
 
 from tools.common import RESULTS
 from tools.hilbert_tables import hilbert
+from tools.projections import markdown as projections
 from tools.report_tables import markdown
 from tools.ring_tables import markdown as ring
 from tools.support import table as support_table
@@ -220,6 +221,7 @@ def filled(text: str) -> str:
         ("support", support()),
         ("hilbert", hilbert(load("hilbert"), misses, load("hilbert_curve"))),
         ("ring", ring(load("ring"), load("ring_reports") if (RESULTS / "ring_reports.json").exists() else None)),
+        ("projections", projections(load("projections"))),
         ("plan", planned()),
         ("reports", markdown(load("reports"), misses)),
     )
