@@ -13,7 +13,13 @@ TEXT = readme.README.read_text()
 
 
 def test_figures_are_those_in_the_results() -> None:
-    assert readme.filled(TEXT) == TEXT
+    assert readme.stale(readme.made()) == []
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    other = tmp_path / "README.md"
+    other.write_text(TEXT.replace("<!-- /explain -->", "made up\n<!-- /explain -->"))
+    assert readme.stale({**readme.made(other), tmp_path / "none.svg": ""}) == ["README.md", "none.svg"]
 
 
 def test_first_code_stands_early() -> None:

@@ -16,7 +16,8 @@ def hilbert(found: Any, misses: Any, curves: Any) -> str:
         "By `python -m tools.bench_hilbert`: float32, 4 heads of 64, milliseconds in natural / in Hilbert order, and "
         "the gain (paired, with its 95 % interval); the figures below name the machine."
     )
-    return "\n\n".join((about, grids(found), sizes(found), sequences(found), cache(misses), curve(curves)))
+    plot = "![Times in natural and in Hilbert order, and their ratio, against tokens](tools/results/hilbert.svg)"
+    return "\n\n".join((about, plot, grids(found), sizes(found), sequences(found), cache(misses), curve(curves)))
 
 
 def grids(found: Any) -> str:

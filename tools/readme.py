@@ -1,4 +1,4 @@
-"""Fill the README's figures from tools/results/.
+"""Fill the README's figures, and draw its plot, from tools/results/.
 
 python -m tools.readme            write them
 python -m tools.readme --check    fail if they differ
@@ -10,11 +10,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.common import RESULTS
+from tools.hilbert_plot import svg as plot
 from tools.hilbert_tables import hilbert
 from tools.projections import markdown as projections
 from tools.report_tables import markdown
@@ -233,14 +234,25 @@ def filled(text: str) -> str:
     return text
 
 
-def main(readme: Path = README) -> None:
+def made(readme: Path = README) -> dict[Path, str]:
+    """Every file that is made from results, and what it should hold."""
+    return {readme: filled(readme.read_text()), RESULTS / "hilbert.svg": plot(load("hilbert"))}
+
+
+def stale(files: Mapping[Path, str]) -> list[str]:
+    """The names of those that hold something else."""
+    return [path.name for path, text in files.items() if not path.exists() or path.read_text() != text]
+
+
+def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--check", action="store_true")
-    text = readme.read_text()
-    new = filled(text)
-    if options.parse_args().check:
-        sys.exit(0 if new == text else "README.md differs from tools/results/: run `python -m tools.readme`")
-    readme.write_text(new)
+    check, files = options.parse_args().check, made()
+    if check and stale(files):
+        sys.exit(f"{', '.join(stale(files))} differs from tools/results/: run `python -m tools.readme`")
+    if not check:
+        for path, text in files.items():
+            path.write_text(text)
 
 
 if __name__ == "__main__":
