@@ -171,7 +171,7 @@ def test_memory_of_what_can_be_told_by_hand() -> None:
     q = (1 << 18) * 4 * 8 * 4
     ring, gather = (footprint_of(load, exchange, 0) for exchange in (RING, GATHER))
     assert ring.input_bytes == gather.input_bytes == 3 * q
-    assert ring.buffer_bytes == 3 * 2 * q // 32  # of pieces: two that arrive by turns, one that leaves
+    assert ring.buffer_bytes == 3 * 2 * q // 16  # of pieces: two that arrive by turns, one that leaves
     assert gather.buffer_bytes == 6 * 2 * q
     assert ring.peak_bytes >= ring.input_bytes + ring.buffer_bytes + q
     assert gather.peak_bytes - ring.peak_bytes >= 2 * 6 * q  # and what came from each is put together

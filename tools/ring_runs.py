@@ -22,8 +22,11 @@ from tools.ranks import Drawn, Tokens, checked, drawn, errors, freed_at_once, to
 from tools.ring_counts import HEAD_DIM, HEADS, LONGNET, TOKENS, WIDE
 
 CPU = torch.device("cpu")
-#: With the tokens of a forward pass, and of both.
-MEMORY: tuple[tuple[Pattern, tuple[int, int]], ...] = ((Dense(), (16_384, 16_384)), (WIDE, (65_536, 32_768)))
+#: With heads, and the tokens of a forward pass and of both.
+MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
+    (Dense(), 4, (32_768, 32_768)),
+    (WIDE, HEADS, (65_536, 32_768)),
+)
 SPEED_TOKENS, SPEED_HEADS = 32_768, 4
 LONG_RANKS, DRAWS = 4, 4
 
@@ -51,41 +54,41 @@ def exchange_of(tensors: Sequence[Tensor], pattern: Pattern) -> str:
 def memory(shrink: int = 1) -> list[dict[str, Any]]:
     """Peak bytes of each rank, for 1 to 8 ranks; q, k, v and out of the shard beside them."""
     found = []
-    for pattern, lengths in MEMORY:
+    for pattern, heads, lengths in MEMORY:
         for backward, tokens in enumerate(lengths):
             with freed_at_once():
-                rows = [_memory(pattern, tokens // shrink, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
+                rows = [_memory(pattern, tokens // shrink, heads, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
             for before, one in pairwise(rows):
                 one["of_half_as_many_ranks"] = one["peak_bytes"] / before["peak_bytes"]
             found += rows
     return found
 
 
-def _memory(pattern: Pattern, tokens: int, ranks: int, backward: bool) -> dict[str, Any]:
-    peaks, exchanges = zip(*together(_peak, ranks, pattern, Layout(deal(tokens, ranks)), backward))
-    shard = tokens // ranks * HEADS * HEAD_DIM * 4
+def _memory(pattern: Pattern, tokens: int, heads: int, ranks: int, backward: bool) -> dict[str, Any]:
+    peaks, exchanges = zip(*together(_peak, ranks, pattern, Layout(deal(tokens, ranks)), heads, backward))
+    shard = tokens // ranks * heads * HEAD_DIM * 4
     entry = {
-        "pattern": str(pattern), "tokens": tokens, "dtype": "float32", "ranks": ranks, "exchange": exchanges[0],
-        "backward": backward, "peak_bytes": max(peaks), "least_peak_bytes": min(peaks), "qkv_out_bytes": 4 * shard,
+        "pattern": str(pattern), "tokens": tokens, "heads": heads, "dtype": "float32", "ranks": ranks,
+        "exchange": exchanges[0], "backward": backward, "peak_bytes": max(peaks), "least_peak_bytes": min(peaks),
+        "qkv_out_bytes": 4 * shard,
     }  # fmt: skip
     print(entry, flush=True)
     return entry
 
 
-def _peak(pattern: Pattern, layout: Layout, backward: bool) -> tuple[int, str | None]:
-    """Of two calls, above what was held before q, k and v were made."""
+def _peak(pattern: Pattern, layout: Layout, heads: int, backward: bool) -> tuple[int, str | None]:
+    """Of a call, above what was held before q, k and v were made."""
     rank, several = dist.get_rank(), layout.ranks > 1
-    small = Tokens(Layout(deal(64 * layout.ranks, layout.ranks)), HEADS, HEAD_DIM, torch.float32)
+    small = Tokens(Layout(deal(64 * layout.ranks, layout.ranks)), heads, HEAD_DIM, torch.float32)
     once(small.shard(rank), Dense(), several, backward)  # what is loaded only once
-    tokens = Tokens(layout, HEADS, HEAD_DIM, torch.float32)
+    tokens = Tokens(layout, heads, HEAD_DIM, torch.float32)
 
-    def twice() -> str | None:
+    def call() -> str | None:
         tensors = tokens.shard(rank)
-        for _ in range(2):
-            once(tensors, pattern, several, backward)
+        once(tensors, pattern, several, backward)
         return exchange_of(tensors, pattern) if several else None
 
-    exchange, peak = peak_bytes(twice, CPU)
+    exchange, peak = peak_bytes(call, CPU)
     return _known(peak), exchange
 
 

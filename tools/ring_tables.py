@@ -110,7 +110,7 @@ def memory(found: Any) -> Iterator[Section]:
         share = f"{one['of_half_as_many_ranks']:.2f}" if "of_half_as_many_ranks" in one else "-"
         sizes = (megabytes(one["peak_bytes"]), megabytes(one["qkv_out_bytes"]), share)
         how = str(one["ranks"]) if one["exchange"] is None else f"{one['ranks']}, `{one['exchange']}`"
-        rows.append((one["pattern"], f"{one['tokens']:,}", kind, how, *sizes))
+        rows.append((f"{one['pattern']}, {one['heads']} heads", f"{one['tokens']:,}", kind, how, *sizes))
     yield (
         "Peak memory of a rank, q, k and v of its shard included, float32; one rank is `native` without a mesh. "
         "`gather` takes all rows that a rank needs of others at once, and with more ranks these do not get fewer."

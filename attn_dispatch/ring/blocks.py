@@ -13,11 +13,11 @@ from attn_dispatch.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.problem import Problem
 from attn_dispatch.ring.layout import Layout
 
-MOST = 32  #: blocks of a shard's rows
-#: Of a block, at least: rows, and operations. Joining its results to those that are there moves 3 numbers for each that
-#: it took 4 operations per key to find, and Python takes about 0.2 ms. The ones of CUDA are reckoned, not measured.
-LEAST_ROWS = {"cpu": 256, "cuda": 4096}
-LEAST_WORK = {"cpu": 1.3e8, "cuda": 1e11}
+MOST = 16  #: blocks of a shard's rows
+#: Of a block, at least: rows, and operations. Joining its results to those that are there takes as long as working on
+#: some tens of keys, and Python takes about 0.2 ms. The ones of CUDA are reckoned, not measured.
+LEAST_ROWS = {"cpu": 512, "cuda": 4096}
+LEAST_WORK = {"cpu": 2.5e8, "cuda": 1e11}
 
 
 def block_rows(problem: Problem, layout: Layout) -> int:
