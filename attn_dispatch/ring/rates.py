@@ -17,6 +17,9 @@ from attn_dispatch.ring.layout import Layout
 from attn_dispatch.ring.schedule import BOTH, FORWARD
 from attn_dispatch.store import Decision, Store, cache_folder, shipped
 
+#: Of a call that says how fast a device works, not how long it takes to begin: operations, and milliseconds.
+TELLING, TELLING_MS = 1e8, 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -29,7 +32,7 @@ class Rate:
 
 def rate_near(problem: Problem, tokens: int) -> Rate | None:
     """That of the fastest backend in the decision nearest to a problem of so many tokens, on one device; None where
-    nothing was measured in this dtype.
+    nothing was measured in this dtype that is large enough to tell.
     """
     pattern = problem.pattern
     pattern = pattern if isinstance(pattern, Neighborhood) else pattern.simplify(tokens, tokens, problem.heads)
@@ -37,7 +40,9 @@ def rate_near(problem: Problem, tokens: int) -> Rate | None:
     near = sorted(_decisions(problem), key=lambda pair: _distance(problem, pair[1]))
     for decision, measured in near:
         chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
-        if chosen is not None and chosen.median_ms:
+        if chosen is None or not chosen.median_ms:
+            continue
+        if chosen.median_ms >= TELLING_MS and operations(measured) >= TELLING:
             source = f"{decision.choice}, {chosen.median_ms:.3g} ms for {' '.join(decision.title.split())}"
             return Rate(operations(measured) / chosen.median_ms * 1e3, source, decision.key)
     return None
