@@ -375,6 +375,26 @@ def decided(forget: bool) -> tuple[str, str]:
     return str(found.order), found.source
 
 
+def explained(order: str) -> tuple[str, str]:
+    """What is said of a forced exchange before anything was run."""
+    ring_ranks.forget()
+    mesh = ring_ranks.group()
+    try:
+        found = explain(*part(mesh), is_causal=True, mesh=mesh, order=order)
+    except NoBackend as error:
+        return "", str(error)
+    return str(found.order), found.source
+
+
+def test_a_forced_exchange_is_explained(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    assert ranks.everywhere(explained, ULYSSES, ranks=2) == [(ULYSSES, "forced")] * 2
+    for order, why in ranks.everywhere(explained, LOCAL, ranks=2):
+        assert order == ""
+        assert "key rows of other ranks" in why
+    assert ranks.everywhere(explained, LOCAL, ranks=1) == [("natural", "heuristic")]
+
+
 def test_measured_once_and_kept(ranks: Ranks, set_mode: Any) -> None:
     found = set(ranks.everywhere(decided, False, ranks=2))
     assert len(found) == 1
