@@ -184,7 +184,7 @@ def explain(
     the CPU.
 
     Raises:
-        InvalidInput: an argument is wrong.
+        InvalidInput: an argument is wrong. NoBackend: over a mesh, there is no exchange, or none of that name.
     """
     if "device" in arguments:
         raise InvalidInput("explain takes attend's arguments, which have no device")
@@ -192,7 +192,7 @@ def explain(
     if mesh is not None:
         from attn_dispatch.ring.route import explain_over
 
-        return explain_over(attend, mesh, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
+        return explain_over(attend, explain, mesh, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
     return decisions.explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
 
 

@@ -248,6 +248,14 @@ def test_the_rate_is_that_of_the_nearest_decision(folder: Path, capsys: pytest.C
     assert not err
 
 
+def test_a_call_that_only_begins_tells_no_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = problem_of((1, 16, 2, 8), Dense(is_causal=True), torch.float32, CPU, kv_heads=2, backward=True)
+    keep(folder, problem, 5.0)
+    out, err = told(capsys, f"{SMALL} --ranks 4 --json")
+    assert json.loads(out)["rate"] is None
+    assert "no time is predicted" in err
+
+
 def keep(folder: Path, problem: Problem, median_ms: float) -> None:
     where, plain = silicon(problem.device), problem.to_dict()
     row = Row(backend="sdpa", order="natural", status="chosen", median_ms=median_ms)

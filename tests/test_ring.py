@@ -223,6 +223,16 @@ def test_exchanges_on_a_single_rank(ranks: Ranks, set_mode: Any) -> None:
     assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
 
 
+def explained_on_a_single_rank() -> list[str | None]:
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))["context"]
+    return [explain(*part(mesh), mesh=mesh, order=order).choice for order in (None, LOCAL)]
+
+
+def test_a_single_rank_is_explained_as_one_device(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    assert all("ring" not in found for found in ranks.everywhere(explained_on_a_single_rank))
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_group_of_some_ranks(ranks: Ranks, size: int, set_mode: Any) -> None:
     set_mode("off")
@@ -373,6 +383,25 @@ def decided(forget: bool) -> tuple[str, str]:
     found = explain(*mine, is_causal=True, mesh=mesh)
     assert found.choice == "ring"
     return str(found.order), found.source
+
+
+def explained(order: str) -> tuple[str, str]:
+    """What is said of a forced exchange before anything was run."""
+    ring_ranks.forget()
+    mesh = ring_ranks.group()
+    try:
+        found = explain(*part(mesh), is_causal=True, mesh=mesh, order=order)
+    except NoBackend as error:
+        return "", str(error)
+    return str(found.order), found.source
+
+
+def test_a_forced_exchange_is_explained(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    assert ranks.everywhere(explained, ULYSSES, ranks=2) == [(ULYSSES, "forced")] * 2
+    for order, why in ranks.everywhere(explained, LOCAL, ranks=2):
+        assert order == ""
+        assert "key rows of other ranks" in why
 
 
 def test_measured_once_and_kept(ranks: Ranks, set_mode: Any) -> None:

@@ -32,7 +32,7 @@ from attn_dispatch.ring.layout import Layout, deal
 from tools.common import timing
 from tools.ranks import Tokens, together
 
-TOKENS, HEADS, HEAD_DIM = 4096, 8, 64
+TOKENS, HEADS, HEAD_DIM = 16_384, 2, 64  # the longer, the less a processor has to do to ship what it works on
 RANKS = (2, 4)
 #: How long the exchange should take, as shares of the computing.
 SHARES = (0.25, 0.5)

@@ -122,7 +122,7 @@ def _rate(args: argparse.Namespace, problem: Problem) -> Rate | None:
 def _no_rate(problem: Problem) -> str:
     shape = f"{problem.batch},8k,{problem.heads}/{problem.kv_heads},{problem.head_dim}"
     dtype = str(problem.dtype).removeprefix("torch.")
-    what = f"nothing in {dtype} was measured here: give --rate"
+    what = f"nothing in {dtype} was measured here that is large enough: give --rate"
     return f"{what}, or measure with 'attn-dispatch profile --shape {shape} --dtype {dtype}'"
 
 

@@ -51,7 +51,10 @@ def _forecast(load: Load, exchange: str, pace: Pace | None) -> Forecast:
         return Forecast(exchange, reason)
     freight = freight_of(load, exchange)
     ranks = range(load.layout.ranks)
-    memory = [footprint_of(load, exchange, rank) for rank in ranks] if len(ranks) > 1 else [_alone(load)]
+    try:
+        memory = [footprint_of(load, exchange, rank) for rank in ranks] if len(ranks) > 1 else [_alone(load)]
+    except LookupError as error:  # nobody solves a part of it
+        return Forecast(exchange, str(error))
     return Forecast(
         exchange=exchange,
         reason="",

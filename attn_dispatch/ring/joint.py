@@ -85,12 +85,23 @@ def _measured(ranks: Ranks, tensors: Tensors, masks: Mapping[str, Tensor], budge
     return _decoded(ranks.shared.link.objects(encode(made))[0])
 
 
-def explained(shared: Shared) -> Decision:
-    """What is known without asking the others: what this rank has stored, else the static choice. No collective."""
+def explained(shared: Shared, exchange: str | None) -> Decision:
+    """What is known without asking the others: what this rank has stored, else the static choice. No collective.
+
+    Args:
+        exchange: the caller's own choice.
+
+    Raises:
+        NoBackend: as far as this rank knows there is none.
+    """
     mine = _Said.of(shared)
     local = [shared.sees_others(rank) for rank in range(shared.link.size)]
     said = [replace(mine, refusals={**mine.refusals, LOCAL: mine.refusals[LOCAL] or why}) for why in local]
     ranks = Ranks(shared, said)
+    if exchange is not None and exchange in ranks.able:
+        return ranks.decision(exchange, "forced", {})
+    if exchange is not None or not ranks.able:
+        raise NoBackend(ranks.told(exchange))
     kept = Store(cache_folder()).get(ranks.fingerprint, group_of(shared.problem.to_dict()), ranks.key)
     if kept is not None and mode() != "off":
         return kept

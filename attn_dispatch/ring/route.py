@@ -87,17 +87,24 @@ def attend_over(
     return _run(shared, decision, (q, k, v), arguments)
 
 
-def explain_over(attend: Attend, mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
+def explain_over(
+    attend: Attend, explain: Callable[..., Explanation], mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
+) -> Explanation:
     """`explain` with a mesh: from what this rank knows, without asking the others. Where nothing was run yet, the other
     shards are taken to be as long as this one.
+
+    Args:
+        attend, explain: on one device.
     """
     link, spread = spread_of(mesh)
+    if link.size == 1:
+        return explain(q, k, v, **{**arguments, **_alone(arguments["backend"], arguments["order"])})
     asked = _asked(q, k, v, spread.kind, **arguments)
     found = _known.get((link, asked.key))
     if found is not None:
         return Explanation.of(found[1])
     lengths = (asked.local.q_len,) * link.size
-    return Explanation.of(joint.explained(_shared(link, asked, lengths, attend)))
+    return Explanation.of(joint.explained(_shared(link, asked, lengths, attend), asked.exchange))
 
 
 def forget() -> None:
