@@ -209,8 +209,8 @@ def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
     with lock:
         _observers.append(observer)
         _routes.clear()  # what was met before must be seen again
-        if "attn_dispatch.ring.route" in sys.modules:
-            sys.modules["attn_dispatch.ring.route"].forget()
+        if "attn_dispatch.ring.link" in sys.modules:
+            sys.modules["attn_dispatch.ring.link"].forget()
     try:
         yield
     finally:

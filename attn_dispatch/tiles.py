@@ -8,6 +8,7 @@ where boxes meet. Where the tokens of a tile come from does not matter, so that 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -165,11 +166,8 @@ def tables_at(
     q_rows, k_rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
     found = []
     for members, offsets in head_classes(natural, heads, which):
-        reaches = _reaches(natural, length, length, offsets)
-        branches = tuple(
-            _branch([x[q_at] for x in first], [x[q_at] for x in last], [x[k_at] for x in at], q_rows, k_rows, len(keys))
-            for first, last, at in reaches
-        )
+        reaches = _reaches(natural, q_at, k_at, (length, length), offsets)
+        branches = tuple(_branch(*reach, q_rows, k_rows, len(keys)) for reach in reaches)
         found.append(_table(members, branches, q_rows, k_rows, dtype))
     return tuple(found)
 
@@ -188,7 +186,7 @@ def _built(
     k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern, k_len), k_len, tile)
     found = []
     for members, offsets in head_classes(pattern, heads):
-        reaches = _reaches(pattern, q_len, k_len, offsets)
+        reaches = _reaches(pattern, torch.arange(q_len), torch.arange(k_len), (q_len, k_len), offsets)
         if kept is not None:
             reaches = [_moved(reach, kept) for reach in reaches]
         branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in reaches)
@@ -225,20 +223,32 @@ def head_classes(
 Reach = tuple[list[Tensor], list[Tensor], list[Tensor]]  #: first, last and at of one branch, each axis by position
 
 
-def _reaches(pattern: Pattern, q_len: int, k_len: int, offsets: tuple[int | None, ...]) -> list[Reach]:
-    query, key = torch.arange(q_len), torch.arange(k_len)
+def _reaches(
+    pattern: Pattern, queries: Tensor, keys: Tensor, lengths: tuple[int, int], offsets: tuple[int | None, ...]
+) -> list[Reach]:
+    """Of each branch.
+
+    Args:
+        queries, keys: int64, their positions.
+        lengths: of the whole sequences of q and k.
+    """
+    q_len, k_len = lengths
     if isinstance(pattern, Dense):
         pattern = Window(None, 0 if pattern.is_causal else None)
     if isinstance(pattern, Window):
-        met = query + (k_len - q_len)
+        met = queries + (k_len - q_len)
         first = torch.full_like(met, -OPEN) if pattern.left is None else met - pattern.left
         last = torch.full_like(met, OPEN) if pattern.right is None else met + pattern.right
-        return [([first], [last], [key])]
+        return [([first], [last], [keys])]
     if isinstance(pattern, Neighborhood):
-        return [_neighbors(pattern, query)]
+        return [_neighbors(pattern, queries, keys)]
     if isinstance(pattern, Dilated):
         branches = zip(pattern.branches, offsets)
-        return [_segment(pattern, query, *branch, o) for branch, o in branches if o is not None]
+        return [
+            _segment(pattern.is_causal, queries, keys, min(length, k_len), rate, offset)
+            for (length, rate), offset in branches
+            if offset is not None
+        ]
     raise TypeError(f"no tiles for {pattern!r}")
 
 
@@ -248,19 +258,22 @@ def _moved(reach: Reach, kept: Tensor) -> Reach:
     return first, last, at
 
 
-def _neighbors(pattern: Neighborhood, position: Tensor) -> Reach:
+def _neighbors(pattern: Neighborhood, queries: Tensor, keys: Tensor) -> Reach:
     """Two axes for one that is dilated: places in a residue class, and the class, which must be the same."""
     found: Reach = ([], [], [])
-    stride = len(position)
+    first, last, at = found
+    stride = math.prod(pattern.grid)
     for axis, (size, step) in enumerate(zip(pattern.grid, pattern.dilation)):
         stride //= size
-        x = position // stride % size
+        x, y = (positions // stride % size for positions in (queries, keys))
         low, high = axis_bounds(pattern, axis)
-        for store, values in zip(found, (low[x], high[x], x // step)):
-            store.append(values)
+        first.append(low[x])
+        last.append(high[x])
+        at.append(y // step)
         if step > 1:
-            for store in found:
-                store.append(x % step)
+            first.append(x % step)
+            last.append(x % step)
+            at.append(y % step)
     return found
 
 
@@ -282,16 +295,14 @@ def axis_bounds(pattern: Neighborhood, axis: int) -> tuple[Tensor, Tensor]:
     return low, place if pattern.is_causal[axis] else high
 
 
-def _segment(pattern: Dilated, position: Tensor, length: int, rate: int, offset: int) -> Reach:
+def _segment(is_causal: bool, queries: Tensor, keys: Tensor, length: int, rate: int, offset: int) -> Reach:
     """The segment is one axis; the other holds 0 where a token is selected, and elsewhere what no other token has."""
-    length = min(length, len(position))
-    start = position // length * length
-    end = position if pattern.is_causal else start + (length - 1)
-    chosen = position % length % rate == offset
-    query, key = torch.where(chosen, 0, 1), torch.where(chosen, 0, 2)
+    start = queries // length * length
+    end = queries if is_causal else start + (length - 1)
     if rate == 1:
-        return [start], [end], [position]
-    return [start, query], [end, query], [position, key]
+        return [start], [end], [keys]
+    query, key = ((at % length % rate != offset).long() for at in (queries, keys))
+    return [start, query], [end, query], [keys, 2 * key]
 
 
 def _branch(

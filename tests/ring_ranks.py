@@ -167,11 +167,11 @@ def rank() -> int:
 
 def forget() -> None:
     """In a job: what this process keeps in memory, as if it were a new one; decisions on disk count."""
-    from attn_dispatch.ring import engine, link, route, traffic
+    from attn_dispatch.ring import engine, link, traffic
     from tests import calls
 
     calls.forget()
-    route.forget()
+    link.forget()
     for kept in (engine.steps_of, traffic.traffic_of):
         kept.cache_clear()
     for each in link._links.values():

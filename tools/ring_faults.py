@@ -31,7 +31,7 @@ from torch import Tensor
 from attn_dispatch import GroupMismatch, InvalidInput, Problem, RankLost, Sharded, attend
 from attn_dispatch.example import make
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.ring import route
+from attn_dispatch.ring import link
 from attn_dispatch.ring.exchange import Flight, Wire
 from attn_dispatch.ring.layout import CONTIGUOUS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.parts import Part
@@ -132,7 +132,7 @@ def _answer(rank: int, fault: Fault) -> tuple[str, str]:
     """One of `STATUSES`, or "raised"; and what was."""
     os.environ["ATTN_DISPATCH_MODE"] = "tune" if fault.kind == "trial" else "off"
     if fault.kind == "trial":
-        route.forget()
+        link.forget()
     outside = fault.kind in ("kill", "stop", "pause") and fault.at is None
     worst = "right", ""
     try:

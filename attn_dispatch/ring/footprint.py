@@ -291,12 +291,17 @@ def _axes(pattern: Pattern) -> Iterator[int]:
 
 
 def _setup_bytes(mine: _Rank) -> int:
-    """Positions of the rank's rows; where rows go by position, masks and bounds with an entry for each token of the
-    whole sequence besides (see `needs.may_meet`, `tiles.tables_at`).
+    """Positions of the rank's rows and, where they go by position, which of them meet and what bounds each (see
+    `needs.may_meet`, `tiles.tables_at`); of a grid masks and bounds with an entry for every token of the sequence.
     """
     pattern, load = mine.problem.pattern, mine.load
-    own = 3 * PLACE * (mine.tokens + load.counts.received(mine.rank))
-    far = load.counts.received(mine.rank) + load.counts.sent(mine.rank) > 0
-    if not _by_position(pattern, load.layout.chunks[mine.rank]) and not (far and list(_axes(pattern))):
+    chunks, received = load.layout.chunks[mine.rank], load.counts.received(mine.rank)
+    own = 3 * PLACE * (mine.tokens + received)
+    far = received + load.counts.sent(mine.rank) > 0
+    if not _by_position(pattern, chunks) and not (far and list(_axes(pattern))):
         return own
-    return own + load.layout.tokens * PLACE * (7 + 5 * len(list(_axes(pattern))))
+    if isinstance(pattern, Neighborhood):
+        return own + load.layout.tokens * PLACE * (7 + 5 * len(list(_axes(pattern))))
+    queries = mine.tokens if _by_position(pattern, chunks) else sum(reach(pattern, chunk) for chunk in chunks)
+    rows = queries + received // _members(mine.problem)
+    return own + PLACE * (4 * mine.tokens + (7 + 5 * max(_axes(pattern))) * rows)

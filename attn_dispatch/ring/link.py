@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -30,10 +31,15 @@ _links: OrderedDict[Any, Link] = OrderedDict()
 
 @dataclass(eq=False)
 class Link:
-    """A process group, this rank's place in it, and a group on the hosts' side for what is said rather than shipped."""
+    """A process group, this rank's place in it, and a group on the hosts' side for what is said rather than shipped.
+
+    Args:
+        known: what was decided for calls over it, the latest last.
+    """
 
     group: Any
     wire: Wire
+    known: OrderedDict[Any, Any] = field(default_factory=OrderedDict[Any, Any])
 
     @property
     def rank(self) -> int:
@@ -122,10 +128,36 @@ def link_of(mesh: object) -> Link:
     group = _group(mesh)
     found = _links.get(group)
     if found is None:
+        _drop([each for each in _links if _ended(each)])
+        _drop(list(_links)[: len(_links) + 1 - MOST_LINKS])
         found = _links[group] = Link(group, Wire(group))
-        if len(_links) > MOST_LINKS:
-            _links.popitem(last=False)
     return found
+
+
+def forget() -> None:
+    """What was decided for calls over any group."""
+    for link in _links.values():
+        link.known.clear()
+
+
+def _drop(groups: Iterable[Any]) -> None:
+    for group in groups:
+        _links.pop(group).known.clear()  # which holds the link in turn: nothing would end it but the garbage collector
+
+
+def _ended(group: Any) -> bool:
+    """Whether it was destroyed. Who still holds it then keeps its threads and connections alive."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return True
+    return False
+
+
+@atexit.register
+def _drop_all() -> None:
+    """While there is a Python that a group's threads can come back to: later they would end the process by SIGABRT."""
+    _drop(list(_links))
 
 
 def _group(mesh: object) -> Any:

@@ -1,12 +1,10 @@
 """Which keys a rank's queries see: the rows that it must have, and no others.
 
 Query i sees key j where j lies, on every axis of the pattern, between bounds that depend on i's place on that axis
-alone . The keys that a set of queries sees are then found axis by axis, without looking at pairs.
+alone. The keys that a set of queries sees are then found axis by axis, without looking at pairs.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,18 +55,23 @@ def seen_by(pattern: Pattern, length: int, chunks: tuple[range, ...], kind: Kind
     return keys if at is None else keys[at]
 
 
-def may_meet(pattern: Dilated, length: int, heads: int, which: range, others: Tensor) -> Tensor:
-    """Bool [length]: who sees some of the others or is seen by them, and, if causal, who would but for that.
+def may_meet(pattern: Dilated, length: int, heads: int, which: range, some: Tensor, others: Tensor) -> Tensor:
+    """Who of some tokens sees one of the others or is seen by it, and, if causal, who would but for that: bool.
 
     Args:
+        length: of the whole sequence, in tokens.
         heads: of all; `which` are the query heads to go by.
-        others: int64, their positions.
+        some, others: int64, their positions.
     """
-    there = torch.zeros(length, dtype=torch.bool).index_fill_(0, others, True)
-    both_ways = replace(pattern, is_causal=False)  # then whoever sees another is seen by it
-    found = torch.zeros_like(there)
+    found = torch.zeros(len(some), dtype=torch.bool)
     for offsets in {tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches))) for head in which}:
-        found |= _seen(both_ways, there, offsets)
+        for (segment, rate), offset in zip(pattern.branches, offsets):
+            if offset is None:
+                continue
+            segment = min(segment, length)
+            met = torch.zeros(-(-length // segment), dtype=torch.bool)
+            met[others[others % segment % rate == offset] // segment] = True
+            found |= met[some // segment] & (some % segment % rate == offset)
     return found
 
 

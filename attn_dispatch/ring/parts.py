@@ -290,9 +290,9 @@ def _of_heads(
     if isinstance(pattern, Dilated):  # in natural order: what is together in a segment is then together in tiles
         if share.kept is not None:
             queries, positions = share.kept[queries], share.kept[positions]
-        some = may_meet(pattern, problem.q_len, problem.heads, which, positions)[queries]
+        some = may_meet(pattern, problem.q_len, problem.heads, which, queries, positions)
         queries, places = _sorted(queries[some], places[some])
-        some = may_meet(pattern, problem.q_len, problem.heads, which, queries)[positions]
+        some = may_meet(pattern, problem.q_len, problem.heads, which, positions, queries)
         positions, columns = _sorted(positions[some], columns[some])
     if not len(queries):
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -32,7 +31,6 @@ from attn_dispatch.settings import budget_ms, expected_calls, mode
 MOST_KEPT = 256  #: calls with their decisions
 
 Known = tuple[Shared, Decision]
-_known: OrderedDict[Any, Known] = OrderedDict()
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,16 +98,11 @@ def explain_over(
     if link.size == 1:
         return explain(q, k, v, **{**arguments, **_alone(arguments["backend"], arguments["order"])})
     asked = _asked(q, k, v, spread.kind, **arguments)
-    found = _known.get((link, asked.key))
+    found = link.known.get(asked.key)
     if found is not None:
         return Explanation.of(found[1])
     lengths = (asked.local.q_len,) * link.size
     return Explanation.of(joint.explained(_shared(link, asked, lengths, attend), asked.exchange))
-
-
-def forget() -> None:
-    """Drop the decisions of this process."""
-    _known.clear()
 
 
 def _asked(
@@ -178,8 +171,7 @@ def _agreed(
     arguments: Mapping[str, Any],
 ) -> Known:
     """What all ranks go by: known from an earlier call, or decided on together now."""
-    key = link, asked.key
-    found = _known.get(key)
+    found: Known | None = link.known.get(asked.key)
     said: Agreed = agree(link, asked.words, asked.local.q_len, 0 if found is None else _number(*found))
     if found is not None and said.decided and said.lengths == found[0].layout.lengths:
         return found
@@ -189,10 +181,10 @@ def _agreed(
     with torch.device("cpu"):  # not some default device of the caller's
         decision = joint.decide(shared, _inputs(shared, tensors, arguments), masks, asked.exchange)
     logger.info("%s: %s (%s)", shared.problem, decision.order, decision.source)
-    _known[key] = shared, decision
-    if len(_known) > MOST_KEPT:
-        _known.popitem(last=False)
-    return _known[key]
+    link.known[asked.key] = shared, decision
+    if len(link.known) > MOST_KEPT:
+        link.known.popitem(last=False)
+    return shared, decision
 
 
 def _number(shared: Shared, decision: Decision) -> int:

@@ -1,0 +1,50 @@
+"""Groups that end: a group that was destroyed is held by nobody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ONE_AFTER_ANOTHER = """
+import sys, weakref
+import torch
+import torch.distributed as dist
+from attn_dispatch import shard
+
+groups = []
+for number in range(3):
+    dist.init_process_group("gloo", f"file://{sys.argv[1]}/{number}", rank=0, world_size=1)
+    shard(torch.zeros(1, 4), "world")
+    groups.append(weakref.ref(dist.group.WORLD))
+    dist.destroy_process_group()
+    print(*(int(group() is not None) for group in groups))
+"""
+
+
+def test_a_group_that_was_destroyed_is_dropped_with_the_next(tmp_path: Path) -> None:
+    """Its threads and connections would live on."""
+    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert found.splitlines() == ["1", "0 1", "0 0 1"]
+
+
+AT_THE_END = """
+import atexit, sys, weakref
+import torch
+import torch.distributed as dist
+
+atexit.register(lambda: print(int(group() is not None)))  # called last: what is registered later goes first
+from attn_dispatch import shard
+
+dist.init_process_group("gloo", f"file://{sys.argv[1]}/0", rank=0, world_size=1)
+shard(torch.zeros(1, 4), "world")
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+"""
+
+
+def test_none_is_held_when_a_process_ends(tmp_path: Path) -> None:
+    """A group's threads that come back to a Python that is gone end the process by SIGABRT."""
+    command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout == "0\n"
