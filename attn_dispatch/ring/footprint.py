@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from attn_dispatch import tile_math
 from attn_dispatch.branches import sum_dtype
@@ -15,7 +15,7 @@ from attn_dispatch.ring.blocks import block_rows, pieces, segments, window_of
 from attn_dispatch.ring.freight import Load
 from attn_dispatch.ring.listing import TILE
 from attn_dispatch.ring.needs import kv_classes
-from attn_dispatch.ring.parts import aligned, solver
+from attn_dispatch.ring.parts import aligned, branches_of, solver
 
 PLACE = 8  #: bytes of a position
 BOUND = 4  #: bytes of a bound in a tile's table
@@ -91,6 +91,20 @@ class _Rank:
         return min(self.tokens, block_rows(self.problem, self.load.layout))
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows that are worked on together.
+
+    Args:
+        queries, keys: as shares of the rank's tokens, times the share of heads.
+        workspace: the backend's own, in bytes.
+    """
+
+    queries: float
+    keys: float
+    workspace: int
+
+
 def footprint_of(load: Load, exchange: str, rank: int) -> Footprint:
     """Of one rank's call. A backend's own share is what it says itself (`workspace_bytes`), for the largest part."""
     mine = _Rank(load, rank)
@@ -122,14 +136,15 @@ def _forward(mine: _Rank, rows: int) -> int:
     """Sums, and what one part adds to them; `rows` of the largest step."""
     wide = mine.q * mine.wider
     spread = mine.q + wide if mine.wider > 1 else mine.q  # a part's out, also widened
-    rows_own, _, workspace = _own_part(mine)
-    own = int((spread + 2 * mine.lse) * rows_own) + workspace
-    if rows_own < 1:
+    parts = list(_own_parts(mine))
+    own = max(int((spread + 2 * mine.lse) * part.queries) + part.workspace for part in parts)
+    if len(parts) > 1 or parts[0].queries < 1:
         own += wide + mine.lse  # several parts: sums are there from the start
     far = wide + mine.lse
     if rows:
-        share, workspace = _far_part(mine, rows)
-        far += int((spread + 3 * mine.lse) * share) + workspace
+        far += max(
+            (int((spread + 3 * mine.lse) * part.queries) + part.workspace for part in _far_parts(mine, rows)), default=0
+        )
     end = wide + 2 * mine.lse + (mine.q if mine.wider > 1 else 0)
     return max(own, far, end)
 
@@ -138,13 +153,11 @@ def _backward(mine: _Rank, rows: int) -> int:
     """out, its gradient, lse twice and the sums of gradients, and what one part adds to them."""
     sums = (mine.q + mine.kv) * mine.wider
     held = 2 * mine.q + 2 * mine.lse + sums
-    queries, keys, workspace = _own_part(mine)
-    own = int(mine.q * queries + mine.kv * keys) + workspace
+    own = max(int(mine.q * part.queries + mine.kv * part.keys) + part.workspace for part in _own_parts(mine))
     far = 0
     if rows:
-        share, workspace = _far_part(mine, rows)
-        members = _members(mine.problem) / mine.problem.kv_heads
-        far = rows * mine.load.grad_row_bytes + int(mine.q * share + rows * mine.load.row_bytes * members) + workspace
+        found = (int(mine.q * part.queries + mine.kv * part.keys) + part.workspace for part in _far_parts(mine, rows))
+        far = rows * mine.load.grad_row_bytes + max(found, default=0)
     end = mine.q + mine.kv if mine.wider > 1 else 0
     return held + max(own, far, end)
 
@@ -172,43 +185,72 @@ def _by_heads(mine: _Rank) -> int:
 # --- a backend's share ------------------------------------------------------------------------------------------------
 
 
-def _own_part(mine: _Rank) -> tuple[float, float, int]:
-    """Of the largest part of the rank's own work: its share of queries and of keys, and the workspace."""
+def _own_parts(mine: _Rank) -> Iterator[_Part]:
+    """Of the rank's own queries and keys."""
     pattern, problem = mine.problem.pattern, mine.problem
     chunks = mine.load.layout.chunks[mine.rank]
-    if _by_position(pattern, chunks):
-        return 1.0, 1.0, _tiled_workspace(_sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads))
+    if isinstance(pattern, Neighborhood):
+        sub = _sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads)
+        yield _Part(1.0, 1.0, _tiled_workspace(sub))
+        return
     rows = keys = max(map(len, chunks))
-    if isinstance(pattern, Dilated):
-        rows = keys = max(len(part) for run in chunks for part in segments(pattern, run, mine.block))
-    elif isinstance(pattern, Dense | Window):
+    if isinstance(pattern, Dense | Window):
         rows = keys = min(rows, mine.block)
         window = window_of(pattern)
         if window.left is not None and window.right is not None:
             keys = min(max(map(len, chunks)), rows + window.left + window.right)
-    part = _sub(problem, pattern.simplify(rows, keys, problem.heads), rows, keys, problem.kv_heads)
-    return rows / mine.tokens, keys / mine.tokens, _workspace(part)
+    elif isinstance(pattern, Dilated):
+        apart = _by_position(pattern, chunks)
+        for branch in apart:
+            yield _listed(mine, branch, *[sum(_selected(branch, len(run)) for run in chunks)] * 2)
+        cuts = [cut for branch in branches_of(pattern) if branch not in apart for cut in branch.branches]
+        if not cuts:
+            return
+        lengths, rates = zip(*cuts)
+        pattern = replace(pattern, segment_lengths=lengths, dilation_rates=rates)
+        rows = keys = max(len(part) for run in chunks for part in segments(pattern, run, mine.block))
+    sub = _sub(problem, pattern.simplify(rows, keys, problem.heads), rows, keys, problem.kv_heads)
+    yield _Part(rows / mine.tokens, keys / mine.tokens, _workspace(sub))
 
 
-def _by_position(pattern: Pattern, chunks: tuple[range, ...]) -> bool:
-    """Whether a rank's own queries and keys are worked on by position."""
-    if isinstance(pattern, Dilated):
-        return not all(aligned(pattern, run) for run in chunks)
-    return isinstance(pattern, Neighborhood)
-
-
-def _far_part(mine: _Rank, rows: int) -> tuple[float, int]:
-    """Of some rows from elsewhere: what share of the heads one part has, and the workspace."""
-    problem, members = mine.problem, _members(mine.problem)
+def _far_parts(mine: _Rank, rows: int) -> Iterator[_Part]:
+    """Of some rows from elsewhere, those of all key heads together."""
+    problem, pattern = mine.problem, mine.problem.pattern
+    chunks = mine.load.layout.chunks[mine.rank]
     keys = min(-(-rows // problem.kv_heads), mine.load.layout.tokens)
-    if isinstance(problem.pattern, Dilated | Neighborhood):
-        queries = max(1, sum(reach(problem.pattern, chunk) for chunk in mine.load.layout.chunks[mine.rank]))
-        part = _sub(problem, problem.pattern, queries, keys, members)
-        return members / problem.kv_heads * queries / mine.tokens, _tiled_workspace(part)
-    queries = max(1, *map(partial(reach, problem.pattern), mine.load.layout.chunks[mine.rank]))
-    queries, keys = min(queries, mine.block), min(keys, mine.block)
-    part = _sub(problem, Dense(), queries, keys, problem.kv_heads)
-    return queries / mine.tokens, _workspace(part)
+    if isinstance(pattern, Dilated):
+        for branch in branches_of(pattern):
+            queries = sum(_selected(branch, reach(branch, run)) for run in chunks)
+            if queries:
+                yield _listed(mine, branch, queries, keys)
+    elif isinstance(pattern, Neighborhood):
+        sub = _sub(problem, pattern, mine.tokens, keys, problem.kv_heads)
+        yield _Part(1.0, keys / mine.tokens, _tiled_workspace(sub))
+    else:
+        queries = min(max(1, *(reach(pattern, run) for run in chunks)), mine.block)
+        keys = min(keys, mine.block)
+        sub = _sub(problem, Dense(), queries, keys, problem.kv_heads)
+        yield _Part(queries / mine.tokens, keys / mine.tokens, _workspace(sub))
+
+
+def _listed(mine: _Rank, branch: Dilated, queries: int, keys: int) -> _Part:
+    """Rows of a branch by position, of the key heads that have the same ones."""
+    members = _members(mine.problem)
+    share = members / mine.problem.kv_heads / mine.tokens
+    sub = _sub(mine.problem, branch, max(1, queries), max(1, keys), members)
+    return _Part(queries * share, keys * share, _tiled_workspace(sub))
+
+
+def _by_position(pattern: Pattern, chunks: tuple[range, ...]) -> list[Dilated]:
+    """The branches in which a rank's own queries and keys are worked on by position."""
+    if not isinstance(pattern, Dilated):
+        return []
+    return [branch for branch in branches_of(pattern) if not all(aligned(branch, run) for run in chunks)]
+
+
+def _selected(branch: Dilated, length: int) -> int:
+    """How many of so many positions some head has, at most."""
+    return min(length, sum(-(-length // rate) for rate in branch.dilation_rates))
 
 
 def _tiled_workspace(part: Problem) -> int:
@@ -271,23 +313,27 @@ def _index_bytes(mine: _Rank, steps: list[tuple[int, int]]) -> int:
 def _table_bytes(mine: _Rank, steps: list[tuple[int, int]]) -> int:
     """Bounds of rows that go by position: a query's two and a key's one, on each axis of each branch."""
     pattern, members = mine.problem.pattern, _members(mine.problem)
-    axes = sum(_axes(pattern))
-    if not axes:
+    chunks, classes = mine.load.layout.chunks[mine.rank], mine.problem.kv_heads // members
+    received = [each // members for each, _ in steps if each]
+    if isinstance(pattern, Neighborhood):
+        axes = sum(map(_axes, pattern.dilation))
+        far = len(received) * 2 * mine.tokens * classes + sum(received)
+        return BOUND * axes * (far + 3 * mine.tokens * classes)
+    if not isinstance(pattern, Dilated):
         return 0
-    chunks = mine.load.layout.chunks[mine.rank]
-    queries = sum(reach(pattern, chunk) for chunk in chunks)
-    classes = mine.problem.kv_heads // members
-    total = sum(BOUND * axes * (2 * queries * classes + received // members) for received, _ in steps if received)
-    if _by_position(pattern, chunks):
-        total += BOUND * axes * 3 * mine.tokens * classes
+    total, apart = 0, _by_position(pattern, chunks)
+    for branch in branches_of(pattern):
+        axes = sum(map(_axes, branch.dilation_rates))
+        queries = sum(_selected(branch, reach(branch, run)) for run in chunks)
+        if queries:
+            total += BOUND * axes * (len(received) * 2 * queries * classes + sum(received))
+        if branch in apart:
+            total += BOUND * axes * 3 * sum(_selected(branch, len(run)) for run in chunks) * classes
     return total
 
 
-def _axes(pattern: Pattern) -> Iterator[int]:
-    if isinstance(pattern, Dilated):
-        yield from (1 if rate == 1 else 2 for rate in pattern.dilation_rates)
-    elif isinstance(pattern, Neighborhood):
-        yield from (1 if step == 1 else 2 for step in pattern.dilation)
+def _axes(rate: int) -> int:
+    return 1 if rate == 1 else 2
 
 
 def _setup_bytes(mine: _Rank) -> int:
@@ -295,13 +341,10 @@ def _setup_bytes(mine: _Rank) -> int:
     `needs.may_meet`, `tiles.tables_at`); of a grid masks and bounds with an entry for every token of the sequence.
     """
     pattern, load = mine.problem.pattern, mine.load
-    chunks, received = load.layout.chunks[mine.rank], load.counts.received(mine.rank)
-    own = 3 * PLACE * (mine.tokens + received)
-    far = received + load.counts.sent(mine.rank) > 0
-    if not _by_position(pattern, chunks) and not (far and list(_axes(pattern))):
-        return own
+    received = load.counts.received(mine.rank)
+    total = 3 * PLACE * (mine.tokens + received)
     if isinstance(pattern, Neighborhood):
-        return own + load.layout.tokens * PLACE * (7 + 5 * len(list(_axes(pattern))))
-    queries = mine.tokens if _by_position(pattern, chunks) else sum(reach(pattern, chunk) for chunk in chunks)
-    rows = queries + received // _members(mine.problem)
-    return own + PLACE * (4 * mine.tokens + (7 + 5 * max(_axes(pattern))) * rows)
+        total += load.layout.tokens * PLACE * (7 + 5 * sum(map(_axes, pattern.dilation)))
+    elif isinstance(pattern, Dilated) and (received or _by_position(pattern, load.layout.chunks[mine.rank])):
+        total += PLACE * 6 * mine.tokens
+    return total

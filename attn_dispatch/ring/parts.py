@@ -217,7 +217,7 @@ def _moved(run: range, by: int) -> slice:
 
 def _dilated(share: _Share, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
     """At once what cuts the rank's own runs as if each began at 0, the rest by position."""
-    branches = _branches(pattern)
+    branches = branches_of(pattern)
     runs = share.own and share.kept is None
     fine = [runs and all(aligned(branch, run) for run in share.chunks) for branch in branches]
     some = [branch for branch, at_once in zip(branches, fine) if at_once]
@@ -229,7 +229,7 @@ def _dilated(share: _Share, pattern: Dilated, number: int, source: Source) -> It
             yield from _by_position(share, branch, number, source, share.all_rows)
 
 
-def _branches(pattern: Dilated) -> list[Dilated]:
+def branches_of(pattern: Dilated) -> list[Dilated]:
     """What can be worked out one after the other: each has rows of its own, the fewer the higher its rate."""
     if pattern.heads == "split":  # which head is in which branch goes by all of them
         return [pattern]
@@ -259,7 +259,7 @@ def _segments(share: _Share, pattern: Dilated, number: int, source: Source) -> I
         for other, keys in share.runs():
             if keys != place:
                 only = Source(source.heads, torch.arange(other.start, other.stop))
-                for branch in _branches(pattern):
+                for branch in branches_of(pattern):
                     yield from _by_position(share, branch, number, only, place, keys)
 
 
