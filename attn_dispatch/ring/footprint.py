@@ -170,9 +170,10 @@ def _by_heads(mine: _Rank) -> int:
     lse = tokens * load.lse_bytes // ranks
     sub = _sub(problem, problem.pattern, tokens, tokens, problem.kv_heads // ranks)
     workspace = _workspace(sub)
-    arriving = q + kv + max(q + mine.q - kv, kv // 2 + mine.kv // 2)
+    # One after the other: what is sent and what is received, then that in its order.
+    arriving = max(q + max(q, mine.q), q + kv // 2 + kv // 2 + max(kv, mine.kv) // 2)
     working = q + kv + q + 2 * lse + workspace
-    leaving = (q + kv if problem.needs_grad else 0) + 3 * q + 2 * mine.q + lse
+    leaving = (q + kv if problem.needs_grad else 0) + q + max(q + mine.q, 2 * mine.q) + lse
     forward = max(arriving, working, leaving)
     if not problem.needs_grad:
         return forward

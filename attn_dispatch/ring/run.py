@@ -128,6 +128,7 @@ class Shared:
             raise
         except Exception as raised:  # noqa: BLE001 - whatever it is, the others wait for what they cannot take for results
             error, result = raised, _no_results(inputs[0], problem)
+        del inputs  # nobody needs them on the way back, unless autograd has kept them
         out, lse = result if problem.return_lse else (result, None)
         out = ulysses.to_tokens(out, wire, layout)
         if lse is not None:

@@ -65,6 +65,7 @@ def _gather(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
     received = x.new_empty(batch * layout.tokens * each * rest.numel())
     sizes = [batch * length * each * rest.numel() for length in layout.lengths]
     _all_to_all(received, sent.view(-1), sizes, [sent[0].numel()] * ranks, wire)
+    del sent
     whole = x.new_empty(batch, layout.tokens, each, *rest)
     for rank, part in enumerate(torch.split(received, sizes)):
         rows = positions_of(layout, rank).to(x.device)
@@ -74,11 +75,16 @@ def _gather(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
 
 def _scatter(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
     ranks, (batch, _, each), rest = layout.ranks, x.shape[:3], x.shape[3:]
-    parts = [x.index_select(1, positions_of(layout, rank).to(x.device)).reshape(-1) for rank in range(ranks)]
+    sizes = [batch * length * each * rest.numel() for length in layout.lengths]
+    sent = x.new_empty(sum(sizes))
+    for rank, part in enumerate(torch.split(sent, sizes)):
+        rows = positions_of(layout, rank).to(x.device)
+        torch.index_select(x, 1, rows, out=part.view(batch, layout.lengths[rank], each, *rest))
     mine = layout.lengths[dist.get_rank(wire.group)]
     size = batch * mine * each * rest.numel()
     received = x.new_empty(ranks * size)
-    _all_to_all(received, torch.cat(parts), [size] * ranks, [len(part) for part in parts], wire)
+    _all_to_all(received, sent, [size] * ranks, sizes, wire)
+    del sent
     return received.view(ranks, batch, mine, each, *rest).movedim(0, 2).flatten(2, 3).contiguous()
 
 
