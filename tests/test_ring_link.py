@@ -29,6 +29,27 @@ def test_a_group_that_was_destroyed_is_dropped_with_the_next(tmp_path: Path) -> 
     assert found.splitlines() == ["1", "0 1", "0 0 1"]
 
 
+MANY = """
+import sys
+import torch
+import torch.distributed as dist
+from attn_dispatch import shard
+from attn_dispatch.ring import link
+
+dist.init_process_group("gloo", f"file://{sys.argv[1]}/0", rank=0, world_size=1)
+groups = [dist.new_group([0]) for _ in range(20)]
+for group in groups:
+    shard(torch.zeros(1, 4), group)
+print(list(link._links) == groups[-link.MOST_LINKS:])
+dist.destroy_process_group()
+"""
+
+
+def test_the_latest_groups_are_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MANY, str(tmp_path)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout == "True\n"
+
+
 AT_THE_END = """
 import atexit, sys, weakref
 import torch

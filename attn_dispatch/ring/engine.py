@@ -94,6 +94,25 @@ def _step(problem: Problem, traffic: Traffic, peers: tuple[Peers, Peers], number
     return Step(receives, sends, sources, parts)
 
 
+@lru_cache(maxsize=32)
+def _own_work(steps: tuple[Step, ...], slots: int) -> list[Step]:
+    """A rank's own rows, dealt out over the steps (see `own_shares`)."""
+    own, far = steps[0], steps[1:]
+    if not far:
+        return [own]
+    each = sum(part.pairs for step in far for part in step.parts) / len(far)
+    shares = own_shares(sum(part.pairs for part in own.parts), each, len(steps), slots)
+    dealt: list[list[Part]] = [[] for _ in steps]
+    number, done, due = 0, 0, shares[0]
+    for part in own.parts:
+        while done >= due and number + 1 < slots:
+            number += 1
+            due += shares[number]
+        dealt[number].append(part)
+        done += part.pairs
+    return [replace(own, parts=tuple(parts)) for parts in dealt]
+
+
 @dataclass(slots=True)
 class RingCall:
     """A problem over many ranks; forward and backward as `recorded` wants them.
@@ -127,7 +146,7 @@ class RingCall:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         sums, trouble = Sums(q), _Trouble()
         flight = None
-        for number, (step, own) in enumerate(zip(self.steps, self._own_work(len(self.steps) - 1))):
+        for number, (step, own) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps) - 1))):
             rows = self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
             if not trouble:
@@ -158,7 +177,7 @@ class RingCall:
         own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         trouble = _Trouble()
         flight = homeward = None
-        for number, (step, mine) in enumerate(zip(self.steps, self._own_work(len(self.steps)))):
+        for number, (step, mine) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps)))):
             rows = self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
             if number:
@@ -182,23 +201,6 @@ class RingCall:
     def _vote(self, trouble: _Trouble) -> None:
         if self.vote is not None and len(self.steps) > 1:
             self.vote(trouble.error)
-
-    def _own_work(self, slots: int) -> list[Step]:
-        """A rank's own rows, dealt out over the steps (see `own_shares`)."""
-        own, far = self.steps[0], self.steps[1:]
-        if not far:
-            return [own]
-        each = sum(part.pairs for step in far for part in step.parts) / len(far)
-        shares = own_shares(sum(part.pairs for part in own.parts), each, len(self.steps), slots)
-        dealt: list[list[Part]] = [[] for _ in self.steps]
-        number, done, due = 0, 0, shares[0]
-        for part in own.parts:
-            while done >= due and number + 1 < slots:
-                number += 1
-                due += shares[number]
-            dealt[number].append(part)
-            done += part.pairs
-        return [replace(own, parts=tuple(parts)) for parts in dealt]
 
     # --- work ---------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ PATIENCE = timedelta(days=1)
 MOST_LINKS = 16  #: groups whose buffers are kept
 
 _links: OrderedDict[Any, Link] = OrderedDict()
+_lock = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -126,18 +128,20 @@ def link_of(mesh: object) -> Link:
         InvalidInput: it is something else, or this process is not one of its ranks.
     """
     group = _group(mesh)
-    found = _links.get(group)
-    if found is None:
-        _drop([each for each in _links if _ended(each)])
-        _drop(list(_links)[: len(_links) + 1 - MOST_LINKS])
-        found = _links[group] = Link(group, Wire(group))
+    with _lock:
+        found = _links.get(group)
+        if found is None:
+            _drop([each for each in _links if _ended(each)])
+            _drop(list(_links)[: max(0, len(_links) + 1 - MOST_LINKS)])
+            found = _links[group] = Link(group, Wire(group))
     return found
 
 
 def forget() -> None:
     """What was decided for calls over any group."""
-    for link in _links.values():
-        link.known.clear()
+    with _lock:
+        for link in _links.values():
+            link.known.clear()
 
 
 def _drop(groups: Iterable[Any]) -> None:
@@ -157,7 +161,8 @@ def _ended(group: Any) -> bool:
 @atexit.register
 def _drop_all() -> None:
     """While there is a Python that a group's threads can come back to: later they would end the process by SIGABRT."""
-    _drop(list(_links))
+    with _lock:
+        _drop(list(_links))
 
 
 def _group(mesh: object) -> Any:

@@ -40,12 +40,17 @@ def rate_near(problem: Problem, tokens: int) -> Rate | None:
     near = sorted(_decisions(problem), key=lambda pair: _distance(problem, pair[1]))
     for decision, measured in near:
         chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
-        if chosen is None or not chosen.median_ms:
-            continue
-        if chosen.median_ms >= TELLING_MS and operations(measured) >= TELLING:
+        if chosen is not None and chosen.median_ms and _tells(measured, chosen.median_ms):
             source = f"{decision.choice}, {chosen.median_ms:.3g} ms for {' '.join(decision.title.split())}"
             return Rate(operations(measured) / chosen.median_ms * 1e3, source, decision.key)
     return None
+
+
+def _tells(measured: Problem, median_ms: float) -> bool:
+    try:
+        return median_ms >= TELLING_MS and operations(measured) >= TELLING
+    except InvalidInput:  # it cannot be counted
+        return False
 
 
 def operations(problem: Problem) -> float:

@@ -98,8 +98,8 @@ def explain_over(
     if link.size == 1:
         return explain(q, k, v, **{**arguments, **_alone(arguments["backend"], arguments["order"])})
     asked = _asked(q, k, v, spread.kind, **arguments)
-    found = link.known.get(asked.key)
-    if found is not None:
+    found: Known | None = link.known.get(asked.key)
+    if found is not None and found[0].layout.lengths[link.rank] == asked.local.q_len:
         return Explanation.of(found[1])
     lengths = (asked.local.q_len,) * link.size
     return Explanation.of(joint.explained(_shared(link, asked, lengths, attend), asked.exchange))
