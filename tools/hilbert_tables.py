@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from attn_dispatch.intervals import MARGIN
+from tools.tables import table
 
 ORDERED = ("tiles", "native", "flex")
 
@@ -99,7 +99,3 @@ def curve(curves: Any) -> str:
     ]
     text = f"The curve, nanoseconds per point on one core, by `python -m tools.bench_hilbert_curve`: {', '.join(ours)}"
     return f"{text}; {', '.join(peers)}." if peers else f"{text}."
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

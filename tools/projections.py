@@ -24,7 +24,7 @@ from attn_dispatch.ring.forecast import Forecast, forecasts_over
 from attn_dispatch.ring.layout import Layout, deal
 from attn_dispatch.ring.parts import solver
 from tools.common import parser, write
-from tools.hilbert_tables import table
+from tools.tables import table
 
 GB = 10**9
 BATCH, HEADS, HEAD_DIM = 1, 8, 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tools.hilbert_tables import table
+from tools.tables import table
 
 Rows = list[tuple[str, ...]]
 Section = tuple[str, Rows]  #: a sentence or two, and a table, its head first
