@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from attn_dispatch import sealed
-from attn_dispatch.contact import SILICON, Dead, contact, dead, digest, listed, place_of
+from attn_dispatch.contact import SILICON, Dead, contact, dead, digest, listed, place_of, refuse_links
 from attn_dispatch.logging import say_once
 from attn_dispatch.units import printable
 
@@ -138,6 +138,7 @@ class Quarantine:
 
     def _keep(self, entry: Entry) -> bool:
         try:
+            refuse_links(self._place)
             sealed.write(self._path(entry), entry)
         except OSError as error:
             say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
@@ -148,6 +149,7 @@ class Quarantine:
 
     def _remove(self, entry: Entry) -> bool:
         try:
+            refuse_links(self._place)
             self._path(entry).unlink(missing_ok=True)
         except OSError as error:
             say_once(f"{entry.backend} stays in quarantine: {self._path(entry)} cannot be removed ({error.strerror})")
