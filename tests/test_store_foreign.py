@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from attn_dispatch import entry as names
 from attn_dispatch import files, missed, store
 from attn_dispatch.contact import contact, place_of
 from attn_dispatch.entry import encode
@@ -18,6 +19,7 @@ from tests.entries import GROUP, KEY, OTHER, decision
 from tests.fakes import SILICON
 from tests.quarantines import entry, path_of_new
 
+LEVELS = (names.SILICON, names.GROUP, names.KEY)
 OLD = 1_000_000_000.0
 KEYS = [f"{number:020x}" for number in range(3)]
 IN_GROUP = f"{SILICON}/{GROUP}"
@@ -93,7 +95,7 @@ def test_what_is_somebody_elses_stays(tmp_path: Path) -> None:
 def test_no_store_is_cleared_up_through_a_link(tmp_path: Path) -> None:
     path = plant(Store(tmp_path / "other").path(SILICON, GROUP, KEY))
     link(tmp_path / "cache" / "v2", tmp_path / "other" / "v2")
-    files.tidy(tmp_path / "cache" / "v2", (store.SILICON, store.GROUP, store.KEY), 1.0, keep=tmp_path)
+    files.tidy(tmp_path / "cache" / "v2", LEVELS, 1.0, keep=tmp_path)
     assert path.exists()
 
 
