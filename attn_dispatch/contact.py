@@ -144,7 +144,8 @@ def contact(
         try:
             _mark(path, backend, version, silicon, title, scope, patience_s)
         except OSError as error:
-            say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
+            if folder != files.NOWHERE:
+                say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
         yield Contact(path)
     finally:
         _unmark(path)
@@ -174,7 +175,7 @@ def listed(place: Path, suffix: str) -> list[Path]:
         refuse_links(place)
         with os.scandir(place) as found:
             return sorted(Path(item.path) for item in found if item.name.endswith(suffix))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         say_once(f"{place} cannot be read ({error.strerror or error})")

@@ -26,6 +26,7 @@ STALE_S = 3600.0  #: after which a temporary file has lost its writer
 FILLED = 0.9  #: of the bound, after a clean-up
 #: mkstemp's part between what `write` puts before and after it.
 UNFINISHED = r"[a-z0-9_]{8}" + re.escape(TMP)
+NOWHERE = Path(os.devnull, "attn-dispatch")  #: in place of a folder that cannot be had: nothing is ever there
 
 
 def read(path: str | Path, most: int) -> bytes:

@@ -65,6 +65,7 @@ __all__ = [
 ]
 
 DEFAULT_MB = 256.0
+NO_HOME = "nothing is kept: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
 EACH = 256  #: puts of a process from one clean-up to the next
 OLD = "v1"
 NO_GROUP, NO_KEY = "0" * 12, "0" * 20  #: where only the others' form matters
@@ -116,12 +117,14 @@ class Store:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
         path = self.path(decision.silicon, decision.group, decision.key)
+        if self.folder == files.NOWHERE:
+            return None
         try:
             return self.add(decision).path
         except OSError as error:
-            # One message for all groups, where none of them can be written.
-            above = error.filename is not None and path.is_relative_to(error.filename)
-            where = error.filename if above else path.parent
+            # Said once for all groups, where none of them can be written.
+            there = (str(each) for each in (path.parent, *path.parents) if os.path.exists(each))
+            where = error.filename if error.errno == errno.ELOOP else next(there)
             say_once(f"decisions are not kept: {where} cannot be written ({error.strerror or error})")
         except Damaged as error:
             say_once(f"the decision for {printable(decision.title)} is not kept: {error}")
@@ -203,9 +206,13 @@ class Store:
 
 
 def cache_folder() -> Path:
-    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder."""
+    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `files.NOWHERE`, said once, without a home."""
     named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
-    return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    try:
+        return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    except RuntimeError:
+        say_once(NO_HOME)
+        return files.NOWHERE
 
 
 @cache
