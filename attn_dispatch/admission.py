@@ -30,7 +30,7 @@ from attn_dispatch.quarantine import Entry, Kind, Quarantine, contact
 from attn_dispatch.settings import timeout_s
 from attn_dispatch.store import cache_folder
 from attn_dispatch.units import one_line
-from attn_dispatch.verify import Gate
+from attn_dispatch.verify import Gate, NoReference, reference
 
 T = TypeVar("T")
 
@@ -80,7 +80,8 @@ class Gatekeeper:
         # Loaded by the first kernel that keeps out of compiled graphs: a second or more, which is no backend's time.
         importlib.import_module("torch._dynamo")
         self._gate = Gate.of(self.example)
-        self._cases = hard_cases(self.problem)
+        with reference():
+            self._cases = hard_cases(self.problem)
         self.outside_s = time.perf_counter() - start
 
     @property
@@ -115,6 +116,7 @@ class Gatekeeper:
 
         Raises:
             BackendFailed: the device is lost, and no other candidate can run in this process.
+            NoReference: there is no memory to work out what results should be.
         """
         version = registry.version_of(candidate.backend)
         where, title = silicon(self.problem.device), candidate.described(self.problem)
@@ -122,6 +124,8 @@ class Gatekeeper:
         try:
             with contact(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
                 return self._admit(candidate, version, needed)
+        except NoReference:
+            raise
         except Exception as error:
             text = one_line(error)
             kind = self._kind_of(error, needed)
@@ -197,7 +201,8 @@ class Gatekeeper:
         cases = self._taken_by(candidate)
         if not cases:
             return []
-        gate = Gate.of(make(cases[min(1, len(cases) - 1)].problem))
+        with reference():
+            gate = Gate.of(make(cases[min(1, len(cases) - 1)].problem))
         limit_s = timeout_s() + 10 * first_call_ms(candidate, gate.example.problem) / 1e3
         first = self._guarded(partial(gate.run, *candidate.run_by), limit_s)["out"]
         known = first.clone()

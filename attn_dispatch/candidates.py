@@ -17,7 +17,7 @@ from attn_dispatch.machine import silicon
 from attn_dispatch.memory import available_bytes
 from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
-from attn_dispatch.quarantine import Quarantine
+from attn_dispatch.quarantine import Quarantine, until
 from attn_dispatch.store import Row, cache_folder
 from attn_dispatch.units import gib, one_line, printable, titled
 
@@ -137,7 +137,8 @@ def _quarantined(backend: Backend, problem: Problem) -> str | None:
     entry = kept.find(backend.name, registry.version_of(backend), group_of(problem.to_dict()))
     if entry is None:
         return None
-    return f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}; `attn-dispatch doctor` lifts it"
+    what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
+    return f"{what}; `attn-dispatch doctor` lifts it"
 
 
 def heuristic(found: Sequence[Candidate]) -> Candidate | None:

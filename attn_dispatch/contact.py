@@ -32,9 +32,11 @@ from pathlib import Path
 
 import msgspec
 
-from attn_dispatch import sealed
+from attn_dispatch import files, sealed
 from attn_dispatch.logging import say_once
 
+FOLDER = "quarantine"
+MARK = re.compile(r"[0-9a-f]{20}-[0-9a-f]{12}\.mark")
 FOREIGN_S = 3600.0  #: seconds after which an unlocked marker of a process that cannot be looked up is dead
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 PROC = Path("/proc")
@@ -142,7 +144,8 @@ def contact(
         try:
             _mark(path, backend, version, silicon, title, scope, patience_s)
         except OSError as error:
-            say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
+            if folder != files.NOWHERE:
+                say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
         yield Contact(path)
     finally:
         _unmark(path)
@@ -152,7 +155,13 @@ def place_of(folder: Path, silicon: str) -> Path:
     """Where one silicon's quarantines are kept. Raises ValueError: paths cannot escape the folder."""
     if not SILICON.fullmatch(silicon):
         raise ValueError(f"not a fingerprint: {silicon!r}")
-    return folder / "quarantine" / silicon
+    return folder / FOLDER / silicon
+
+
+def refuse_links(place: Path) -> None:
+    """Raise OSError where a folder below the cache folder is a symbolic link."""
+    base = next((each.parent for each in (place, *place.parents) if each.name == FOLDER), place.parent)
+    files.refuse_links(base, place)
 
 
 def digest(*parts: str | None) -> str:
@@ -161,11 +170,12 @@ def digest(*parts: str | None) -> str:
 
 
 def listed(place: Path, suffix: str) -> list[Path]:
-    """The files of one kind, by name; none where there is no such folder."""
+    """The files of one kind, by name; none where there is no such folder, or a link in its place."""
     try:
+        refuse_links(place)
         with os.scandir(place) as found:
             return sorted(Path(item.path) for item in found if item.name.endswith(suffix))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         say_once(f"{place} cannot be read ({error.strerror or error})")
@@ -175,6 +185,8 @@ def listed(place: Path, suffix: str) -> list[Path]:
 def dead(place: Path) -> Iterator[Dead]:
     """The markers that dead processes left. Each is locked, shared, until the next is asked for: many may look."""
     for path in listed(place, ".mark"):
+        if not MARK.fullmatch(path.name):
+            continue  # somebody else's
         try:
             handle = sealed.open_regular(path)
         except FileNotFoundError:
@@ -195,6 +207,7 @@ def dead(place: Path) -> Iterator[Dead]:
 def _mark(
     path: Path, backend: str, version: str | None, silicon: str, title: str, scope: str, patience_s: float | None
 ) -> None:
+    refuse_links(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)

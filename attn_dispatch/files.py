@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,9 @@ LOCK_S = 2.0  #: longest wait for another writer
 TMP = ".tmp"
 STALE_S = 3600.0  #: after which a temporary file has lost its writer
 FILLED = 0.9  #: of the bound, after a clean-up
+#: mkstemp's part between what `write` puts before and after it.
+UNFINISHED = r"[a-z0-9_]{8}" + re.escape(TMP)
+NOWHERE = Path(os.devnull, "attn-dispatch")  #: in place of a folder that cannot be had: nothing is ever there
 
 
 def read(path: str | Path, most: int) -> bytes:
@@ -68,8 +72,17 @@ def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
         os.close(handle)
 
 
+def refuse_links(base: Path, folder: Path) -> None:
+    """Raise OSError where a folder below `base` is a symbolic link, and so not what was made there; `base` may be."""
+    for each in (folder, *folder.parents):
+        if each == base:
+            return
+        if each.is_symlink():
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(each))
+
+
 def write(path: Path, content: bytes) -> None:
-    """All of it or nothing: readers see the old file or the new one, whenever the writer dies.
+    """All of it or nothing: readers see the old file or the new one, whenever the writer dies. A link is replaced.
 
     Raises:
         OSError: it could not be written; what was there still is.
@@ -89,8 +102,9 @@ def write(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, line: bytes) -> int:
-    """Write at the end of a file, made where there is none; its size afterwards. Raises OSError."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    """Write at the end of a file, made where there is none; its size afterwards. Raises OSError, for a link too."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    handle = os.open(path, flags, 0o666)
     with os.fdopen(handle, "wb", buffering=0) as file:
         file.write(line)
         return file.tell()
@@ -112,7 +126,8 @@ def _lock(folder: Path) -> int | None:
     if fcntl is None:
         return None
     try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        handle = os.open(folder / LOCK, flags, 0o666)
     except OSError:
         return None
     end = time.monotonic() + LOCK_S
@@ -130,17 +145,24 @@ def _lock(folder: Path) -> int | None:
         time.sleep(random.uniform(0.0005, 0.003))  # not all waiters at once
 
 
-def tidy(root: Path, most: float, keep: Path) -> None:
+def tidy(root: Path, levels: Sequence[re.Pattern[str]], most: float, keep: Path) -> None:
     """Remove what killed writers left and, past `most` bytes, the files that have not been used for longest.
 
-    Other processes may remove the same ones; a file that is written meanwhile stays, and so does `keep`.
+    Other processes may remove the same ones; a file that is written meanwhile stays, and so does `keep`. What has
+    another form of name, and what lies behind a link, is somebody else's: it is neither removed nor counted.
+
+    Args:
+        levels: the names of the folders below `root`, from the outermost, and then of the files without `.json`.
     """
+    *folders, stem = levels
+    own, left = re.compile(stem.pattern + r"\.json"), re.compile(rf"\.{stem.pattern}-{UNFINISHED}")
     now, total = time.time(), 0
     found: list[tuple[float, str, os.stat_result]] = []
-    for path, seen in _walk(root):
-        if path.endswith(TMP) and now - seen.st_mtime > STALE_S:  # a time to come is no age: the clock was set
+    for path, seen in _walk(root, folders):
+        name = os.path.basename(path)
+        if left.fullmatch(name) and now - seen.st_mtime > STALE_S:  # a time to come is no age: the clock was set
             _remove(path, seen)
-        elif path.endswith(".json"):
+        elif own.fullmatch(name):
             total += seen.st_size
             found.append((seen.st_mtime, path, seen))
     if total > most:
@@ -158,19 +180,22 @@ def _shrink(oldest: list[tuple[str, os.stat_result]], excess: float) -> None:
 
 def _remove(path: str, seen: os.stat_result) -> None:
     with suppress(OSError):
-        if os.stat(path).st_mtime_ns == seen.st_mtime_ns:
+        now = os.stat(path, follow_symlinks=False)
+        if (now.st_ino, now.st_mtime_ns) == (seen.st_ino, seen.st_mtime_ns):
             os.unlink(path)
 
 
-def _walk(root: str | Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every plain file under a folder, links not followed; what cannot be read or has just gone is passed over."""
+def _walk(folder: str | Path, below: Sequence[re.Pattern[str]]) -> Iterator[tuple[str, os.stat_result]]:
+    """The plain files in the folders of these names, links not followed; what cannot be read or has gone is no file."""
+    if os.path.islink(folder):
+        return
     try:
-        with os.scandir(root) as entries:
+        with os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(OSError):
-                    if entry.is_dir(follow_symlinks=False):
-                        yield from _walk(entry.path)
-                    elif entry.is_file(follow_symlinks=False):
+                    if below and below[0].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                        yield from _walk(entry.path, below[1:])
+                    elif not below and entry.is_file(follow_symlinks=False):
                         yield entry.path, entry.stat(follow_symlinks=False)
     except OSError:
         return

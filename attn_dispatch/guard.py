@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from weakref import WeakSet
 
 from attn_dispatch.logging import say_once
 from attn_dispatch.memory import available_bytes, cuda_devices, host_psutil, resolve
@@ -109,6 +110,7 @@ class _Worker:
         self.running = False
         self.stopping = False
         self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
+        _trial_threads.add(self.thread)
         self.thread.start()
 
     def submit(self, job: _Job[Any]) -> None:
@@ -163,8 +165,11 @@ class _Worker:
             return None
 
 
+_trial_threads: WeakSet[threading.Thread] = WeakSet()
+_waiting: list[threading.Thread] = []  # for a guarded call; once for each that they wait for
 _idle: list[_Worker] = []  # the last to finish is the next to work: its pools are warm
 os.register_at_fork(after_in_child=_idle.clear)
+os.register_at_fork(after_in_child=_waiting.clear)
 
 
 def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
@@ -192,12 +197,15 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
         return call()
     job = _Job(call)
     del call
+    _waiting.append(threading.current_thread())
     try:
         worker.submit(job)
         in_time = _wait(job.done, timeout_s)
     except BaseException:
         worker.stop()
         raise
+    finally:
+        _waiting.remove(threading.current_thread())
     if not in_time:
         assert timeout_s is not None
         worker.stop()
@@ -273,6 +281,10 @@ def capped(device: torch.device, held: list[int] | None = None) -> Iterator[None
     pool of the calling thread is started first, and others are given room: enter this in the thread that is to run the
     kernel, inside the call of `run_guarded`. On CUDA it is torch's allocator that is bounded. A tighter limit that is
     there already stays; where none can be set, there is none. `held` is filled with what `lift` takes.
+
+    The limit is the whole process's, and another thread's allocation would fail for what a trial takes: there is none
+    where `threading` lists others when the trial begins, and `workspace_bytes` alone is held to what is free. Threads
+    that C code started (OpenMP's, torch's) are not seen: most work for the trial, and nothing tells the rest from them.
     """
     with _capped_allocator(device) if device.type == "cuda" else _capped_address_space(device, held):
         yield
@@ -295,6 +307,9 @@ _capping = threading.Lock()
 @contextmanager
 def _capped_address_space(device: torch.device, held: list[int] | None) -> Iterator[None]:
     global _uncapped
+    if not {threading.current_thread(), *_trial_threads, *_waiting}.issuperset(threading.enumerate()):
+        yield
+        return
     threads = _started_threads()
     cap = available_bytes(device) + threads * THREAD_BYTES + host_psutil().Process().memory_info().vms
     try:

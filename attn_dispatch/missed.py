@@ -21,7 +21,7 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
     """Append a problem to the folder's file, once in a process."""
     line = msgspec.json.encode(problem) + b"\n"
     mark = folder, hashlib.sha256(line).digest()
-    if mark in _noted:
+    if mark in _noted or folder == files.NOWHERE:
         return
     path = folder / MISSED
     try:

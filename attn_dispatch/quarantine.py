@@ -3,21 +3,23 @@
     <cache folder>/quarantine/<silicon>/<digest>.json
 
 One small checked file each. What is kept out is one version of a backend, whole or for one group of problems: another
-version gets its own chance. Damaged and foreign files are ignored and said once. No torch here.
+version gets its own chance. A process that was killed from outside in the middle of a trial looks like one that died of
+it: the first death keeps a version out for an hour, another one, in a trial begun after that, for good. Damaged and
+foreign files are ignored and said once. No torch here.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from attn_dispatch import sealed
-from attn_dispatch.contact import SILICON, Dead, contact, dead, digest, listed, place_of
+from attn_dispatch import files, sealed
+from attn_dispatch.contact import SILICON, Dead, contact, dead, digest, listed, place_of, refuse_links
 from attn_dispatch.logging import say_once
 from attn_dispatch.units import printable
 
@@ -28,15 +30,24 @@ Key = tuple[str, str | None, str]
 LAST_RESORT = "manual"  #: never in quarantine for a death: there is nothing else to run. The registry has the same name
 
 
+FIRST = timedelta(hours=1)  #: for which the first death keeps a version out
+
+
+def clock() -> datetime:
+    """The time in UTC."""
+    return datetime.now(UTC)
+
+
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return clock().isoformat(timespec="seconds")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Why one version of a backend is kept out.
 
     ``scope`` is "" for the whole version, else the digits of a group of problems. ``reason`` is one line, ``title`` the
-    problem it was seen on, ``created`` ISO time in UTC.
+    problem it was seen on, ``created`` ISO time in UTC. ``until``, likewise, is when a first death no longer keeps it
+    out; None: it is kept out until it is lifted.
     """
 
     backend: str
@@ -48,6 +59,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     created: str = msgspec.field(default_factory=_now)
     provenance: dict[str, str] | None = None
+    until: str | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps out now; where the clock was set back meanwhile, no longer than it should."""
+        return self.until is None or timedelta(0) < datetime.fromisoformat(self.until) - clock() <= FIRST
 
     @property
     def key(self) -> Key:
@@ -83,10 +100,15 @@ class Quarantine:
         entries = self._entries()
         if not entries:
             return None
-        return entries.get((backend, version, "")) or entries.get((backend, version, scope))
+        found = (entries.get((backend, version, each)) for each in ("", scope))
+        return next((entry for entry in found if entry is not None and entry.holds), None)
 
     def entries(self) -> list[Entry]:
-        """All that is kept out, by backend, version and scope."""
+        """All that is kept out now, by backend, version and scope."""
+        return [entry for entry in self._noted() if entry.holds]
+
+    def _noted(self) -> list[Entry]:
+        """Those too whose time is over."""
         found = list(self._entries().values())  # at once: another thread may add to it
         return sorted(found, key=lambda entry: [part or "" for part in entry.key])
 
@@ -103,9 +125,11 @@ class Quarantine:
         self._keep(entry)
 
     def lift(self, backend: str | None = None) -> list[Entry]:
-        """Let a backend's versions, or all, be tried again; what was lifted. A file that cannot go stays in force."""
+        """Let a backend's versions, or all, be tried again, as if they had never failed; what was lifted. A file that
+        cannot go stays in force.
+        """
         self.reread()
-        return [entry for entry in self.entries() if backend in (None, entry.backend) and self._remove(entry)]
+        return [entry for entry in self._noted() if backend in (None, entry.backend) and self._remove(entry)]
 
     def reread(self) -> None:
         """Read the folder anew; what could not be written is kept."""
@@ -121,11 +145,14 @@ class Quarantine:
             if entry is None or entry.backend == LAST_RESORT or entry.silicon != self.silicon:
                 _unlink(left.path)
                 continue
+            entry = _sentence(entry, self._before(entry), left.marker.began)
             self._table.entries[entry.key] = entry
             if self._keep(entry):  # the marker goes only when its news is safe
                 _unlink(left.path)
             found.append(entry)
-            say_once(f"{entry.reason}; `attn-dispatch doctor --lift {entry.backend}` lets it be tried again")
+            say_once(
+                f"{entry.reason}{until(entry)}; `attn-dispatch doctor --lift {entry.backend}` lets it be tried again"
+            )
         return found
 
     def _entries(self) -> dict[Key, Entry]:
@@ -133,14 +160,25 @@ class Quarantine:
             self.reread()
         return self._table.entries
 
+    def _before(self, entry: Entry) -> Entry | None:
+        """What was noted of the same version up to now, by other processes too."""
+        try:
+            found = sealed.read(self._path(entry), Entry)
+            _check(found, self._path(entry), self.silicon)
+        except sealed.UNREADABLE:  # `reread` says so where there is something
+            return self._table.unkept.get(entry.key)
+        return found
+
     def _path(self, entry: Entry) -> Path:
         return self._place / f"{digest(*entry.key)}.json"
 
     def _keep(self, entry: Entry) -> bool:
         try:
+            refuse_links(self._place)
             sealed.write(self._path(entry), entry)
         except OSError as error:
-            say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
+            if files.NOWHERE not in self._place.parents:
+                say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
             self._table.unkept[entry.key] = entry
             return False
         self._table.unkept.pop(entry.key, None)
@@ -148,6 +186,7 @@ class Quarantine:
 
     def _remove(self, entry: Entry) -> bool:
         try:
+            refuse_links(self._place)
             self._path(entry).unlink(missing_ok=True)
         except OSError as error:
             say_once(f"{entry.backend} stays in quarantine: {self._path(entry)} cannot be removed ({error.strerror})")
@@ -165,6 +204,35 @@ def sweep(folder: Path, silicon: str) -> list[Entry]:
 def silicons(folder: Path) -> list[str]:
     """The silicons of which something is kept in a cache folder."""
     return [path.name for path in listed(folder / "quarantine", "") if SILICON.fullmatch(path.name)]
+
+
+def until(entry: Entry) -> str:
+    """Until when it is kept out, to stand behind what happened; empty where that is for good."""
+    return "" if entry.until is None else f"; kept out until {shown_time(entry.until)} UTC"
+
+
+def shown_time(text: str) -> str:
+    """An ISO time to the minute."""
+    return text[:16].replace("T", " ")
+
+
+def _sentence(entry: Entry, before: Entry | None, began: float) -> Entry:
+    """The entry with how long a death keeps its version out.
+
+    Processes that are killed at once, as the ranks of a job are, are one death: what began before the time of the first
+    one is over adds nothing to it.
+    """
+    if entry.kind != "died":
+        return entry
+    if before is None:
+        return msgspec.structs.replace(entry, until=(clock() + FIRST).isoformat(timespec="seconds"))
+    if before.until is None:
+        return entry
+    over = datetime.fromisoformat(before.until)
+    if began < over.timestamp() and over - clock() <= FIRST:  # no time is further ahead, unless the clock was wrong
+        return before
+    again = f"{entry.reason}; another process had died of it, noted on {shown_time(before.created)} UTC"
+    return _printable(msgspec.structs.replace(entry, reason=again))
 
 
 def _obituary(left: Dead) -> Entry | None:
@@ -214,6 +282,8 @@ def _read_all(place: Path, silicon: str) -> dict[Key, Entry]:
 def _check(entry: Entry, path: Path, silicon: str) -> None:
     if entry.silicon != silicon or path.name != f"{digest(*entry.key)}.json":
         raise ValueError("it is about something else than its name says")
+    if entry.until is not None and datetime.fromisoformat(entry.until).tzinfo is None:
+        raise ValueError("it ends at no time in UTC")
     if entry != _printable(entry) or not "".join(map(str, entry.key)).isprintable():
         raise ValueError("it holds what cannot be printed")
 
@@ -221,6 +291,8 @@ def _check(entry: Entry, path: Path, silicon: str) -> None:
 def _printable(entry: Entry) -> Entry:
     """On one line, without what a terminal would act on."""
     shown = {name: _one_line(getattr(entry, name)) for name in ("reason", "title", "created")}
+    if entry.until is not None:
+        shown["until"] = _one_line(entry.until)
     return msgspec.structs.replace(entry, **shown)
 
 

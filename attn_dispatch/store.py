@@ -28,6 +28,8 @@ from msgspec.structs import replace
 from attn_dispatch import files
 from attn_dispatch.bundle import Refused, read_bundle
 from attn_dispatch.entry import (
+    GROUP,
+    KEY,
     MOST_BYTES,
     SCHEMA,
     SILICON,
@@ -63,6 +65,7 @@ __all__ = [
 ]
 
 DEFAULT_MB = 256.0
+NO_HOME = "nothing is kept: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
 EACH = 256  #: puts of a process from one clean-up to the next
 OLD = "v1"
 NO_GROUP, NO_KEY = "0" * 12, "0" * 20  #: where only the others' form matters
@@ -114,10 +117,15 @@ class Store:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
         path = self.path(decision.silicon, decision.group, decision.key)
+        if self.folder == files.NOWHERE:
+            return None
         try:
             return self.add(decision).path
         except OSError as error:
-            say_once(f"decisions are not kept: {path.parent} cannot be written ({error.strerror or error})")
+            # Said once for all groups, where none of them can be written.
+            there = (str(each) for each in (path.parent, *path.parents) if os.path.exists(each))
+            where = error.filename if error.errno == errno.ELOOP else next(there)
+            say_once(f"decisions are not kept: {where} cannot be written ({error.strerror or error})")
         except Damaged as error:
             say_once(f"the decision for {printable(decision.title)} is not kept: {error}")
         return None
@@ -131,6 +139,7 @@ class Store:
         most = _most_bytes()
         path = self.path(decision.silicon, decision.group, decision.key)
         encode(decision)  # nothing is made for one that cannot be kept
+        files.refuse_links(self.folder, path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent):
             there = _read(path, decision.silicon, decision.group, decision.key)
@@ -143,7 +152,7 @@ class Store:
                 files.write(path, content)
         _puts[self.folder] += 1
         if _puts[self.folder] % EACH == 1:
-            files.tidy(self.root, most, keep=path)
+            files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path)
         return Added(path, "unchanged" if unchanged else "added" if old is None else "merged")
 
     def amend(self, decision: Decision, **changes: Any) -> None:
@@ -151,10 +160,12 @@ class Store:
         its place. Where it cannot be written, it stays as it was.
         """
         path = self.path(decision.silicon, decision.group, decision.key)
-        with suppress(OSError, Damaged), files.locked(path.parent):
-            there = _read(path, decision.silicon, decision.group, decision.key)
-            if there is not None and there.created == decision.created:
-                files.write(path, encode(replace(there, **changes)))
+        with suppress(OSError, Damaged):
+            files.refuse_links(self.folder, path.parent)
+            with files.locked(path.parent):
+                there = _read(path, decision.silicon, decision.group, decision.key)
+                if there is not None and there.created == decision.created:
+                    files.write(path, encode(replace(there, **changes)))
 
     def group(self, silicon: str, group: str) -> list[Decision]:
         """Every readable decision of a group, by key."""
@@ -195,9 +206,13 @@ class Store:
 
 
 def cache_folder() -> Path:
-    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder."""
+    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `files.NOWHERE`, said once, without a home."""
     named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
-    return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    try:
+        return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    except RuntimeError:
+        say_once(NO_HOME)
+        return files.NOWHERE
 
 
 @cache
@@ -264,7 +279,7 @@ def _touch(path: Path) -> None:
     if name not in _touched:
         _touched.add(name)
         with suppress(OSError):
-            os.utime(name)
+            os.utime(name, follow_symlinks=False)
 
 
 def _names(folder: Path | str) -> list[str]:

@@ -28,6 +28,7 @@ from attn_dispatch.machine import provenance, silicon
 from attn_dispatch.problem import Problem
 from attn_dispatch.store import Decision, Row
 from attn_dispatch.units import one_line, printable
+from attn_dispatch.verify import NoReference, reference
 
 Name = tuple[str, str]  #: of a candidate: backend and order
 
@@ -54,7 +55,7 @@ def decide(
             long, the first may be the only one that there is time for.
 
     Returns:
-        The decision, or None where nothing could be measured: no candidate, or no memory for a trial.
+        The decision, or None where nothing could be measured: no candidate, or no memory for a trial (said once).
 
     Raises:
         BackendFailed: a candidate left the device unusable.
@@ -66,8 +67,14 @@ def decide(
     if not runners:
         return None
     trial = _Trial(problem, found, runners, budget_s, prior)
-    trial.run()
-    chosen = trial.choose()
+    try:
+        trial.run()
+        chosen = trial.choose()
+    except NoReference as error:
+        say_once(f"not measured, for want of memory to check results: {printable(str(problem))} ({error})")
+        chosen = None
+    if chosen is None:
+        measure.release(problem.device)  # only here, where the error does not hold what was worked out any more
     trial.release()
     return None if chosen is None else trial.decision(chosen)
 
@@ -124,7 +131,8 @@ class _Trial:
     chosen: Candidate | None = None
 
     def run(self) -> None:
-        example = make(self.problem)
+        with reference():
+            example = make(self.problem)
         gate = Gatekeeper(example)
         self.outside_s += gate.outside_s
         for candidate in self.runners:

@@ -8,20 +8,39 @@ candidate still runs at full size, and what is compared is exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attn_dispatch import guard
 from attn_dispatch.backends import manual
 from attn_dispatch.contract import Backend, runner
 from attn_dispatch.example import Example
 from attn_dispatch.order import NATURAL
 from attn_dispatch.problem import Problem
+from attn_dispatch.units import one_line
 
 PAIRS = 2**21  #: query-key pairs that are worked out in float64
 KEY_BYTES = 2**27  #: of widened keys, and again of values
 FEWEST_ROWS = 4
+
+
+class NoReference(Exception):
+    """There is no memory to work out what results should be; no fault of a candidate's."""
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Around what works out or compares expected results. Raises NoReference where memory is lacking."""
+    try:
+        yield
+    except Exception as error:
+        if not guard.is_memory_error(error):
+            raise
+        raise NoReference(one_line(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +71,9 @@ class Gate:
     expected: dict[str, Expected]
 
     @classmethod
+    @reference()
     def of(cls, example: Example, seed: int = 0) -> Gate:
+        """Work out what is to be expected. Raises NoReference."""
         example = example.without_dropout()
         rows, heads = draw(example.problem, seed)
         rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
@@ -93,8 +114,9 @@ class Gate:
             raise RuntimeError("wrote into its inputs")
         return found
 
+    @reference()
     def check(self, found: dict[str, Tensor]) -> Verdict:
-        """Compare what `run` gave."""
+        """Compare what `run` gave. Raises NoReference."""
         failures = _contract_failures(found, self.example.problem)
         if failures:
             return Verdict(math.inf, tuple(failures))

@@ -47,6 +47,7 @@ def path_of(folder: Path) -> Path:
 
 
 def path_of_new(folder: Path, suffix: str) -> Path:
+    suffix = f"-{'0' * 12}{suffix}" if suffix == ".mark" else suffix
     return place_of(folder, SILICON) / f"{contacts.digest(*entry().key)}{suffix}"
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from attn_dispatch import guard, memory
 from attn_dispatch.guard import capped, device_lost, is_memory_error, lied
 from tests import fakes
 from tests.fakes import GIB, MIB
-from tests.guarded import run
+from tests.guarded import PATIENT_S, run
 
 pytestmark = pytest.mark.usefixtures("no_threads_are_left")
 
@@ -65,6 +66,47 @@ def call():
 print(guard.run_guarded(call, 60))
 """
     assert run(code) == (0, "4000000.0\n", "")
+
+
+@pytest.fixture
+def another_thread() -> Iterator[None]:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("little_memory", "another_thread")
+def test_other_threads_are_not_limited() -> None:
+    before = limit()
+
+    def inside() -> int:
+        with capped(CPU):
+            return limit()
+
+    assert inside() == before
+    assert guard.run_guarded(inside, PATIENT_S) == before
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_the_threads_of_trials_are_no_others() -> None:
+    """Those that run one, those that wait for it, within one another too, and those that have none."""
+    before = limit()
+
+    def inside() -> int:
+        with capped(CPU):
+            return limit()
+
+    def nested() -> int:
+        return guard.run_guarded(inside, PATIENT_S)
+
+    assert inside() != before
+    for _ in range(2):
+        assert guard.run_guarded(nested, PATIENT_S) != before
+    assert inside() != before
+    assert guard._waiting == []
 
 
 def test_what_is_free_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,9 @@ def test_a_death_is_remembered(
     assert (found.kind, found.scope, found.title) == ("died", "", "dense 1 x 64")
     assert found.reason.startswith("the process died while made_up 1 ran dense 1 x 64 for the first time (segfault")
     (text,) = warnings()
-    assert text == f"{found.reason}; `attn-dispatch doctor --lift made_up` lets it be tried again"
+    assert (
+        text == f"{found.reason}{quarantine.until(found)}; `attn-dispatch doctor --lift made_up` lets it be tried again"
+    )
     assert markers(folder) == []
     assert anew().find("made_up", "1") == found
     assert anew().find("made_up", "2") is None

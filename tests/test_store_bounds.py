@@ -127,7 +127,7 @@ def test_use_that_cannot_be_noted(
 ) -> None:
     (path,) = plant_many(tmp_path, 1)
 
-    def refuse(name: str) -> None:
+    def refuse(name: str, *, follow_symlinks: bool) -> None:
         raise PermissionError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("os.utime", refuse)
@@ -141,7 +141,7 @@ def test_use_that_cannot_be_noted(
 @pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
 def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     """A time that has not come says nothing of the age."""
-    left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(".0123-abc.tmp")
+    left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd_123.tmp")
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half a")
     os.utime(left, (0, time.time() - age_s))

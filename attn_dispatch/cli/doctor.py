@@ -17,8 +17,8 @@ from attn_dispatch import files
 from attn_dispatch.cli.output import print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.missed import MOST
-from attn_dispatch.quarantine import Entry, Quarantine, silicons
-from attn_dispatch.store import MISSED, Store, cache_folder
+from attn_dispatch.quarantine import Entry, Quarantine, shown_time, silicons
+from attn_dispatch.store import MISSED, NO_HOME, Store, cache_folder
 from attn_dispatch.units import align, gib, printable
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _missed(path: Path) -> dict[str, Any]:
     try:
         text = files.read(path, MOST_MISSED).decode()  # a pipe in its place would be waited for
         count = sum(read(problem) is None for problem in parse_record(text, path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, UnicodeDecodeError, AttnDispatchError) as error:
         reason = f"cannot be read: {error}"
@@ -181,6 +181,9 @@ def _missed(path: Path) -> dict[str, Any]:
 def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
     missed = report["missed"]
     unwritable = "" if report["writable"] else ", which cannot be written"
+    kept = f"{report['decisions']} in {report['folder']}{unwritable}"
+    if report["folder"] == str(files.NOWHERE):
+        kept = f"none: {NO_HOME}"
     waiting = missed["reason"] or (
         f"{missed['count']}; settle them with: {missed['command']}" if missed["count"] else "none"
     )
@@ -194,7 +197,7 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         "",
         *_quarantine_lines(report["quarantines"]),
         "",
-        f"decisions {report['decisions']} in {report['folder']}{unwritable}",
+        f"decisions {kept}",
         f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
         f"budget    {report['budget_ms']:g} ms for an unseen problem   ($ATTN_DISPATCH_BUDGET_MS)",
         f"missed    {waiting}",
@@ -213,13 +216,15 @@ def _backend_cells(item: Mapping[str, Any]) -> list[str]:
 def _quarantine_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
     if not items:
         return ["quarantine none"]
-    head = ["quarantine", "version", "kind", "of", "since (UTC)", "silicon", "problem", "reason"]
+    head = ["quarantine", "version", "kind", "of", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
     rows = align([head, *map(_quarantine_cells, items)], set(range(len(head))))
     return [*rows, "'attn-dispatch doctor --lift NAME' lets a backend be tried again"]
 
 
 def _quarantine_cells(item: Mapping[str, Any]) -> list[str]:
     scope = item["scope"] or "all"
-    since = item["created"][:16].replace("T", " ")
+    since = shown_time(item["created"])
+    end = "lifted" if item["until"] is None else shown_time(item["until"])
     title = " ".join(item["title"].split())
-    return [item["backend"], item["version"] or "-", item["kind"], scope, since, item["silicon"], title, item["reason"]]
+    where = [since, end, item["silicon"], title]
+    return [item["backend"], item["version"] or "-", item["kind"], scope, *where, item["reason"]]

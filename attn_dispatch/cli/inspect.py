@@ -8,10 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from attn_dispatch import files
 from attn_dispatch.cli import regrets, thresholds
 from attn_dispatch.cli.output import print_json, table
 from attn_dispatch.explanation import Explanation
-from attn_dispatch.store import Decision, Store, cache_folder
+from attn_dispatch.store import NO_HOME, Decision, Store, cache_folder
 from attn_dispatch.units import printable
 
 EXAMPLE = """examples:
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         _print_one(*found[0])
     elif found:
         _print_groups(found)
+    elif folder == files.NOWHERE:
+        print(NO_HOME)
     elif not prefix:
         print(f"no decision is kept in {folder} yet; 'attn-dispatch profile --quick' measures some")
     if prefix and not found:

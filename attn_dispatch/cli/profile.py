@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attn_dispatch import files
 from attn_dispatch.cli import shapes, thresholds
 from attn_dispatch.cli.output import full_table, no_backend, print_json
 from attn_dispatch.errors import InvalidInput
@@ -237,7 +238,10 @@ def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
     if kept:
         print(*(f"kept in   {folder}" for folder in kept), sep="\n")
     elif found:
-        print("kept      nothing: no decision was measured and written")
+        from attn_dispatch.store import NO_HOME, cache_folder
+
+        why = NO_HOME if cache_folder() == files.NOWHERE else "no decision was measured and written"
+        print(f"kept      nothing: {why.removeprefix('nothing is kept: ')}")
 
 
 def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
