@@ -259,7 +259,7 @@ def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[
 
 def _fouled(problem: Problem, values: list[Tensor], masks: dict[str, Tensor]) -> list[Tensor]:
     """q, k and v with NaN, inf and -inf, token by token, in what never matters."""
-    hidden = Hidden.of(problem, **masks)
+    hidden = Hidden.of(problem, masks.get("seq_lens"), masks.get("key_mask"))
     fouled = []
     for x, where in zip(values, (hidden.queries, hidden.keys, hidden.keys)):
         bits = torch.tensor([math.nan, math.inf, -math.inf]).repeat(-(-x.shape[1] // 3))[: x.shape[1]]

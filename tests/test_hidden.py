@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_dispatch import registry
 from attn_dispatch.example import Example, make
+from attn_dispatch.hidden import unseen
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
+from attn_dispatch.problem import Problem
 from attn_dispatch.reorder import Reordered
 from tests.cases import Case
 from tests.conftest import INTERPRETED
+from tests.test_conformance import lengths, patterns
 
 GRID = Neighborhood((6, 10), (3, 5), (1, 2))
 PATTERNS = {
@@ -26,7 +32,7 @@ PATTERNS = {
     "reordered": Reordered(GRID, "hilbert"),
 }
 MASKED = [
-    Case(f"{name}-{'-'.join(masks)}", pattern, (2, 60, 4, 8), kv_heads=2, **dict.fromkeys(masks, True))
+    Case(f"{name}-{'-'.join(masks)}", pattern, (2, 60, 4, 8), None, 2, "seq_lens" in masks, "key_mask" in masks)
     for (name, pattern), masks in product(PATTERNS.items(), [("key_mask",), ("seq_lens",), ("key_mask", "seq_lens")])
 ]
 #: Keys that a pattern shows to no query.
@@ -48,9 +54,10 @@ BITS = (math.nan, math.inf, -math.inf)
 def hidden_parts(example: Example) -> dict[str, Tensor]:
     """By the definition: what of k and v no query sees, and which queries are padding."""
     problem = example.problem
-    counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **example.masks)
+    masks: dict[str, Any] = example.masks
+    counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **masks)
     counts = counts.expand(problem.batch, *counts.shape[-3:])
-    seen = counts.sum(2).unflatten(1, (problem.kv_heads, -1)).sum(2).transpose(1, 2) > 0
+    seen = counts.sum(2).view(problem.batch, problem.kv_heads, -1, problem.k_len).sum(2).transpose(1, 2) > 0
     lens = example.masks.get("seq_lens", torch.tensor(problem.q_len))
     padding = torch.arange(problem.q_len) >= lens.reshape(-1, 1)
     return {"keys": ~seen, "queries": padding.expand(problem.batch, -1)}
@@ -101,6 +108,16 @@ def check(backend: str, case: Case, dtype: torch.dtype, *, needs_grad: bool = Tr
         assert (found["lse"].transpose(1, 2)[hidden["queries"]] == -math.inf).all()
 
 
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    q_len = draw(lengths())
+    k_len = draw(st.just(q_len) | lengths())
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    pattern = draw(patterns(q_len, k_len))
+    case = Case("any", pattern, (1, q_len, kv_heads * group, 4), k_len=k_len, kv_heads=kv_heads)
+    return case.problem(torch.float32, needs_grad=False)
+
+
 @pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("case", MASKED + UNSEEN, ids=lambda case: case.id)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -112,6 +129,16 @@ def test_what_no_query_sees_never_matters(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", ["manual", "sdpa", "sdpa_mask", "native", "tiles", "flex"])
 def test_without_gradients(backend: str) -> None:
     check(backend, MASKED[2], torch.float16, needs_grad=False)
+
+
+@given(problems())
+def test_unseen_keys_are_those_of_the_definition(problem: Problem) -> None:
+    counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
+    expected = counts.sum(1).view(problem.kv_heads, -1, problem.k_len).sum(1).T == 0
+    found = unseen(problem)
+    assert (found is None) == (not expected.any())
+    if found is not None:
+        assert torch.equal(found[0, :, :, 0].expand_as(expected), expected)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter for Triton's kernels")
