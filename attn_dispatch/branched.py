@@ -171,8 +171,7 @@ class Branched:
     def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Call:
         """The passes of queries that see keys elsewhere too (see `contract`)."""
         kernel, plan, _ = _prepared(self, problem)
-        hidden = branches.hidden_keys(problem, None, key_mask, problem.device)
-        return branches.Call(problem, plan, kernel, hidden, None, ())
+        return branches.passes(problem, plan, kernel, {} if key_mask is None else {"key_mask": key_mask})
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         kernel, plan, _ = _prepared(self, problem)

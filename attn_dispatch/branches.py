@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_dispatch.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels import Kernel
+from attn_dispatch.pattern import Dilated
 from attn_dispatch.pieces import Block, Piece, Plan
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import Call as Passes
 from attn_dispatch.recorded import recorded
 
 SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}  #: less is 0 to a kernel
@@ -58,12 +61,24 @@ def run(
     if single is not None and not problem.needs_grad and not masks:
         out, lse = kernel.forward(q, k, v, single.is_causal, problem.scale, None)
         return _as(out, q.dtype), lse
-    seq_lens = masks.get("seq_lens")
-    hidden = hidden_keys(problem, seq_lens, masks.get("key_mask"), q.device)
-    call = Call(problem, plan, kernel, hidden, seq_lens, biases)
+    call = passes(problem, plan, kernel, masks, biases)
     if problem.needs_grad:
         return recorded(q, k, v, call)
     return call.forward(q, k, v)
+
+
+def passes(
+    problem: Problem, plan: Plan, kernel: Kernel, masks: Mapping[str, Tensor], biases: tuple[Bias, ...] = ()
+) -> Passes:
+    """What `run` does, for a scale above 0."""
+    seq_lens, key_mask = masks.get("seq_lens"), masks.get("key_mask")
+    call = Call(problem, plan, kernel, hidden_keys(problem, seq_lens, key_mask, problem.device), seq_lens, biases)
+    return Hidden.of(problem, seq_lens, key_mask, pattern=_reads_unseen(problem, biases)).around(call)
+
+
+def _reads_unseen(problem: Problem, biases: tuple[Bias, ...]) -> bool:
+    """Whether kernels are handed keys that the pattern shows to no query: pieces hold what branches select."""
+    return bool(biases) or not isinstance(problem.pattern, Dilated)
 
 
 @dataclass(slots=True)
@@ -328,7 +343,7 @@ def workspace_bytes(problem: Problem, plan: Plan) -> int:
     k_rows = step * problem.heads * max(b.k.stop - b.k.start for b in plan.blocks)
     d = problem.head_dim
     # Partial out and one piece's out, both also widened; lse, its parts and the share.
-    total: int = q_rows * (d * (2 * item + 2 * wide) + 6 * wide)
+    total: int = q_rows * (d * (2 * item + 2 * wide) + 6 * wide) + copied_bytes(problem)
     # Keys and values spread over the query heads or packed by the kernel.
     total += 2 * k_rows * d * item
     if problem.needs_grad:

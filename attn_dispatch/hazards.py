@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_dispatch.contract import Backend, forced_orders
 from attn_dispatch.example import Example
+from attn_dispatch.hidden import Hidden, unseen
 from attn_dispatch.order import NATURAL
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.poison import Seal, framed, poisoned
@@ -48,6 +49,7 @@ class Spec:
     empty: bool = False  #: a batch row without keys for each of the masks
     large: bool = False  #: scores up to LARGEST_SCORE
     odd_masks: bool = False  #: seq_lens in 32 bits, key_mask with gaps
+    hidden: bool = False  #: NaN and infinity in what no query sees, and in padding queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,14 @@ def class_key(problem: Problem) -> tuple[Spec, ...]:
     unequal = isinstance(problem.pattern, Dense | Window) and not problem.has_seq_lens
     small = partial(_small, problem)
     masks = problem.has_seq_lens + problem.has_key_mask
+    hides = problem.masked or unseen(small(1, EVEN)) is not None
     return (
         Spec("large scores", small(1, EVEN), own, large=True),
         Spec("", small(1 + masks, ODD, SHORT if unequal else ODD), own, empty=True),
         Spec("", small(max(2, 1 + masks), 1, MANY_KEYS if unequal else 1), own, empty=True),
         Spec("packed views", small(2, ODD), (PACKED, PACKED, CACHE, "bhnd"), odd_masks=True),
         Spec("scattered views", small(2, ODD), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh"), odd_masks=True),
+        *[Spec("NaN that is hidden", small(2, EVEN), own, hidden=True)] * hides,
     )
 
 
@@ -201,6 +205,9 @@ def _case(spec: Spec) -> HardCase:
     values = [torch.randn(shape, generator=generator) for shape in (q_shape, kv_shape, kv_shape, q_shape)]
     if spec.large:
         values[:2] = _large(spec.problem, values[1], generator)
+    masks = _masks(spec, generator)
+    if spec.hidden:
+        values[:3] = _fouled(spec.problem, values, masks)
     dtype, device = spec.problem.dtype, spec.problem.device
     strides = [_strides(tuple(x.shape), kind, dtype) for x, kind in zip(values, spec.kinds)]
     q, k, v, grad = (framed(x.to(device, dtype), each) for x, each in zip(values, strides))
@@ -208,7 +215,7 @@ def _case(spec: Spec) -> HardCase:
     problem = replace(spec.problem, strides=(classes[0], classes[1], classes[2]))
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-    example = Example(problem, q, k, v, grad if problem.needs_grad else None, _masks(spec, generator))
+    example = Example(problem, q, k, v, grad if problem.needs_grad else None, masks)
     gate = Gate.of(example)
     if gate.grad is not None and len(gate.rows) * len(gate.heads) == problem.q_len * problem.heads:
         gate = replace(gate, grad=grad)  # the same values in a memory order that is not the usual one
@@ -248,6 +255,16 @@ def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[
     rows = _pick({top: 6, -top: 6, top / 16: 34, -top / 16: 34, top * ordinary: 15, 0.0: 5}, q_shape, generator)
     q[..., :width] = rows * signs.repeat_interleave(problem.heads // problem.kv_heads, 2)
     return [q, k]
+
+
+def _fouled(problem: Problem, values: list[Tensor], masks: dict[str, Tensor]) -> list[Tensor]:
+    """q, k and v with NaN, inf and -inf, token by token, in what never matters."""
+    hidden = Hidden.of(problem, masks.get("seq_lens"), masks.get("key_mask"))
+    fouled = []
+    for x, where in zip(values, (hidden.queries, hidden.keys, hidden.keys)):
+        bits = torch.tensor([math.nan, math.inf, -math.inf]).repeat(-(-x.shape[1] // 3))[: x.shape[1]]
+        fouled.append(x if where is None else torch.where(where.cpu(), bits[:, None, None], x))
+    return fouled
 
 
 def _pick(weights: dict[float, int], shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

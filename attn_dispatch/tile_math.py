@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.branches import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
+from attn_dispatch.hidden import Hidden, copied_bytes, past
 from attn_dispatch.kernels import Kernel
 from attn_dispatch.pieces import kv_heads_of
 from attn_dispatch.problem import Problem
@@ -53,11 +54,12 @@ def run(
         # The kernels hide keys with -inf before they scale: a scale of 0 or less would turn that into NaN or +inf.
         sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
         return run(q * sign, k, v, replace(problem, scale=size), tables, kernel, seq_lens, key_mask)
-    call = _Call(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
+    inner = _Call(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
+    call = Hidden.of(problem, seq_lens, masked_keys=False).around(inner)
     if problem.needs_grad:
         return recorded(q, k, v, call)
     with torch.no_grad():
-        return _forward(q, k, v, call)
+        return call.forward(q, k, v)
 
 
 def partial(problem: Problem, tables: Sequence[TileTable], kernel: Kernel, key_mask: Tensor | None) -> Call:
@@ -303,6 +305,7 @@ def workspace_bytes(problem: Problem, tile: int) -> int:
     chunk = keys * (2 * 3 * row * item + 64) + min(keys, q_tiles * tile) * 10 * row * item
     chunk += keys * tile * (3 * wide + 2 * item + 8)  # counts, bias, and what is hidden besides
     total = problem.batch * problem.q_len * row * (item * (problem.scale <= 0) + 1)
+    total += copied_bytes(problem, masked_keys=False)
     if problem.needs_grad:
         chunk += keys * 2 * row * (2 * item + 2 * wide)  # dk and dv, also widened
         total += problem.batch * problem.q_len * row * (item + 1)  # a gradient of out that was not given
@@ -402,6 +405,6 @@ def _put(whole: Tensor, piece: _Piece, part: Tensor) -> None:
 def _hidden(problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
     hidden = None if key_mask is None else ~key_mask
     if seq_lens is not None:
-        past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
-        hidden = past if hidden is None else hidden | past
+        padding = past(problem.k_len, seq_lens)
+        hidden = padding if hidden is None else hidden | padding
     return hidden

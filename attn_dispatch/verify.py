@@ -195,6 +195,12 @@ class _Sample:
         q = example.q.detach()[:, rows[:, None], heads]
         keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
         lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]
+        if counts is not None:
+            # What c = 0 hides never matters: NaN there is in no result.
+            q_seen, k_seen = _met(counts, len(heads), index, len(kv))
+            q, grad = q.where(q_seen, 0.0), None if grad is None else grad.where(q_seen, 0.0)
+            keys, values = keys.where(k_seen, 0.0), values.where(k_seen, 0.0)
+            lse = None if lse is None else lse.where(q_seen[..., 0].transpose(1, 2), 0.0)
         return cls(problem, q, keys, values, grad, lse, counts, index)
 
     def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -260,6 +266,16 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: floa
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(wide)
     p, lse = manual.softmax(scores, counts)
     return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
+
+
+def _met(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Which queries see a key, and which keys are seen, bool [batch or 1, queries or keys, heads or kv_heads, 1]."""
+    seen = (counts if counts.ndim == 4 else counts[None]) > 0
+    seen = seen.expand(-1, heads, -1, -1)
+    by_head = seen.any(2).transpose(1, 2)
+    keys = torch.zeros(*by_head.shape[:2], kv_heads, dtype=torch.int32, device=counts.device)
+    keys.index_add_(2, kv_index, by_head.to(torch.int32))
+    return seen.any(3).transpose(1, 2).unsqueeze(-1), keys.unsqueeze(-1) > 0
 
 
 def _largest(x: Tensor) -> float:

@@ -33,6 +33,7 @@ from attn_dispatch.contract import (
     refuse_ranks,
 )
 from attn_dispatch.counts import count_of, repeats
+from attn_dispatch.hidden import Hidden, copied_bytes
 from attn_dispatch.order import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
@@ -166,7 +167,7 @@ def workspace_bytes(problem: Problem) -> int:
     row = problem.head_dim * problem.dtype.itemsize
     q, kv = rows * row, problem.batch * problem.k_len * problem.kv_heads * row
     # Inputs in an order of their own are copied; sorting the blocks takes a few passes.
-    needed = q + 2 * kv + 4 * max(table_bytes(problem, order) for order in orders(problem))
+    needed = q + 2 * kv + copied_bytes(problem) + 4 * max(table_bytes(problem, order) for order in orders(problem))
     if len(orders(problem)) > 1:
         # Permuted copies, the result in both orders, the permutation and its inverse.
         needed += (2 * q + 2 * kv) * (2 if problem.needs_grad else 1) + 24 * problem.q_len
@@ -202,7 +203,8 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     attention = _prepared(problem, order)
     with _settled(problem):
-        inputs = [x if problem.needs_grad else x.detach() for x in (q, k, v)]
+        hidden = Hidden.of(problem, tensors.get("seq_lens"), tensors.get("key_mask"))
+        inputs = list(hidden.zeroed(*(x if problem.needs_grad else x.detach() for x in (q, k, v))))
         if attention.positions is not None:
             inputs = [x.index_select(1, attention.positions) for x in inputs]
         result = attention(*map(_heads_first, inputs), *_masks(tensors))
@@ -211,6 +213,11 @@ def run(
         if attention.positions is not None and attention.places is not None:
             out = out.index_select(1, attention.places)
             lse = None if lse is None else lse.index_select(2, attention.places)
+        if problem.needs_grad and hidden.queries is not None:
+            # They are 0 and -inf already; their gradients may be anything.
+            padding = hidden.queries
+            out = out.masked_fill(padding, 0.0)
+            lse = None if lse is None else lse.masked_fill(padding[:, None, :, 0, 0], -math.inf)
     return out if lse is None else (out, lse)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attn_dispatch.contract import Refusal, refuse_ranks
+from attn_dispatch.hidden import Hidden, copied_bytes
 from attn_dispatch.memory import available_bytes
 from attn_dispatch.pattern import Dense, Dilated
 from attn_dispatch.problem import Problem
@@ -54,7 +55,7 @@ def workspace_bytes(problem: Problem) -> int:
     # k and v are widened and spread over a piece's heads; their gradients are summed in the wider dtype.
     kv = 2 * problem.batch * problem.k_len * heads * problem.head_dim * wide * (2 if problem.needs_grad else 1)
     sums = 3 * problem.batch * problem.k_len * problem.heads * problem.head_dim * wide if problem.needs_grad else 0
-    return scores + 2 * kv + sums + 4 * problem.batch * problem.q_len * problem.heads * wide
+    return scores + 2 * kv + sums + copied_bytes(problem) + 4 * problem.batch * problem.q_len * problem.heads * wide
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +114,10 @@ class _Call:
     rows: int
     heads: int
 
+    @property
+    def hidden(self) -> Hidden:
+        return Hidden.of(self.problem, self.seq_lens, self.key_mask)
+
     def head_runs(self) -> Iterator[slice]:
         for start in range(0, self.problem.heads, self.heads):
             yield slice(start, min(start + self.heads, self.problem.heads))
@@ -155,6 +160,7 @@ class _Manual(torch.autograd.Function):
         grad_out, grad_lse = grad_outputs
         q, k, v, out, _, seq_lens, key_mask = ctx.saved_tensors
         call = replace(ctx.call, seq_lens=seq_lens, key_mask=key_mask)
+        grad_out, grad_lse = map(call.hidden.of_queries, (grad_out, grad_lse))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         with torch.autocast(q.device.type, enabled=False):
             return (*_backward(grad_out, grad_lse, q, k, v, out, call), None)
@@ -162,6 +168,7 @@ class _Manual(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     problem, wide = call.problem, _compute_dtype(q.dtype)
+    q, k, v = call.hidden.zeroed(q, k, v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=wide, device=q.device)
     for heads in call.head_runs():
@@ -180,6 +187,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """SEMANTICS' gradient: dS = P * (dO V^T - rowsum(dO * out) + dlse), piece by piece."""
     problem, wide = call.problem, _compute_dtype(q.dtype)
+    q, k, v = call.hidden.zeroed(q, k, v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
     for heads in call.head_runs():

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attn_dispatch import tile_math
 from attn_dispatch.contract import Refusal, refuse_pattern
+from attn_dispatch.hidden import Hidden
 from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
 from attn_dispatch.order import NATURAL, TOKEN_ORDERS, check, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
@@ -81,9 +82,8 @@ def kernel_of(problem: Problem) -> Kernel:
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
     """The passes of queries that see keys elsewhere too (see `contract`)."""
-    return tile_math.partial(
-        problem, tables_of(problem, NATURAL, tile_size(problem, NATURAL)), kernel_of(problem), key_mask
-    )
+    tables = tables_of(problem, NATURAL, tile_size(problem, NATURAL))
+    return Hidden.of(problem).around(tile_math.partial(problem, tables, kernel_of(problem), key_mask))
 
 
 def forget(problem: Problem) -> None:

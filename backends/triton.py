@@ -18,6 +18,7 @@ from torch import Tensor
 from attn_dispatch import triton_support
 from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.hidden import Hidden, copied_bytes
 from attn_dispatch.launches import Chip, launches_bytes, launches_of, offered
 from attn_dispatch.order import NATURAL, VISIT_ORDERS
 from attn_dispatch.pattern import Dense, Dilated, Window
@@ -67,6 +68,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 def workspace_bytes(problem: Problem) -> int:
     # lse; then delta, and the gradient of lse made contiguous.
     sums = (3 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
+    sums += copied_bytes(problem, masked_keys=False, padding=False)
     launched = {(each.side, block) for each in _passes(problem) for block in _fitting(each, problem)}
     lists = _list_bytes(problem) + sum(launches_bytes(problem, side, block.rows) for side, block in launched)
     return sums + lists * (BUILDING if problem.device.type == "cpu" else 1)
@@ -91,7 +93,8 @@ def run(
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
     key_mask = tensors.get("key_mask")
-    call = _Call(problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8))
+    kernels = _Call(problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8))
+    call = Hidden.of(problem).around(kernels)
     if problem.needs_grad:
         return recorded(q, k, v, call)
     return call.forward(q, k, v)
@@ -99,7 +102,8 @@ def run(
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
     """The passes of queries that see keys elsewhere too (see `contract`)."""
-    return _Call(problem, NATURAL, None, None if key_mask is None else key_mask.view(torch.uint8))
+    kernels = _Call(problem, NATURAL, None, None if key_mask is None else key_mask.view(torch.uint8))
+    return Hidden.of(problem).around(kernels)
 
 
 def release() -> None:

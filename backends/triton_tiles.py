@@ -20,6 +20,7 @@ from torch import Tensor
 from attn_dispatch import triton_support
 from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.hidden import Hidden, copied_bytes
 from attn_dispatch.order import NATURAL, TOKEN_ORDERS, serves
 from attn_dispatch.pattern import Dilated, Neighborhood
 from attn_dispatch.problem import Problem
@@ -98,6 +99,7 @@ def workspace_bytes(problem: Problem) -> int:
     """The most of any order that `orders` names, lists included."""
     # lse; then delta, and the gradient of lse made contiguous.
     sums = (3 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
+    sums += copied_bytes(problem, masked_keys=False, padding=False)
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
 
@@ -123,7 +125,7 @@ def run(
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     key_mask = tensors.get("key_mask")
     hidden = tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
-    call = _Call(problem, order, tile, *hidden)
+    call = Hidden.of(problem).around(_Call(problem, order, tile, *hidden))
     return recorded(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
 
 

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_dispatch.backends import manual
 from attn_dispatch.contract import Refusal, Result
+from attn_dispatch.hidden import Hidden
 from attn_dispatch.pattern import Dense
 from attn_dispatch.problem import Problem
 
@@ -38,11 +39,12 @@ class Planted:
         return self.compute(q, k, v, problem, **tensors)
 
 
-def scored(softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Result]:
-    """The formula with another softmax, which is handed scores and counts."""
+def scored(softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, zeroed: bool = True) -> Callable[..., Result]:
+    """The formula with another softmax, which is handed scores and counts. `zeroed`: what no query sees is 0."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Result:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        q, k, v = Hidden.of(problem, **tensors).zeroed(q, k, v) if zeroed else (q, k, v)
         keys, values = (x.to(wide).repeat_interleave(problem.heads // problem.kv_heads, 2) for x in (k, v))
         counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **tensors)
         p, lse = softmax(torch.einsum("bqhd,bkhd->bhqk", q.to(wide) * problem.scale, keys), counts)
@@ -211,6 +213,7 @@ def gradient_read_on(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensor
 
 LARGE, EMPTY = "192 tokens, large scores", "77 queries, 40 keys, rows without keys"
 PACKED, SCATTERED = "77 tokens, packed views", "77 tokens, scattered views"
+HIDDEN = "192 tokens, NaN that is hidden, rows without keys"
 FLAWS: dict[str, tuple[str, Callable[..., Result], tuple[str, ...]]] = {
     "no-maximum": ("causal-grouped", scored(without_maximum), (f"{LARGE}: out has NaN", f"{LARGE}: dq has NaN")),
     "maximum-of-all": ("causal-grouped", scored(maximum_of_all), (f"{LARGE}: out is off by", f"{LARGE}: lse is off")),
@@ -236,6 +239,9 @@ FLAWS: dict[str, tuple[str, Callable[..., Result], tuple[str, ...]]] = {
     "strides-of-k": ("dense", strides_of_k, (f"{PACKED}: out has NaN", f"{SCATTERED}: out")),
     "dense-mask": ("both-masks", dense_mask, ("packed views, rows without keys: out is off by",)),
     "gradient-read-on": ("dense", gradient_read_on, (f"{PACKED}: dv is off by", f"{SCATTERED}: dv has NaN")),
+    "hidden-masked": ("window-key-mask", scored(manual.softmax, zeroed=False), (f"{HIDDEN}: out has NaN",)),
+    "hidden-padding": ("longnet", scored(manual.softmax, zeroed=False), (f"{HIDDEN}: lse has NaN",)),
+    "hidden-unselected": ("uncovered", scored(manual.softmax, zeroed=False), (f"{HIDDEN}: dk has NaN",)),
     "whole-tiles": ("dense", whole_tiles, (f"{PACKED}: out has NaN",)),
     "lse": ("dense", changed(wrong_lse), ("lse is off by",) * 5),
     "nan-gradient": ("dense", nan_gradient, ("dq has NaN",) * 5),

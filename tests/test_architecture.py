@@ -50,6 +50,7 @@ LAYERS = (
         "poison",
     ),
     ("workers", "recorded", "triton_support", "triton_gradients", "triton_tile_gradients"),
+    ("hidden",),
     ("branches", "launches"),
     ("branched", "tiles"),
     ("tile_math", "tile_estimates"),

@@ -21,9 +21,11 @@ from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.poison import MARGIN, framed, poisoned
 from attn_dispatch.problem import Problem
 from attn_dispatch.reorder import Reordered
+from attn_dispatch.verify import Gate
 from tests.cases import DTYPES, Case
 from tests.conftest import INTERPRETED
 from tests.flaws import FLAWS, Planted, all_but_the_last, changed, scored
+from tests.test_hidden import holding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -236,13 +238,39 @@ def test_a_case_is_what_a_call_would_be(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "empty"),
-    [("dense", 0), ("causal-grouped", 1), ("both-masks", 5), ("window-key-mask", 2), ("longnet", 5), ("uncovered", 5)],
+    [("dense", 0), ("causal-grouped", 1), ("both-masks", 6), ("window-key-mask", 3), ("longnet", 6), ("uncovered", 6)],
 )
 def test_rows_without_keys(name: str, empty: int) -> None:
     cases = hard_cases(asked(name))
     without = [case for case in cases if (case.gate.expected["lse"].value == -math.inf).any()]
     assert [case for case in cases if "rows without keys" in case.name] == without
     assert len(without) == empty
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("dense", ""),
+        ("neighborhood", ""),
+        ("both-masks", "qkv"),
+        ("window-key-mask", "kv"),
+        ("longnet", "qkv"),
+        ("uncovered", "kv"),
+    ],
+)
+def test_nan_is_hidden_where_something_is(name: str, hidden: str) -> None:
+    """And the results are those of the same tensors without it."""
+    cases = [case for case in hard_cases(asked(name)) if "NaN that is hidden" in case.name]
+    assert len(cases) == bool(hidden)
+    for case in cases:
+        example = case.gate.example
+        tensors = {"q": example.q, "k": example.k, "v": example.v}
+        assert {each for each, x in tensors.items() if not x.isfinite().all()} == set(hidden)
+        expected = Gate.of(holding(example, 0.0)).expected
+        for each, (value, tolerance) in {n: (e.value, e.tolerance) for n, e in case.gate.expected.items()}.items():
+            assert torch.equal(value, expected[each].value)
+            assert tolerance == expected[each].tolerance
+            assert math.isfinite(tolerance)
 
 
 def test_views_lie_in_every_order() -> None:

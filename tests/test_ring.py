@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,13 @@ from attn_dispatch.ring import ulysses
 from attn_dispatch.ring.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.shards import spread_of
 from attn_dispatch.ring.traffic import traffic_of
+from attn_dispatch.verify import Gate
 from tests import ring_ranks
 from tests.calls import close, formula
 from tests.cases import CASES, Case, gate
 from tests.ring_calls import attended, attended_in_blocks, changed, part, shards, tensors, whole
 from tests.ring_ranks import Ranks
+from tests.test_hidden import holding
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -344,6 +347,24 @@ def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: 
     for exchange in (RING, GATHER):
         found = run(ranks, case, torch.float32, Layout(lengths, kind), exchange)
         assert gate(case.problem(torch.float32, needs_grad=True)).check(found).failures == ()
+
+
+@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("both-masks", Dense(True), (2, 40, 4, 8), seq_lens=True, key_mask=True),
+        Case("uncovered", Dilated((20,), (2,)), (2, 40, 4, 8)),
+    ],
+    ids=lambda case: case.id,
+)
+def test_what_no_query_sees_never_matters(ranks: Ranks, case: Case, exchange: str, set_mode: Any) -> None:
+    set_mode("off")
+    example = holding(gate(case.problem(torch.float32, needs_grad=True)).example, math.nan)
+    layout = Layout(deal(case.shape[1], 2), ZIGZAG)
+    args = [(each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(Gate.of(example), layout)]
+    found = whole(ranks.each(attended, args), layout)
+    assert gate(example.problem).check(found).failures == ()
 
 
 # --- what is left out -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from attn_dispatch import tile_math
 from attn_dispatch.branches import sum_dtype
+from attn_dispatch.hidden import unseen
 from attn_dispatch.order import GATHER, LOCAL, ULYSSES
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
@@ -105,6 +106,13 @@ class _Part:
     workspace: int
 
 
+def _zeroed(mine: _Rank) -> int:
+    """Copies with zeros in what no query sees: of k and v, and of q and the gradient of out."""
+    problem = mine.problem
+    keys = mine.kv * (problem.masked or unseen(problem) is not None)
+    return keys + mine.q * problem.has_seq_lens * (2 if problem.needs_grad else 1)
+
+
 def footprint_of(load: Load, exchange: str, rank: int) -> Footprint:
     """Of one rank's call. A backend's own share is what it says itself (`workspace_bytes`), for the largest part."""
     mine = _Rank(load, rank)
@@ -120,7 +128,7 @@ def footprint_of(load: Load, exchange: str, rank: int) -> Footprint:
     if load.problem.needs_grad:
         alive = max(alive, _backward(mine, most))
         buffers += again  # all of them from the second call on
-    peak = alive + buffers + joined
+    peak = alive + buffers + joined + _zeroed(mine)
     return Footprint(mine.q + mine.kv, buffers, tables, mine.q + mine.kv + tables + peak, _setup_bytes(mine))
 
 

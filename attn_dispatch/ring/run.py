@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.branches import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.hidden import Hidden
 from attn_dispatch.order import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.problem import Problem
 from attn_dispatch.recorded import STOPPED, recorded
@@ -94,7 +95,8 @@ class Shared:
             # As kernels want it (see branches.run): the sign goes into q.
             sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
             q, problem = q * sign, replace(problem, scale=size)
-        call = self._call(exchange, problem, seq_lens, whole_mask)
+        ring = self._call(exchange, problem, seq_lens, whole_mask)
+        call = self._hidden(ring).around(ring)
         if problem.needs_grad:
             return recorded(q, k, v, call)
         with torch.no_grad():
@@ -114,6 +116,13 @@ class Shared:
             padding = past.index_select(1, positions_of(self.layout, self.link.rank).to(past.device))
         steps = steps[:1] if exchange == LOCAL else steps
         return RingCall(problem, steps, self.link.wire, seen, padding, self.link.vote)
+
+    def _hidden(self, call: RingCall) -> Hidden:
+        """What never matters of this rank's rows. Zeroed before they are sent, it needs no care anywhere else."""
+        mine = positions_of(self.layout, self.link.rank).to(call.problem.device)
+        whole = Hidden.of(call.problem, key_mask=call.seen)
+        keys = None if whole.keys is None else whole.keys.index_select(1, mine)
+        return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])
 
     def _by_heads(
         self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
