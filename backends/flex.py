@@ -36,6 +36,7 @@ from attn_dispatch.counts import count_of, repeats
 from attn_dispatch.order import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import once
 from attn_dispatch.reorder import Reordered, kept_in
 from attn_dispatch.units import gib
 
@@ -202,7 +203,7 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     attention = _prepared(problem, order)
     with _settled(problem):
-        inputs = [x if problem.needs_grad else x.detach() for x in (q, k, v)]
+        inputs = once(q, k, v) if problem.needs_grad else [x.detach() for x in (q, k, v)]
         if attention.positions is not None:
             inputs = [x.index_select(1, attention.positions) for x in inputs]
         result = attention(*map(_heads_first, inputs), *_masks(tensors))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_dispatch.contract import Refusal, refuse_ranks
 from attn_dispatch.memory import available_bytes
@@ -150,12 +149,12 @@ class _Manual(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_out, grad_lse = grad_outputs
         q, k, v, out, _, seq_lens, key_mask = ctx.saved_tensors
         call = replace(ctx.call, seq_lens=seq_lens, key_mask=key_mask)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        # Where a graph of the gradients is asked for, autograd records what they are made of.
         with torch.autocast(q.device.type, enabled=False):
             return (*_backward(grad_out, grad_lse, q, k, v, out, call), None)
 
