@@ -56,6 +56,11 @@ def workspace_bytes(problem: Problem) -> int:
     return scores + 2 * kv + sums + 4 * problem.batch * problem.q_len * problem.heads * wide
 
 
+def traceable(problem: Problem) -> bool:
+    """A graph would drop the same weights in every call."""
+    return not problem.dropout_p
+
+
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     seed = int(torch.randint(2**62, ())) if problem.dropout_p else 0
     call = _Call(problem, tensors.get("seq_lens"), tensors.get("key_mask"), seed, *_piece(problem))
