@@ -53,6 +53,8 @@ class Backend(Protocol):
     * `partial(problem, key_mask=None) -> recorded.Call`: its two passes by themselves, for queries that see keys
       elsewhere too: forward gives out and lse over these keys, backward is handed out and lse over all of them. The
       scale is above 0, and rows with lse = inf weigh nothing. Sequences over many ranks are worked out with it.
+    * `traceable(problem) -> bool`: its forward pass is made of PyTorch's operators: a graph of them computes out and
+      lse of other inputs, with autograd's own gradients. Others are not run while torch.export or make_fx trace.
     * `all_orders: tuple[str, ...]`: more orders in which a caller may force it, though they hardly pay.
 
     Where an order is not the natural one, `run` is handed its name as `order=` and permutes inside: it gets tokens in
@@ -106,6 +108,12 @@ def orders_of(backend: Backend, problem: Problem) -> tuple[str, ...]:
 def forced_orders(backend: Backend, problem: Problem) -> tuple[str, ...]:
     """Those, and the orders in which a backend runs only where it is forced to. Raises as `orders_of`."""
     return _known([*orders_of(backend, problem), *getattr(backend, "all_orders", ())])
+
+
+def traceable(backend: Backend, problem: Problem) -> bool:
+    """Whether a graph that is traced through it holds for other inputs."""
+    said = getattr(backend, "traceable", None)
+    return said is not None and bool(said(problem))
 
 
 def runner(backend: Backend, order: str) -> Callable[..., Result]:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attn_dispatch import settings, stored, unmeasured
-from attn_dispatch.candidates import Candidate, candidates, environment_now
+from attn_dispatch import registry, settings, stored, tracing, unmeasured
+from attn_dispatch.candidates import Candidate, candidates, environment_now, ruled_out
+from attn_dispatch.contract import traceable
 from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.logging import logger
@@ -43,6 +44,7 @@ os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-de
 _decided: dict[tuple[str, Problem, str | None, str | None], Decision] = {}
 _counts: Counter[str] = Counter()
 _pace = Pace()
+_UNTRACEABLE = "no graph that holds for other inputs can be made of it"
 
 
 def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
@@ -89,6 +91,44 @@ def decide(problem: Problem) -> Decision:
     if not unsettled(problem.device):  # what a capture could not measure, the next eager call can
         _decided[known] = decision
     return decision
+
+
+def traced(problem: Problem) -> Decision:
+    """The decision for a call that is traced, transformed or watched: the static choice among the backends that a graph
+    can be made of. Nothing is measured or kept.
+
+    Raises:
+        NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can be traced on this problem.
+    """
+    with _disable_current_modes():  # what backends keep is about plain tensors
+        setting = mode()
+        known = _decided.get((silicon(problem.device), problem, None, None))
+        kept = stored.look_up(problem, -1.0) if known is None and setting != "off" else None
+        if known is None and setting == "locked":
+            _locked(problem, kept)
+        decision = unmeasured.static(problem, [_traceable(each, problem) for each in candidates(problem)])
+        if not decision.choice:
+            raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
+        if known is None and kept is None and setting == "tune":
+            note_missed(cache_folder(), problem.to_dict())
+    _counts["heuristic"] += 1
+    logger.info("%s: %s, while it is traced", problem, decision.choice)
+    return decision
+
+
+def check_traceable(problem: Problem, decision: Decision) -> None:
+    """Raise NoBackend where no graph can be made of the backend that is forced."""
+    if not traceable(registry.load(decision.choice), problem):
+        raise NoBackend(
+            f"{decision.choice} cannot be traced on {problem}: {_UNTRACEABLE}; "
+            "pass backend=None, or call attend outside of torch.export and make_fx"
+        )
+
+
+def _traceable(each: Candidate, problem: Problem) -> Candidate:
+    if each.row is not None or traceable(each.backend, problem):
+        return each
+    return ruled_out(each.backend, each.order, "unsupported", _UNTRACEABLE)
 
 
 def _make(problem: Problem) -> Decision:
@@ -275,7 +315,7 @@ def force(problem: Problem, backend: str | None, order: str | None) -> Decision:
             raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {error!r}") from error
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend(problem, decision.candidates, backend, order))
-        if len(decision.candidates) > 1:
+        if len(decision.candidates) > 1 and not unsettled(problem.device):
             _decided[known] = decision
     _counts["forced"] += 1
     logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
@@ -305,9 +345,7 @@ def _own_randomness(problem: Problem) -> AbstractContextManager[None]:
 
 def unsettled(device: torch.device) -> bool:
     """Whether calls are captured, traced or transformed, so that nothing can be timed: the next plain one decides."""
-    level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)  # private
-    transformed = level is not None and level() is not None
-    return capturing(device) or torch.compiler.is_compiling() or transformed
+    return capturing(device) or tracing.amid()
 
 
 @contextmanager

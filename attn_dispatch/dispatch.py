@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attn_dispatch import decisions, registry
+from attn_dispatch import decisions, registry, tracing
 from attn_dispatch import order as orders
 from attn_dispatch.contract import Result, runner
 from attn_dispatch.decisions import lock
-from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.explanation import Explanation
 from attn_dispatch.fits import Fits, fits
 from attn_dispatch.pattern import Pattern
@@ -38,7 +38,8 @@ MOST_LIKE = 16  #: of them with the same settings and lengths, which are gone th
 class Route:
     """Where calls go, if their tensors fit and float32 products are as they were (`precision`; None: as they may be).
 
-    `plain`: straight to `run`, nothing to prepare. `beside`: the next one with the same settings and lengths.
+    `plain`: straight to `run`, nothing to prepare. `beside`: the next one with the same settings and lengths. `traced`:
+    values cannot be looked at.
     """
 
     fits: Fits
@@ -51,12 +52,15 @@ class Route:
     plain: bool
     transposed: bool
     cast: torch.dtype | None
+    traced: bool
 
 
 # Without the function around it that is written in Python.
 _deterministic: Callable[[], bool] = getattr(
     torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
+# 0 where routes are kept: no route that was found without dispatch modes is taken under one.
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _THROUGH = (InvalidInput, STOPPED)  # no failures of a backend
 _routes: dict[Any, Route] = {}
 _observers: list[Callable[[Problem], None]] = []
@@ -133,7 +137,7 @@ def attend(
             order, return_lse,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
-            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(),
+            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _modes(),
         )  # fmt: skip
         route = _routes.get(signature)
         while route is not None and not (
@@ -151,6 +155,7 @@ def attend(
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
             # Lists have no hash; the same call with tuples has.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
+        tracing.check_sizes(q=q, k=k, v=v)
         problem = Problem.of(q, k, v, pattern, **arguments)
         route = _new_route(signature, (q, k, v), problem, layout, backend, order)
     if not route.plain:
@@ -235,7 +240,14 @@ def _new_route(
         for observer in _observers:
             observer(problem)
         forced = backend is not None or order is not None
-        decision = decisions.force(problem, backend, order) if forced else decisions.decide(problem)
+        graphed = tracing.graphed(*tensors)
+        amid = graphed or tracing.amid()
+        if forced:
+            decision = decisions.force(problem, backend, order)
+            if graphed:
+                decisions.check_traceable(problem, decision)
+        else:
+            decision = decisions.traced(problem) if amid else decisions.decide(problem)
         run = runner(registry.load(decision.choice), decision.order)
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
@@ -246,16 +258,17 @@ def _new_route(
             precision=matmul_precision() if q.dtype == torch.float32 else None,
             beside=beside,
             depth=0 if beside is None else beside.depth + 1,
-            run=_watched(run, problem, decision),
+            run=run if amid else _watched(run, problem, decision),
             problem=problem,
             backend=titled(*decision.chosen),
             plain=not (transposed or cast or problem.masked),
             transposed=transposed,
             cast=cast,
+            traced=graphed,
         )
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        if signature is not None and not decisions.unsettled(problem.device):
+        if signature is not None and not (amid or _modes() or decisions.unsettled(problem.device)):
             _routes[signature] = route
     return route
 
@@ -286,7 +299,8 @@ def _run_prepared(
     """Masks, the other layout, autocast."""
     masks = {}
     if seq_lens is not None:
-        check_seq_lens_values(seq_lens, route.problem.q_len)
+        if not route.traced:
+            check_seq_lens_values(seq_lens, route.problem.q_len)
         masks["seq_lens"] = seq_lens
     if key_mask is not None:
         masks["key_mask"] = key_mask
@@ -341,6 +355,8 @@ def _frozen(value: Any) -> Any:
 
 
 def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+    if tracing.graphed(q, k, v):
+        raise NoBackend("over a mesh attend() cannot be traced: call it outside of torch.export and make_fx")
     from attn_dispatch.ring.route import attend_over  # with torch.distributed: what most never use
 
     def met(problem: Problem) -> None:

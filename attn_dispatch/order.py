@@ -64,10 +64,11 @@ def serves(order: str, pattern: Pattern) -> bool:
 def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     """The position at each place, int64 [length] on the CPU; None where places are positions. Do not write to it."""
     import torch
+    from torch.utils._python_dispatch import _disable_current_modes
 
     found: Tensor | None = None
     # What is kept may index tensors that need gradients, whatever the mode of the call that asks first.
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
         if order == HILBERT:
             found = _hilbert(pattern, length)
         elif order == RESIDUE:

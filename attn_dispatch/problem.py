@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch import tracing
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.reorder import Reordered
@@ -342,7 +343,8 @@ def _check_seq_lens(seq_lens: object, batch: int, q_len: int, k_len: int, device
         raise InvalidInput(f"seq_lens must be on q's device {device}, got {seq_lens.device}")
     if q_len != k_len:
         raise InvalidInput(f"seq_lens needs q_len == k_len, got {q_len} and {k_len}; key_mask has no such limit")
-    check_seq_lens_values(seq_lens, q_len)
+    if not tracing.graphed(seq_lens):
+        check_seq_lens_values(seq_lens, q_len)
 
 
 def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:

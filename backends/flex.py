@@ -37,6 +37,7 @@ from attn_dispatch.hidden import Hidden, copied_bytes
 from attn_dispatch.order import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.problem import Problem
+from attn_dispatch.recorded import once
 from attn_dispatch.reorder import Reordered, kept_in
 from attn_dispatch.units import gib
 
@@ -204,7 +205,7 @@ def run(
     attention = _prepared(problem, order)
     with _settled(problem):
         hidden = Hidden.of(problem, tensors.get("seq_lens"), tensors.get("key_mask"))
-        inputs = list(hidden.zeroed(*(x if problem.needs_grad else x.detach() for x in (q, k, v))))
+        inputs = list(hidden.zeroed(*(once(q, k, v) if problem.needs_grad else (x.detach() for x in (q, k, v)))))
         if attention.positions is not None:
             inputs = [x.index_select(1, attention.positions) for x in inputs]
         result = attention(*map(_heads_first, inputs), *_masks(tensors))

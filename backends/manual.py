@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_dispatch.contract import Refusal, refuse_ranks
 from attn_dispatch.hidden import Hidden, copied_bytes
@@ -56,6 +55,11 @@ def workspace_bytes(problem: Problem) -> int:
     kv = 2 * problem.batch * problem.k_len * heads * problem.head_dim * wide * (2 if problem.needs_grad else 1)
     sums = 3 * problem.batch * problem.k_len * problem.heads * problem.head_dim * wide if problem.needs_grad else 0
     return scores + 2 * kv + sums + copied_bytes(problem) + 4 * problem.batch * problem.q_len * problem.heads * wide
+
+
+def traceable(problem: Problem) -> bool:
+    """A graph would drop the same weights in every call."""
+    return not problem.dropout_p
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,13 +159,13 @@ class _Manual(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_out, grad_lse = grad_outputs
         q, k, v, out, _, seq_lens, key_mask = ctx.saved_tensors
         call = replace(ctx.call, seq_lens=seq_lens, key_mask=key_mask)
         grad_out, grad_lse = map(call.hidden.of_queries, (grad_out, grad_lse))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        # Where a graph of the gradients is asked for, autograd records what they are made of.
         with torch.autocast(q.device.type, enabled=False):
             return (*_backward(grad_out, grad_lse, q, k, v, out, call), None)
 

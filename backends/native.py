@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_dispatch.contract import (
     Refusal,
@@ -30,7 +29,7 @@ from attn_dispatch.native.tiles import PERIOD_LIMIT, grid_of, period, table_byte
 from attn_dispatch.order import NATURAL, ORDERS, serves
 from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import Call
+from attn_dispatch.recorded import Call, gradients
 
 name = "native"
 
@@ -164,12 +163,11 @@ class _Native(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_lse = grad_outputs
         *saved, seen, seq_lens = ctx.saved_tensors
         call = replace(ctx.call, seen=seen, seq_lens=seq_lens)
-        return (*_backward(grad, grad_lse, tuple(saved), call), None)
+        return (*gradients(call, grad, grad_lse, tuple(saved)), None)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:

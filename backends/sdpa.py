@@ -6,6 +6,9 @@ from dataclasses import replace
 
 from attn_dispatch.branched import Branched, Variant
 from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
+from attn_dispatch.pattern import Dense, Dilated
+from attn_dispatch.pieces import plan_of
+from attn_dispatch.problem import Problem
 
 BACKEND = Branched(
     "sdpa",
@@ -16,6 +19,16 @@ BACKEND = Branched(
         Variant(replace(CUDA_EFFICIENT, masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
     ),
 )
+
+
+def traceable(problem: Problem) -> bool:
+    """Where PyTorch's operator is all there is: autograd takes its lse, which merges need, for a constant. The CUDA
+    kernels are handed addresses that were looked at.
+    """
+    plan = plan_of(problem, grouped=True) if isinstance(problem.pattern, Dense | Dilated) else None
+    alone = plan is not None and plan.single is not None
+    return alone and problem.device.type == "cpu" and not problem.return_lse and not problem.masked
+
 
 name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
 flops, workspace_bytes, run, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run, BACKEND.partial

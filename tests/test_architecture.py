@@ -29,6 +29,7 @@ LAYERS = (
         "merge",
         "missed",
         "sealed",
+        "tracing",
     ),
     ("measure", "contact"),
     ("machine", "choice", "guard", "quarantine"),

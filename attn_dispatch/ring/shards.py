@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring.agree import agree
@@ -149,6 +150,7 @@ class _Gathered(torch.autograd.Function):
         return whole.movedim(-1, axis).contiguous()
 
     @staticmethod
+    @once_differentiable  # linear: what a gradient depends on is the other gradient alone
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         parts = [grad.narrow(ctx.axis, chunk.start, len(chunk)) for chunk in ctx.layout.chunks[ctx.rank]]

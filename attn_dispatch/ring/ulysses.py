@@ -55,7 +55,8 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         wire, layout, gathers = ctx.how
-        return (_scatter if gathers else _gather)(grads[0], wire, layout), None, None, None
+        back = _Moved.apply(grads[0], wire, layout, not gathers)  # type: ignore[no-untyped-call]
+        return back, None, None, None
 
 
 def _gather(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
