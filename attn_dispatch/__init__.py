@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_dispatch.decisions import counters
+    from attn_dispatch.decisions.decide import counters
+    from attn_dispatch.decisions.explanation import Explanation
     from attn_dispatch.dispatch import attend, explain
     from attn_dispatch.errors import (
         AttnDispatchError,
@@ -15,15 +16,14 @@ if TYPE_CHECKING:
         NotDecided,
         RankLost,
     )
-    from attn_dispatch.explanation import Explanation
-    from attn_dispatch.machine import hardware
-    from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
-    from attn_dispatch.problem import Problem
+    from attn_dispatch.kernels.registry import register
+    from attn_dispatch.machine.hardware import hardware
     from attn_dispatch.profiling import profile
     from attn_dispatch.recording import record
-    from attn_dispatch.registry import register
-    from attn_dispatch.reorder import Reordered, from_order, positions, to_order
     from attn_dispatch.ring.shards import Sharded, shard, shard_positions, unshard, weights_of
+    from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
+    from attn_dispatch.spec.problem import Problem
+    from attn_dispatch.spec.reordered import Reordered, from_order, positions, to_order
 
 __all__ = [
     "AttnDispatchError",
@@ -60,7 +60,7 @@ __all__ = [
 # Names are loaded when first used, so that the commands that need no torch start without it.
 _HOME = {
     "attend": "dispatch",
-    "counters": "decisions",
+    "counters": "decisions.decide",
     "explain": "dispatch",
     "AttnDispatchError": "errors",
     "BackendFailed": "errors",
@@ -69,20 +69,20 @@ _HOME = {
     "NoBackend": "errors",
     "NotDecided": "errors",
     "RankLost": "errors",
-    "Explanation": "explanation",
-    "hardware": "machine",
-    "Dense": "pattern",
-    "Dilated": "pattern",
-    "Neighborhood": "pattern",
-    "Window": "pattern",
-    "Problem": "problem",
+    "Explanation": "decisions.explanation",
+    "hardware": "machine.hardware",
+    "Dense": "spec.pattern",
+    "Dilated": "spec.pattern",
+    "Neighborhood": "spec.pattern",
+    "Window": "spec.pattern",
+    "Problem": "spec.problem",
     "profile": "profiling",
     "record": "recording",
-    "register": "registry",
-    "Reordered": "reorder",
-    "from_order": "reorder",
-    "positions": "reorder",
-    "to_order": "reorder",
+    "register": "kernels.registry",
+    "Reordered": "spec.reordered",
+    "from_order": "spec.reordered",
+    "positions": "spec.reordered",
+    "to_order": "spec.reordered",
     "Sharded": "ring.shards",
     "shard": "ring.shards",
     "shard_positions": "ring.shards",

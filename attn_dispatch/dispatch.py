@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attn_dispatch import decisions, registry, tracing
-from attn_dispatch import order as orders
-from attn_dispatch.contract import Result, runner
-from attn_dispatch.decisions import lock
+from attn_dispatch.decisions import decide
+from attn_dispatch.decisions.decide import lock
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
-from attn_dispatch.explanation import Explanation
-from attn_dispatch.fits import Fits, fits
-from attn_dispatch.pattern import Pattern
-from attn_dispatch.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
-from attn_dispatch.recorded import STOPPED
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import STOPPED
+from attn_dispatch.kernels.contract import Result, runner
 from attn_dispatch.settings import sentinel_share
-from attn_dispatch.store import Decision
-from attn_dispatch.units import titled
+from attn_dispatch.spec import orders, tracing
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
+from attn_dispatch.store.decision import Decision
+from attn_dispatch.tensor_match import Fits, fits
+from attn_dispatch.text import titled
 
 MOST_ROUTES = 65536  #: signatures remembered; past this the table starts anew, decisions stay
 MOST_LIKE = 16  #: of them with the same settings and lengths, which are gone through one by one
@@ -195,16 +196,16 @@ def explain(
         raise InvalidInput("explain takes attend's arguments, which have no device")
     mesh = arguments.pop("mesh", None)
     if mesh is not None:
-        from attn_dispatch.ring.route import explain_over
+        from attn_dispatch.ring.over_mesh import explain_over
 
         return explain_over(attend, explain, mesh, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
-    return decisions.explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
+    return decide.explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
 
 
 def adopt(problem: Problem, decision: Decision) -> None:
     """Keep a decision, and route the problem by it from now on."""
     with lock:
-        decisions.measured_anew(problem, decision)
+        decide.measured_anew(problem, decision)
         _routes.clear()
 
 
@@ -243,11 +244,11 @@ def _new_route(
         graphed = tracing.graphed(*tensors)
         amid = graphed or tracing.amid()
         if forced:
-            decision = decisions.force(problem, backend, order)
+            decision = decide.force(problem, backend, order)
             if graphed:
-                decisions.check_traceable(problem, decision)
+                decide.check_traceable(problem, decision)
         else:
-            decision = decisions.traced(problem) if amid else decisions.decide(problem)
+            decision = decide.traced(problem) if amid else decide.decide(problem)
         run = runner(registry.load(decision.choice), decision.order)
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
@@ -268,7 +269,7 @@ def _new_route(
         )
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        if signature is not None and not (amid or _modes() or decisions.unsettled(problem.device)):
+        if signature is not None and not (amid or _modes() or decide.unsettled(problem.device)):
             _routes[signature] = route
     return route
 
@@ -276,9 +277,9 @@ def _new_route(
 def _watched(run: Callable[..., Result], problem: Problem, decision: Decision) -> Callable[..., Result]:
     if not sentinel_share():
         return run
-    from attn_dispatch import sentinel  # what most never use
+    from attn_dispatch.decisions import drift  # what most never use
 
-    return sentinel.watched(run, problem, decision)
+    return drift.watched(run, problem, decision)
 
 
 def _beside(signature: Any) -> Route | None:
@@ -357,7 +358,7 @@ def _frozen(value: Any) -> Any:
 def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
     if tracing.graphed(q, k, v):
         raise NoBackend("over a mesh attend() cannot be traced: call it outside of torch.export and make_fx")
-    from attn_dispatch.ring.route import attend_over  # with torch.distributed: what most never use
+    from attn_dispatch.ring.over_mesh import attend_over  # with torch.distributed: what most never use
 
     def met(problem: Problem) -> None:
         for observer in _observers:

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from attn_dispatch import decisions, dispatch, stored
+from attn_dispatch import dispatch
+from attn_dispatch.decisions import decide, look_up
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.explanation import Explanation
-from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.problem import Problem
 from attn_dispatch.recording import read_record
 from attn_dispatch.settings import mode
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
 
 LEAST_S = 0.05  #: seconds that a problem gets however little of the budget is left
 
@@ -120,20 +121,20 @@ def problem_of(
 
 def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     """What holds is left alone, unless live calls told otherwise; what changed is measured by itself."""
-    with decisions.lock:  # another thread may meet the same problem
+    with decide.lock:  # another thread may meet the same problem
         return _settle_alone(problem, share_s, force)
 
 
 def _settle_alone(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     budget_ms = math.inf if share_s is None else share_s * 1e3
-    kept = stored.look_up(problem, budget_ms)
+    kept = look_up.look_up(problem, budget_ms)
     if kept is not None and kept.holds and kept.decision.drift is None and not force:
         return Explanation.of(kept.decision)
     if kept is not None and (force or kept.decision.drift is not None):
-        kept = stored.Found(kept.decision, kept.choice)  # all of it
-    decision = decisions.measure(problem, share_s, kept)
+        kept = look_up.Found(kept.decision, kept.choice)  # all of it
+    decision = decide.measure(problem, share_s, kept)
     if decision is None:
-        return decisions.explain_problem(problem)
+        return decide.explain_problem(problem)
     dispatch.adopt(problem, decision)
     return Explanation.of(decision)
 

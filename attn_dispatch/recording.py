@@ -12,7 +12,7 @@ import torch
 
 from attn_dispatch.dispatch import observing
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.problem import Problem
+from attn_dispatch.spec.problem import Problem
 
 
 @contextmanager

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.branched import Branched, Package, Variant
-from attn_dispatch.kernels import Kernel, aligned
-from attn_dispatch.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.pattern import Dense, Dilated, Window
-from attn_dispatch.pieces import Plan
-from attn_dispatch.problem import Problem
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
+from attn_dispatch.kernels.branches.plan import Plan
+from attn_dispatch.kernels.dense import Kernel, aligned
+from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from attn_dispatch.spec.problem import Problem
 
 TILE = 128  #: rows; the most that a backward pass rounds lengths up to
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.blocks import blocks_of, heads_apart
-from attn_dispatch.contract import (
+from attn_dispatch.kernels.autograd import once
+from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
     refuse_dropout,
@@ -32,14 +32,14 @@ from attn_dispatch.contract import (
     refuse_pattern,
     refuse_ranks,
 )
-from attn_dispatch.counts import count_of, repeats
-from attn_dispatch.hidden import Hidden, copied_bytes
-from attn_dispatch.order import NATURAL, ORDERS, permutation, places, serves
-from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import once
-from attn_dispatch.reorder import Reordered, kept_in
-from attn_dispatch.units import gib
+from attn_dispatch.kernels.flex.blocks import blocks_of, heads_apart
+from attn_dispatch.kernels.flex.mask import count_of, repeats
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered, kept_in
+from attn_dispatch.text import gib
 
 name = "flex"
 

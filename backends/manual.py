@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.contract import Refusal, refuse_ranks
-from attn_dispatch.hidden import Hidden, copied_bytes
-from attn_dispatch.memory import available_bytes
-from attn_dispatch.pattern import Dense, Dilated
-from attn_dispatch.problem import Problem
+from attn_dispatch.kernels.contract import Refusal, refuse_ranks
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.problem import Problem
 
 name = "manual"
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.contract import (
+from attn_dispatch.kernels.autograd import Call, gradients
+from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
     refuse_dropout,
@@ -23,13 +24,12 @@ from attn_dispatch.contract import (
     refuse_pattern,
     refuse_ranks,
 )
-from attn_dispatch.native import library
-from attn_dispatch.native.tables import TILE, Tiles
-from attn_dispatch.native.tiles import PERIOD_LIMIT, grid_of, period, table_bytes, tiles_of
-from attn_dispatch.order import NATURAL, ORDERS, serves
-from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
-from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import Call, gradients
+from attn_dispatch.kernels.native import library
+from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, grid_of, period, table_bytes, tiles_of
+from attn_dispatch.kernels.native.tables import TILE, Tiles
+from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
+from attn_dispatch.spec.problem import Problem
 
 name = "native"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_dispatch.branched import Branched, Variant
-from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
-from attn_dispatch.pattern import Dense, Dilated
-from attn_dispatch.pieces import plan_of
-from attn_dispatch.problem import Problem
+from attn_dispatch.kernels.branches.backend import Branched, Variant
+from attn_dispatch.kernels.branches.plan import plan_of
+from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
+from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.problem import Problem
 
 BACKEND = Branched(
     "sdpa",

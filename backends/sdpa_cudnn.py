@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.branched import Branched, Variant, torch_version
-from attn_dispatch.contract import Refusal
-from attn_dispatch.kernels import aligned, aten, heads_first
-from attn_dispatch.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.pieces import Plan
-from attn_dispatch.problem import Problem
+from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
+from attn_dispatch.kernels.branches.plan import Plan
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.dense import aligned, aten, heads_first
+from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.spec.problem import Problem
 
 OLDEST = 90000  #: as cuDNN counts: major * 10000 + minor * 100 + patch
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from attn_dispatch.branched import Branched, Variant
-from attn_dispatch.contract import Refusal
-from attn_dispatch.kernels import CUDA_EFFICIENT, CUDA_FLASH, CudaEfficient
-from attn_dispatch.problem import Problem
+from attn_dispatch.kernels.branches.backend import Branched, Variant
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.dense import CUDA_EFFICIENT, CUDA_FLASH, CudaEfficient
+from attn_dispatch.spec.problem import Problem
 
 
 def measured_as_sdpa(problem: Problem) -> list[Refusal]:

@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_dispatch.branched import Branched, Variant
-from attn_dispatch.contract import Refusal
-from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.limits import HALF
-from attn_dispatch.pieces import Plan
-from attn_dispatch.problem import Problem
+from attn_dispatch.kernels.branches.backend import Branched, Variant
+from attn_dispatch.kernels.branches.plan import Plan
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.limits import HALF
+from attn_dispatch.spec.problem import Problem
 
 
 class Widened:

@@ -10,13 +10,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_dispatch import branches
-from attn_dispatch.contract import Refusal
-from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.pattern import Dense, Dilated
-from attn_dispatch.pieces import Block, Piece, Plan, Rows, kv_heads_of, plan_of, progression
-from attn_dispatch.problem import Problem
-from attn_dispatch.units import gib
+from attn_dispatch.kernels.branches import run as branches
+from attn_dispatch.kernels.branches.plan import Block, Piece, Plan, Rows, kv_heads_of, plan_of, progression
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.text import gib
 
 name = "sdpa_mask"
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_dispatch import tile_math
-from attn_dispatch.contract import Refusal, refuse_pattern
-from attn_dispatch.hidden import Hidden
-from attn_dispatch.kernels import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.order import NATURAL, TOKEN_ORDERS, check, serves
-from attn_dispatch.pattern import Dense, Dilated, Neighborhood, Window
-from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import Call
-from attn_dispatch.reorder import Reordered
-from attn_dispatch.tile_estimates import PAIR_LIMIT, keys_met, pairs_met, table_bytes
-from attn_dispatch.tiles import MOST_BRANCHES, forget_tables, tables_of
+from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.contract import Refusal, refuse_pattern
+from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.hidden import Hidden
+from attn_dispatch.kernels.tiles import run as tile_math
+from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, keys_met, pairs_met, table_bytes
+from attn_dispatch.kernels.tiles.tables import MOST_BRANCHES, forget_tables, tables_of
+from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, check, serves
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
 
 name = "tiles"
 all_orders = TOKEN_ORDERS

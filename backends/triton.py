@@ -15,16 +15,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_dispatch import triton_support
-from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.hidden import Hidden, copied_bytes
-from attn_dispatch.launches import Chip, launches_bytes, launches_of, offered
-from attn_dispatch.order import NATURAL, VISIT_ORDERS
-from attn_dispatch.pattern import Dense, Dilated, Window
-from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import Call, recorded
-from attn_dispatch.triton_support import (
+from attn_dispatch.kernels.autograd import Call, recorded
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.launch_order import Chip, launches_bytes, launches_of, offered
+from attn_dispatch.kernels.triton.support import (
     SMALLEST_SIDE,
     Block,
     Pass,
@@ -38,8 +35,11 @@ from attn_dispatch.triton_support import (
     power_of_two,
     precision,
 )
-from attn_dispatch.units import gib
-from attn_dispatch.visits import Side, Visits, covers, largest_cell, visits_bytes, visits_of
+from attn_dispatch.kernels.triton.work_list import Side, Visits, covers, largest_cell, visits_bytes, visits_of
+from attn_dispatch.spec.orders import NATURAL, VISIT_ORDERS
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.text import gib
 
 name = "triton"
 all_orders = (NATURAL, *VISIT_ORDERS)
@@ -48,17 +48,17 @@ LIST_LIMIT = 2**30  #: bytes of lists; past this tiles are so many that they mus
 BUILDING = 8  #: 64-bit temporaries for one list
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for releases of torch that do not tell
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = passes_of("triton_kernels", "triton_gradients")
+FORWARD, BACKWARD_Q, BACKWARD_KV = passes_of("forward", "backward")
 INTERPRETED = Block(64, 64, 4, 1)
 INTERPRETED_CHIP = Chip(2**14, 1)  #: so small that what depends on a chip's size shows in small problems
 
 
 def version() -> str:
-    return triton_support.version()
+    return support.version()
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = triton_support.refusals(problem, (Dense, Window, Dilated))
+    found = support.refusals(problem, (Dense, Window, Dilated))
     if not found and (needed := _list_bytes(problem)) > LIST_LIMIT:
         text = f"lists the tiles of {problem.pattern} in up to {gib(needed)}, over {gib(LIST_LIMIT)}"
         found.append(Refusal("over_memory", text))

@@ -17,18 +17,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_dispatch import triton_support
-from attn_dispatch.contract import Refusal
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.hidden import Hidden, copied_bytes
-from attn_dispatch.order import NATURAL, TOKEN_ORDERS, serves
-from attn_dispatch.pattern import Dilated, Neighborhood
-from attn_dispatch.problem import Problem
-from attn_dispatch.recorded import recorded
-from attn_dispatch.tile_estimates import PAIR_LIMIT, keys_met, pairs_met, table_bytes
-from attn_dispatch.tile_lists import lists_bytes, lists_of
-from attn_dispatch.tiles import MOST_BRANCHES, forget_tables, head_classes
-from attn_dispatch.triton_support import (
+from attn_dispatch.kernels.autograd import recorded
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, keys_met, pairs_met, table_bytes
+from attn_dispatch.kernels.tiles.lists import lists_bytes, lists_of
+from attn_dispatch.kernels.tiles.tables import MOST_BRANCHES, forget_tables, head_classes
+from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.support import (
     SMALLEST_SIDE,
     Block,
     Pass,
@@ -41,6 +38,9 @@ from attn_dispatch.triton_support import (
     passes_of,
     precision,
 )
+from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
+from attn_dispatch.spec.pattern import Dilated, Neighborhood
+from attn_dispatch.spec.problem import Problem
 
 name = "triton_tiles"
 all_orders = TOKEN_ORDERS
@@ -61,16 +61,16 @@ SINGLE = {
 }
 BUILDING = 8  #: 64-bit temporaries for one list
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = passes_of("triton_tile_kernels", "triton_tile_gradients", SINGLE)
+FORWARD, BACKWARD_Q, BACKWARD_KV = passes_of("tile_forward", "tile_backward", SINGLE)
 
 
 def version() -> str:
-    return triton_support.version()
+    return support.version()
 
 
 def refusals(problem: Problem) -> list[Refusal]:
     natural = problem.pattern.natural
-    found = triton_support.refusals(replace(problem, pattern=natural), PATTERNS)
+    found = support.refusals(replace(problem, pattern=natural), PATTERNS)
     if isinstance(natural, Dilated) and len(natural.branches) > MOST_BRANCHES:
         text = f"takes {MOST_BRANCHES} branches, not {len(natural.branches)}"
         found.append(Refusal("pattern", text))

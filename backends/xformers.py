@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.branched import Branched, Package, Variant, torch_version
-from attn_dispatch.kernels import aligned
-from attn_dispatch.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.pieces import Plan
-from attn_dispatch.problem import Problem
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, torch_version
+from attn_dispatch.kernels.branches.plan import Plan
+from attn_dispatch.kernels.dense import aligned
+from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.spec.problem import Problem
 
 FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, repeatable_head_dim=0, most_rows=LARGEST_GRID)
 CUTLASS = Limits(

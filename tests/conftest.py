@@ -19,13 +19,18 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attn_dispatch import admission, decisions, dispatch, guard, logging, quarantine, registry, store, stored
+from attn_dispatch import dispatch, log
 from attn_dispatch.backends import flex
-from attn_dispatch.quarantine import Quarantine
-from tests.fakes import SILICON
+from attn_dispatch.decisions import decide, look_up
+from attn_dispatch.kernels import registry
+from attn_dispatch.store import folder as store
+from attn_dispatch.store import quarantine
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.tuning import gate, guard
+from tests.support.fakes import SILICON
 
 if TYPE_CHECKING:
-    from tests.ring_ranks import Ranks
+    from tests.support.ring_ranks import Ranks
 
 settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
 settings.load_profile("ci")
@@ -37,8 +42,8 @@ def _import_interpreted() -> None:
     """Triton looks for its switch once, as each kernel is defined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in ("triton_kernels", "triton_gradients", "triton_tile_kernels", "triton_tile_gradients"):
-            importlib.import_module(f"attn_dispatch.{name}")
+        for name in ("forward", "backward", "tile_forward", "tile_backward"):
+            importlib.import_module(f"attn_dispatch.kernels.triton.{name}")
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -74,15 +79,15 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name, raising=False)
     for table in (
         dispatch._routes,
-        decisions._decided,
-        decisions._counts,
-        decisions._pace,
-        stored._evidence,
-        admission._passed,
+        decide._decided,
+        decide._counts,
+        decide._pace,
+        look_up._evidence,
+        gate._passed,
         registry._added,
     ):
         table.clear()
-    for cached in (logging.say_once, store.shipped):
+    for cached in (log.say_once, store.shipped):
         cached.cache_clear()
 
 
@@ -136,7 +141,7 @@ def short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def _processes() -> Iterator[Callable[[int], Ranks]]:
-    from tests import ring_ranks  # with torch.distributed: what most tests never use
+    from tests.support import ring_ranks  # with torch.distributed: what most tests never use
 
     yield ring_ranks.ranks_of
     ring_ranks.close_all()
@@ -151,7 +156,7 @@ def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder with two decisions, and what profile printed when it made them."""
-    from tests import commands
+    from tests.support import commands
 
     folder = tmp_path_factory.mktemp("measured")
     return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--json"))

@@ -63,7 +63,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
             name, help=summary, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name == named:
-            module = import_module(f"attn_dispatch.cli.{name}")
+            module = import_module(f"attn_dispatch.cli.commands.{name.replace('import', 'import_')}")
             command.description, command.epilog = module.__doc__, module.EXAMPLE
             command.set_defaults(run=module.run)
             module.configure(command)

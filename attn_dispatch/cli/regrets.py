@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from attn_dispatch.cli.output import KEY_DIGITS, print_json
-from attn_dispatch.regret import GroupRegret, regret, total
-from attn_dispatch.store import Store
-from attn_dispatch.units import align
+from attn_dispatch.cli.tables import KEY_DIGITS, print_json
+from attn_dispatch.learning.regret import GroupRegret, regret, total
+from attn_dispatch.store.folder import Store
+from attn_dispatch.text import align
 
 HEAD = ("problems", "predicted", "alone", "mean", "p95", "worst", "at", "within 2 %", "claimed")
 LEFT = {0, 6}

@@ -8,12 +8,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from attn_dispatch.cli.output import print_json
 from attn_dispatch.cli.plots import curve
-from attn_dispatch.gains import Series, all_series, family_title
-from attn_dispatch.store import Decision, Store
-from attn_dispatch.threshold import LEAST_LENGTHS, Threshold, by_length, threshold_of
-from attn_dispatch.units import align, printable
+from attn_dispatch.cli.tables import print_json
+from attn_dispatch.learning.gains import Series, all_series, family_title
+from attn_dispatch.learning.thresholds import LEAST_LENGTHS, Threshold, by_length, threshold_of
+from attn_dispatch.store.decision import Decision
+from attn_dispatch.store.folder import Store
+from attn_dispatch.text import align, printable
 
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
 LEFT = {0, 1, 3, 4, 7}

@@ -16,7 +16,7 @@ import torch
 
 from attn_dispatch.errors import GroupMismatch
 from attn_dispatch.ring.link import Link
-from attn_dispatch.units import one_line
+from attn_dispatch.text import one_line
 
 WORDS = 4  #: int64 numbers of a digest
 LENGTH, FINE, KNOWN = range(WORDS, WORDS + 3)  #: what follows it

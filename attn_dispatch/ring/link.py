@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch.errors import BackendFailed, InvalidInput
-from attn_dispatch.ring.exchange import Wire, lost
+from attn_dispatch.ring.engine.exchange import Wire, lost
 
 T = TypeVar("T")
 

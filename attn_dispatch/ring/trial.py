@@ -10,19 +10,20 @@ from datetime import UTC, datetime
 import torch
 from torch import Tensor
 
-from attn_dispatch import choice, settings
-from attn_dispatch.entry import Row
+from attn_dispatch import settings
 from attn_dispatch.errors import InvalidInput, RankLost
-from attn_dispatch.example import make
-from attn_dispatch.hazards import fitted
-from attn_dispatch.intervals import Timing
-from attn_dispatch.logging import logger
-from attn_dispatch.order import EXCHANGES
-from attn_dispatch.ring.layout import Layout, deal
-from attn_dispatch.ring.run import Shared
-from attn_dispatch.ring.traffic import positions_of
-from attn_dispatch.units import one_line
-from attn_dispatch.verify import Gate
+from attn_dispatch.log import logger
+from attn_dispatch.ring.rows.layout import Layout, deal
+from attn_dispatch.ring.rows.traffic import positions_of
+from attn_dispatch.ring.sharded_problem import Shared
+from attn_dispatch.spec.orders import EXCHANGES
+from attn_dispatch.store.decision import Row
+from attn_dispatch.text import one_line
+from attn_dispatch.tuning import choice
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.hard_cases import fitted
+from attn_dispatch.tuning.intervals import Timing
+from attn_dispatch.tuning.oracle import Gate
 
 NAME = "ring"  #: the backend that exchanges are orders of
 MOST_ROUNDS, FEWEST_ROUNDS = 9, 3

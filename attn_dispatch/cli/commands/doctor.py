@@ -1,0 +1,230 @@
+"""Say what this machine is, which backends can be used on it and why not the others, what is in quarantine, and where
+decisions live.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from attn_dispatch.cli.tables import print_json
+from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.store import files
+from attn_dispatch.store.folder import NO_HOME, Store, cache_folder
+from attn_dispatch.store.problem_files import MISSED, MOST
+from attn_dispatch.store.quarantine import Entry, Quarantine, shown_time, silicons
+from attn_dispatch.text import align, gib, printable
+
+if TYPE_CHECKING:
+    from attn_dispatch.kernels.contract import Backend
+    from attn_dispatch.machine.hardware import Hardware
+
+EXAMPLE = """examples:
+  attn-dispatch doctor
+  attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
+  attn-dispatch doctor --lift flash
+      let a backend that was put in quarantine be tried again; nothing else is looked at"""
+
+MOST_MISSED = 4 * MOST  #: bytes; several processes may be at it before one cuts it down
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines of this backend, or 'all'")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.lift is not None:
+        return _lift(args.lift, as_json=args.json)
+    from attn_dispatch.machine.hardware import hardware
+
+    found = hardware()
+    report = {
+        "hardware": found.to_dict(),
+        "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
+        "backends": _backends(),
+        "quarantines": [_plain(entry) for entry in _quarantined(cache_folder())],
+        **_settings(),
+    }
+    if args.json:
+        print_json(report)
+    else:
+        print("\n".join(map(printable, _lines(found, report))))
+    return 0
+
+
+def _lift(name: str, *, as_json: bool) -> int:
+    folder = cache_folder()
+    wanted = None if name == "all" else name
+    lifted = [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).lift(wanted)]
+    left = _quarantined(folder)
+    if as_json:
+        print_json({"lifted": list(map(_plain, lifted)), "quarantines": list(map(_plain, left))})
+    for entry in () if as_json else lifted:
+        print(f"lifted    {_called(entry)} on {entry.silicon}: {entry.reason}")
+    stuck = [entry for entry in left if wanted in (None, entry.backend)]
+    if not stuck and (lifted or wanted is None):
+        if not lifted and not as_json:
+            print("nothing is in quarantine")
+        return 0
+    names = ", ".join(dict.fromkeys(entry.backend for entry in left)) or "nothing"
+    what = "not all was lifted" if lifted else "nothing was lifted"
+    print(f"attn-dispatch doctor: {what} for {name!r}; in quarantine: {names}", file=sys.stderr)
+    return 1
+
+
+def _quarantined(folder: Path) -> list[Entry]:
+    return [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).entries()]
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(entry)
+    return plain
+
+
+def _called(entry: Entry) -> str:
+    return f"{entry.backend} {entry.version}" if entry.version else entry.backend
+
+
+def _device(device: str) -> dict[str, Any]:
+    from attn_dispatch.machine.hardware import dtype_advice, silicon
+    from attn_dispatch.machine.memory import available_bytes
+
+    try:
+        free = available_bytes(device)
+    except RuntimeError:
+        free = None  # nothing can tell
+    advice = dtype_advice(device)
+    return {
+        "device": device,
+        "silicon": silicon(device),
+        "free_bytes": free,
+        "dtype": advice.dtype,
+        "dtype_reason": advice.reason,
+    }
+
+
+def _backends() -> list[dict[str, Any]]:
+    from attn_dispatch.kernels import registry
+
+    found = []
+    for name in registry.names():
+        version, reason = None, ""
+        try:
+            backend = registry.load(name)
+            version = registry.version_of(backend)
+            reason = _unusable(backend)
+        except InvalidInput as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still to be told
+            reason = f"raised {type(error).__name__}: {error}"
+        found.append({"name": name, "version": version, "usable": not reason, "reason": reason})
+    return found
+
+
+def _unusable(backend: Backend) -> str:
+    """Why the plainest problem cannot be run for want of a package or a device, or nothing."""
+    import torch
+
+    from attn_dispatch.profiling import problem_of
+    from attn_dispatch.spec.pattern import Dense
+    from attn_dispatch.spec.problem import default_device
+
+    device = default_device()
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    refusals = backend.refusals(problem_of((1, 128, 8, 64), Dense(), dtype, device))
+    return "; ".join(str(refusal) for refusal in refusals if refusal.code in {"not_installed", "device"})
+
+
+def _settings() -> dict[str, Any]:
+    from attn_dispatch.settings import budget_ms, mode
+
+    folder = cache_folder()
+    return {
+        "folder": str(folder),
+        "writable": _writable(folder),
+        "decisions": sum(1 for _ in Store(folder).all()),
+        "mode": mode(),
+        "budget_ms": budget_ms(),
+        "missed": _missed(folder / MISSED),
+    }
+
+
+def _writable(folder: Path) -> bool:
+    """Whether decisions can be written there; the folder itself may still have to be made."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _missed(path: Path) -> dict[str, Any]:
+    """The problems that were met where they could not be measured and are still not decided."""
+    from attn_dispatch.decisions.look_up import read
+    from attn_dispatch.recording import parse_record
+
+    count, reason = 0, ""
+    try:
+        text = files.read(path, MOST_MISSED).decode()  # a pipe in its place would be waited for
+        count = sum(read(problem) is None for problem in parse_record(text, path))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, UnicodeDecodeError, AttnDispatchError) as error:
+        reason = f"cannot be read: {error}"
+    command = f"attn-dispatch profile --from {path}" if count else None
+    return {"count": count, "path": str(path), "command": command, "reason": reason}
+
+
+def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
+    missed = report["missed"]
+    unwritable = "" if report["writable"] else ", which cannot be written"
+    kept = f"{report['decisions']} in {report['folder']}{unwritable}"
+    if report["folder"] == str(files.NOWHERE):
+        kept = f"none: {NO_HOME}"
+    waiting = missed["reason"] or (
+        f"{missed['count']}; settle them with: {missed['command']}" if missed["count"] else "none"
+    )
+    return [
+        str(found),
+        f"torch {found.torch}, CUDA {found.cuda or 'none'}",
+        "",
+        *align([["device", "free", "dtype", "why", "silicon"], *map(_device_cells, report["devices"])], {0, 2, 3, 4}),
+        "",
+        *align([["backend", "version", "usable"], *map(_backend_cells, report["backends"])], {0, 1, 2}),
+        "",
+        *_quarantine_lines(report["quarantines"]),
+        "",
+        f"decisions {kept}",
+        f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
+        f"budget    {report['budget_ms']:g} ms for an unseen problem   ($ATTN_DISPATCH_BUDGET_MS)",
+        f"missed    {waiting}",
+    ]
+
+
+def _device_cells(item: Mapping[str, Any]) -> list[str]:
+    free = "unknown" if item["free_bytes"] is None else gib(item["free_bytes"])
+    return [item["device"], free, item["dtype"], item["dtype_reason"], item["silicon"]]
+
+
+def _backend_cells(item: Mapping[str, Any]) -> list[str]:
+    return [item["name"], item["version"] or "-", "yes" if item["usable"] else f"no: {item['reason']}"]
+
+
+def _quarantine_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not items:
+        return ["quarantine none"]
+    head = ["quarantine", "version", "kind", "of", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
+    rows = align([head, *map(_quarantine_cells, items)], set(range(len(head))))
+    return [*rows, "'attn-dispatch doctor --lift NAME' lets a backend be tried again"]
+
+
+def _quarantine_cells(item: Mapping[str, Any]) -> list[str]:
+    scope = item["scope"] or "all"
+    since = shown_time(item["created"])
+    end = "lifted" if item["until"] is None else shown_time(item["until"])
+    title = " ".join(item["title"].split())
+    where = [since, end, item["silicon"], title]
+    return [item["backend"], item["version"] or "-", item["kind"], scope, *where, item["reason"]]

@@ -1,0 +1,45 @@
+"""Write the decisions that are kept here into one file, for other machines of the same kind. The same decisions make
+the same bytes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from attn_dispatch.cli import urls
+from attn_dispatch.cli.tables import print_json
+from attn_dispatch.errors import AttnDispatchError
+from attn_dispatch.store.bundle import write_bundle
+from attn_dispatch.store.folder import Store, cache_folder
+
+EXAMPLE = """examples:
+  attn-dispatch export decisions.json
+  attn-dispatch export s3://bucket/decisions.json --silicon cuda-9.0
+      those of the devices whose name starts so, to any place that fsspec knows"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="FILE-or-URL", help="where to write them; a URL is anything with :// in it")
+    parser.add_argument(
+        "--silicon", metavar="PREFIX", default="", help="only for devices whose fingerprint starts with this"
+    )
+    parser.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with this")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = cache_folder()
+    silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
+    found = [d for _, d in Store(folder).all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
+    if not found and (silicon or key):
+        print(f"attn-dispatch export: no decision in {folder} is meant by that", file=sys.stderr)
+        return 1
+    content = write_bundle(found)
+    try:
+        urls.write(args.place, content)
+    except urls.Unreachable as error:
+        raise AttnDispatchError(f"{args.place} cannot be written: {error}") from error
+    if args.json:
+        print_json({"folder": str(folder), "place": args.place, "decisions": len(found), "bytes": len(content)})
+    else:
+        print(f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)")
+    return 0

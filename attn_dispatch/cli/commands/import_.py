@@ -1,0 +1,94 @@
+"""Merge decisions from elsewhere into those that are kept here: bundles that `export` wrote, single decisions, or
+folders of either. Of each candidate the later measurement holds, whatever is read first; no candidate gets lost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from attn_dispatch.cli import urls
+from attn_dispatch.cli.tables import print_json
+from attn_dispatch.store.bundle import Refused, read_bundle
+from attn_dispatch.store.decision import Damaged, Decision
+from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.text import align, printable
+
+EXAMPLE = """examples:
+  attn-dispatch import decisions.json
+  attn-dispatch import s3://bucket/decisions.json /home/other/.cache/attn-dispatch
+      exit code 1 if something of it could not be read"""
+
+OUTCOMES = ("added", "merged", "unchanged", "refused")
+
+
+class Source(NamedTuple):
+    """What became of the decisions of one argument, as counts, and of those that were not taken."""
+
+    name: str
+    counts: dict[str, int]
+    refused: list[Refused]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("places", metavar="FILE-or-URL", nargs="+",
+        help="a file, a folder (of another cache, too) or a URL, which is anything with :// in it")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = cache_folder()
+    sources = [_take(name, Store(folder)) for name in args.places]
+    if args.json:
+        print_json({"folder": str(folder), **_total(sources), "sources": [_plain(source) for source in sources]})
+    else:
+        print(*_lines(sources), f"kept in   {folder}", sep="\n")
+    return 1 if any(source.refused for source in sources) else 0
+
+
+def _take(name: str, store: Store) -> Source:
+    source = Source(name, dict.fromkeys(OUTCOMES, 0), [])
+    for found in _decisions(name):
+        how = found if isinstance(found, Refused) else _keep(found, store)
+        if isinstance(how, Refused):
+            source.refused.append(how)
+        source.counts["refused" if isinstance(how, Refused) else how] += 1
+    return source
+
+
+def _decisions(name: str) -> Iterator[Decision | Refused]:
+    for path in urls.each_file(name):
+        try:
+            found = read_bundle(urls.read(path))
+        except (urls.Unreachable, Damaged) as error:
+            yield Refused(path, str(error))
+            continue
+        for each in found:
+            yield each._replace(what=f"{path}, {each.what}") if isinstance(each, Refused) else each
+
+
+def _keep(decision: Decision, store: Store) -> str | Refused:
+    what = f"{decision.silicon}, key {decision.key}"
+    try:
+        return store.add(decision).how
+    except OSError as error:
+        return Refused(what, f"it cannot be kept: {error.strerror or error}")
+    except Damaged as error:
+        return Refused(what, str(error))
+
+
+def _total(sources: Sequence[Source]) -> dict[str, int]:
+    return {how: sum(source.counts[how] for source in sources) for how in OUTCOMES}
+
+
+def _plain(source: Source) -> dict[str, Any]:
+    return {
+        "name": source.name,
+        **source.counts,
+        "reasons": [{"what": what, "reason": reason} for what, reason in source.refused],
+    }
+
+
+def _lines(sources: Sequence[Source]) -> list[str]:
+    rows = [[source.name, *(str(source.counts[how]) for how in OUTCOMES)] for source in sources]
+    reasons = [printable(f"refused   {what}: {reason}") for source in sources for what, reason in source.refused]
+    return [*align([["from", *OUTCOMES], *rows], {0}), "", *reasons]

@@ -1,0 +1,261 @@
+"""Measure every backend that can run a problem, choose, and keep the decision, so that no later run has to."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attn_dispatch.cli import options, thresholds
+from attn_dispatch.cli.tables import full_table, no_backend, print_json
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.learning.gains import Series, family_of, family_title
+from attn_dispatch.learning.thresholds import LEAST_LENGTHS
+from attn_dispatch.ring.rows.layout import KINDS
+from attn_dispatch.store import files
+from attn_dispatch.text import printable
+
+if TYPE_CHECKING:
+    from attn_dispatch.decisions.explanation import Explanation
+    from attn_dispatch.spec.problem import Problem
+
+EXAMPLE = """examples:
+  attn-dispatch profile --quick
+      a few problems of every kind, in under a minute
+  attn-dispatch profile --lengths 1k:32k --causal both --backward
+      causal and not, at 1024, 2048, .. 32768 tokens, as in training
+  attn-dispatch profile --shape 2,16k,16/4,128 --segments 2k,4k,8k --dilations 1,2,4 --causal
+      dilated attention with grouped heads
+  attn-dispatch profile --grid 64,64 --window 7
+      a 7 x 7 neighborhood
+  attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
+      the same on grids of about 1024, 2048, .. 65536 tokens: from how many on other orders of the tokens pay
+  torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
+      sequences that lie on 4 ranks; without --sharded, problems of one device are dealt out to the ranks
+  attn-dispatch profile --from problems.jsonl
+      what attn_dispatch.record("problems.jsonl") noted in a run
+
+Ctrl-C keeps and prints what is measured so far."""
+
+QUICK_S = 40.0  #: for all of the usual problems; loading torch and checking the results comes on top
+QUICK_EACH_S = 2.0
+EACH_S = 10.0
+SPAN = "1k:64k"  #: of --thresholds
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_options(parser)
+    effort = parser.add_mutually_exclusive_group()
+    quick = "2 s per problem; without any problem: a few of every kind, in under a minute"
+    effort.add_argument("--quick", action="store_true", help=quick)
+    full = "however long it takes; without any problem: those of --quick"
+    effort.add_argument("--full", action="store_true", help=full)
+    learned = (
+        "from how many tokens on other orders of the tokens pay: measures each problem at --lengths, by default "
+        f"{SPAN}, the shortest first, so that what they leave of the budget goes to the long ones"
+    )
+    parser.add_argument("--thresholds", action="store_true", help=learned)
+    budget = "for all problems together; by default 10 s for each of them"
+    parser.add_argument("--budget", metavar="SECONDS", type=_seconds, help=budget)
+    parser.add_argument("--from", dest="record", metavar="RECORD", help="the problems in a file that record() wrote")
+    sharded = "under torchrun: each problem is one sequence over all ranks, its shards contiguous or zigzag"
+    parser.add_argument("--sharded", choices=KINDS, help=sharded)
+    parser.add_argument("--force", action="store_true", help="measure again what is decided already")
+
+
+def run(args: argparse.Namespace) -> int:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.sharded and ranks == 1:
+        raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
+    problems = _problems(args)
+    found: list[Explanation] = []
+    interrupted = False
+    budget_s = _budget(args, len(problems))
+    try:
+        if ranks > 1:
+            problems = _measured_by_ranks(args, problems, ranks, budget_s, found)
+        else:
+            _measured(args, problems, budget_s, found)
+    except KeyboardInterrupt:
+        interrupted = True
+    if ranks > 1 and os.environ.get("RANK", "0") != "0":
+        return 1 if interrupted else 0  # the first rank speaks for all
+    if interrupted:
+        done = f"{len(found)} of {len(problems)} problems are decided"
+        print(f"interrupted: {done}; the same command goes on from there", file=sys.stderr)
+    learned = _learned(problems) if args.thresholds else None
+    if args.json:
+        _print_json(found, interrupted, learned)
+    else:
+        _print_tables(found, _kept(problems, found))
+        if learned is not None:
+            print("", *thresholds.lines(learned), sep="\n")
+    return 1 if interrupted or any(explanation.choice is None for explanation in found) else 0
+
+
+def _measured(
+    args: argparse.Namespace, problems: list[Problem], budget_s: float | None, found: list[Explanation]
+) -> None:
+    from attn_dispatch.profiling import profile  # only now: wrong usage is told at once
+
+    profile(problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: found.append(explanation))
+
+
+def _measured_by_ranks(
+    args: argparse.Namespace, problems: list[Problem], ranks: int, budget_s: float | None, found: list[Explanation]
+) -> list[Problem]:
+    """The problems as they were measured, over all ranks where they are sharded."""
+    from attn_dispatch.profiling_ranks import profile_over
+    from attn_dispatch.ring.link import world
+
+    if args.sharded:
+        problems = [replace(problem, ranks=ranks) for problem in problems]
+    with world(problems[0].device.type):
+        profile_over(
+            problems,
+            kind=args.sharded or KINDS[0],
+            budget_s=budget_s,
+            force=args.force,
+            report=lambda _, explanation: found.append(explanation),
+        )
+    return problems
+
+
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    if args.thresholds:
+        return _at_lengths(args)
+    used = options.given(args)
+    if args.record is not None:
+        if used:
+            raise InvalidInput(f"--from takes the problems from a file: leave {', '.join(used)} away")
+        return _recorded(args.record, args.device)
+    if (args.quick or args.full) and not used:
+        from attn_dispatch.profiling import quick_problems
+
+        return quick_problems(options.device_of(args))
+    if not options.has_length(args):
+        raise InvalidInput(
+            "say what to measure: --shape B,N,H,D, --lengths A:B, --grid H,W or --from RECORD; "
+            "or let --quick alone take a few problems of every kind"
+        )
+    return options.problems_of(args)
+
+
+def _at_lengths(args: argparse.Namespace) -> list[Problem]:
+    """The problems of the options at every length, the shortest first."""
+    if args.record is not None:
+        raise InvalidInput("--thresholds measures at lengths of its own: leave --from away")
+    if not (args.grid or args.segments):
+        raise InvalidInput(
+            "--thresholds needs a pattern that another order of the tokens can serve: --grid H,W with --window, or "
+            "--segments with --dilations"
+        )
+    args.lengths = args.lengths or options.lengths(SPAN)
+    found = sorted(options.problems_of(args), key=lambda problem: problem.q_len)
+    if len({problem.q_len for problem in found}) < LEAST_LENGTHS:
+        raise InvalidInput(f"--thresholds needs at least {LEAST_LENGTHS} lengths, such as --lengths {SPAN}")
+    return found
+
+
+def _recorded(path: str, device: str | None) -> list[Problem]:
+    from attn_dispatch.machine.memory import resolve
+    from attn_dispatch.recording import read_record
+
+    try:
+        problems = read_record(path, None if device is None else resolve(device))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--from {path}: cannot be read ({error})") from error
+    if not problems:
+        raise InvalidInput(f"--from {path}: holds no problem")
+    return problems
+
+
+def _budget(args: argparse.Namespace, count: int) -> float | None:
+    if args.budget is not None:
+        return float(args.budget)
+    if args.full:
+        return None
+    if args.quick and args.record is None and not options.given(args):
+        return QUICK_S
+    return count * (QUICK_EACH_S if args.quick else EACH_S)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds > 0, got {text!r}")
+    return value
+
+
+def _learned(problems: Sequence[Problem]) -> list[Series]:
+    """What is known now of the families of these problems: of these lengths, and of those measured before."""
+    from attn_dispatch.store.folder import cache_folder
+
+    families = sorted(set(map(_family, problems)))
+    found = thresholds.of_groups(cache_folder(), (family[:2] for family in families))
+    return [each for each in found if (each.silicon, each.group, family_title(each.family)) in families]
+
+
+def _family(problem: Problem) -> tuple[str, str, str]:
+    from attn_dispatch.machine.hardware import silicon
+    from attn_dispatch.spec.groups import group_of
+
+    plain = problem.to_dict()
+    return silicon(problem.device), group_of(plain), family_title(family_of(plain))
+
+
+def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequence[Series] | None) -> None:
+    from attn_dispatch.store.folder import cache_folder
+
+    decisions = [explanation.to_dict() for explanation in found]
+    told = {} if learned is None else {"thresholds": thresholds.to_dicts(learned)}
+    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **told})
+
+
+def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
+    if len(found) == 1:
+        print(found[0], end="\n\n")
+    else:
+        for device in dict.fromkeys(explanation.device for explanation in found):
+            print(
+                printable(f"device    {device}"),
+                "",
+                *full_table([e for e in found if e.device == device]),
+                "",
+                sep="\n",
+            )
+        for explanation in found:
+            if explanation.choice is None:
+                print(*no_backend(explanation), "", sep="\n")
+    if kept:
+        print(*(f"kept in   {folder}" for folder in kept), sep="\n")
+    elif found:
+        from attn_dispatch.store.folder import NO_HOME, cache_folder
+
+        why = NO_HOME if cache_folder() == files.NOWHERE else "no decision was measured and written"
+        print(f"kept      nothing: {why.removeprefix('nothing is kept: ')}")
+
+
+def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
+    """The folders that hold these decisions."""
+    from attn_dispatch.machine.hardware import silicon
+    from attn_dispatch.spec.groups import group_of
+    from attn_dispatch.store.folder import Store, cache_folder
+
+    store = Store(cache_folder())
+    paths: list[Path] = []
+    for problem, each in zip(problems, found):
+        group = group_of(problem.to_dict())
+        if problem.ranks == 1:
+            paths.append(store.path(silicon(problem.device), group, each.key))
+        else:  # under the fingerprint of all ranks' machines
+            paths += store.root.glob(f"*/{group}/{each.key}.json")
+    return list(dict.fromkeys(path.parent.parent for path in paths if path.is_file()))

@@ -1,0 +1,203 @@
+"""The options that describe problems, shared by the commands that take them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+
+if TYPE_CHECKING:
+    import torch
+
+    from attn_dispatch.spec.problem import Problem
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
+SWITCH: dict[str, tuple[bool, ...]] = {"yes": (True,), "no": (False,), "both": (False, True)}
+OPTIONS = ("shape", "lengths", "segments", "dilations", "grid", "window", "causal", "dtype", "backward")
+
+
+class Shape(NamedTuple):
+    """Of q, with the number of heads of k and v."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+USUAL = Shape(1, 0, 8, 8, 64)  #: where only lengths are given
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Everything that describes problems. Numbers may end in k, which means times 1024, or in M, that twice."""
+    shapes = parser.add_argument_group(
+        "problems", "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists make every combination."
+    )
+    add = shapes.add_argument
+    add("--shape", metavar="B,N,H,D", type=shape, action="append",
+        help="batch, length, heads, head_dim; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
+    add("--lengths", metavar="A:B", type=lengths,
+        help="lengths from A, doubling, up to B, or a list A,B,..; "
+        "they replace the N of each shape, or of 1,N,8,64; with --grid, its axes grow or shrink together to hold "
+        "about so many tokens")  # fmt: skip
+    add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
+    add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
+    add("--grid", metavar="H,W", type=counts, help="neighborhood attention: tokens per axis, 1 to 3 axes; sets N")
+    add("--window", metavar="W,..", type=window,
+        help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
+        "window, 'none' for an open side; LEFT alone means LEFT,0")  # fmt: skip
+    _add_switch(shapes, "--causal", "keys after the query are not seen")
+    add("--dtype", metavar="T,..", type=dtypes,
+        help="float16, bfloat16, float32, float64; by default float32 on a CPU and the dtype that "
+        "'attn-dispatch doctor' advises on a GPU")  # fmt: skip
+    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA if there is some")
+    _add_switch(shapes, "--backward", "time forward and backward together")
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The options that describe a problem, of those that were used; `--device` only says where."""
+    return [f"--{name}" for name in OPTIONS if getattr(args, name) is not None]
+
+
+def has_length(args: argparse.Namespace) -> bool:
+    """Whether the options say how long a sequence is."""
+    return bool(args.shape or args.lengths or args.grid)
+
+
+def problems_of(args: argparse.Namespace) -> list[Problem]:
+    """Every combination of what the options list, each problem once.
+
+    Raises:
+        InvalidInput: the options contradict each other, name no length, or are no problem that there can be.
+    """
+    if not has_length(args):
+        raise InvalidInput("say how long the sequence is: --shape B,N,H,D, --lengths A:B or --grid H,W")
+    patterns = list(_patterns(args))
+    import torch  # only now: wrong usage is told at once
+
+    from attn_dispatch.profiling import problem_of
+
+    device = device_of(args)
+    names: list[str] = args.dtype or [_usual_dtype(device)]
+    found: dict[Problem, None] = {}
+    for pattern, name, size, backward in product(patterns, names, _shapes(args), SWITCH[args.backward or "no"]):
+        fitted, length = _grown(pattern, size.length, args) if args.grid and args.lengths else (pattern, size.length)
+        wanted = (size.batch, length, size.heads, size.head_dim)
+        dtype = getattr(torch, name)
+        found[problem_of(wanted, fitted, dtype, device, kv_heads=size.kv_heads, backward=backward)] = None
+    return list(found)
+
+
+def scaled(grid: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The grid of about so many tokens with about the same proportions."""
+    factor = (tokens / math.prod(grid)) ** (1 / len(grid))
+    return tuple(max(round(size * factor), 1) for size in grid)
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """The device that was named, or the usual one. Raises InvalidInput for one that is not here."""
+    from attn_dispatch.machine.memory import resolve
+    from attn_dispatch.spec.problem import default_device
+
+    return default_device() if args.device is None else resolve(args.device)
+
+
+def count(text: str) -> int:
+    """An integer >= 1; with the suffix k, times 1024, with M, times 1024 * 1024."""
+    match = re.fullmatch(r"([0-9]+)([kKmM]?)", text.strip())
+    value = int(match[1]) * SUFFIXES[match[2].lower()] if match else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1 such as 4096 or 4k, got {text!r}")
+    return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
+
+
+def shape(text: str) -> Shape:
+    parts = text.split(",")
+    if len(parts) != 4:
+        raise argparse.ArgumentTypeError(f"expected batch,length,heads,head_dim such as 1,4096,8,64, got {text!r}")
+    heads, grouped, kv_heads = parts[2].partition("/")
+    return Shape(count(parts[0]), count(parts[1]), count(heads), count(kv_heads if grouped else heads), count(parts[3]))
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    if ":" not in text:
+        return counts(text)
+    first, last = (count(part) for part in text.split(":", 1))
+    if first > last:
+        raise argparse.ArgumentTypeError(f"expected A:B with A <= B, got {text!r}")
+    return tuple(first << step for step in range((last // first).bit_length()))
+
+
+def window(text: str) -> tuple[int | None, ...]:
+    sides = [part.strip().lower() for part in text.split(",")]
+    return tuple(None if side in {"none", "-"} else 0 if side == "0" else count(side) for side in sides)
+
+
+def dtypes(text: str) -> list[str]:
+    names = [DTYPES.get(name, name) for name in text.lower().split(",")]
+    for name in names:
+        if name not in DTYPES.values():
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(DTYPES.values())}, got {name!r}")
+    return names
+
+
+def _add_switch(group: argparse._ArgumentGroup, flag: str, text: str) -> None:
+    group.add_argument(flag, nargs="?", const="yes", choices=tuple(SWITCH), help=f"{text}; 'both' takes both ways")
+
+
+def _usual_dtype(device: torch.device) -> str:
+    from attn_dispatch.machine.hardware import dtype_advice
+
+    return "float32" if device.type == "cpu" else dtype_advice(device).dtype
+
+
+def _shapes(args: argparse.Namespace) -> list[Shape]:
+    bases: list[Shape] = args.shape or [USUAL]
+    tokens = args.lengths or (None if args.shape else (math.prod(args.grid),))
+    return bases if tokens is None else [base._replace(length=n) for base in bases for n in tokens]
+
+
+def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
+    if (args.segments is None) != (args.dilations is None):
+        raise InvalidInput("--segments and --dilations go together: one number of each for a branch")
+    if args.segments and (args.grid or args.window):
+        raise InvalidInput("--segments and --dilations name one pattern, --grid and --window another: give one of them")
+    if args.grid and not args.window:
+        raise InvalidInput("--grid needs --window, the width of the neighborhood: one number, or one for each axis")
+    if args.window and not args.grid:
+        yield _sliding(args)
+        return
+    for causal in SWITCH[args.causal or "no"]:
+        if args.segments:
+            yield Dilated(args.segments, args.dilations, causal)
+        else:
+            yield Neighborhood(args.grid, args.window, is_causal=(causal,)) if args.grid else Dense(causal)
+
+
+def _grown(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pattern, int]:
+    """The window as it was given: a small grid has clipped it."""
+    assert isinstance(pattern, Neighborhood)
+    grid = scaled(args.grid, tokens)
+    return replace(pattern, grid=grid, window=args.window), math.prod(grid)
+
+
+def _sliding(args: argparse.Namespace) -> Window:
+    if len(args.window) > 2:
+        raise InvalidInput(f"--window without --grid is LEFT,RIGHT, got {len(args.window)} numbers")
+    if args.causal is not None:
+        raise InvalidInput("--causal is not for --window LEFT,RIGHT: RIGHT says it, and RIGHT = 0 is causal")
+    left, right = (*args.window, 0)[:2]
+    return Window(left, right)

@@ -1,0 +1,88 @@
+"""What the commands print: JSON, and tables for many decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from attn_dispatch.decisions.explanation import HEAD as FULL_HEAD
+from attn_dispatch.decisions.explanation import LEFT as FULL_LEFT
+from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.text import align, milliseconds, printable, titled
+
+HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
+LEFT = {0, 1, 2, 3, 6, 7}
+KEY_DIGITS = 10  #: shown in tables; `inspect --key` takes any number of them
+OUT_OF_RACE = {"failed", "incorrect", "quarantined"}
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print what every JSON parser takes: numbers that are not finite become null."""
+    print(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+
+
+def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> list[str]:
+    """One line for each decision: what runs it, and by how much that beats the next best that was measured.
+
+    Args:
+        times: when each was measured; a last column, if given.
+    """
+    rows = [list(HEAD), *(_cells(explanation) for explanation in explanations)]
+    if times:
+        rows = [[*row, time] for row, time in zip(rows, ["measured (UTC)", *times])]
+    return align(rows, LEFT)
+
+
+def full_table(explanations: Sequence[Explanation]) -> list[str]:
+    """Every candidate of every problem, under one head."""
+    groups = [explanation.rows() for explanation in explanations]
+    lines = iter(align([list(FULL_HEAD), *(row for group in groups for row in group)], FULL_LEFT))
+    found = [next(lines)]
+    for explanation, group in zip(explanations, groups):
+        how = explanation.source if explanation.choice else "no backend can run it"
+        found += ["", f"{_compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})"]
+        found += [next(lines) for _ in group]
+    return found
+
+
+def no_backend(explanation: Explanation) -> list[str]:
+    """Why no backend runs a problem, one line for each backend."""
+    rows = [f"  {titled(c.backend, c.order)}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
+    return [f"no backend can run {_compact(explanation.problem)}:", *map(printable, rows)]
+
+
+def _cells(explanation: Explanation) -> list[str]:
+    start = [explanation.key[:KEY_DIGITS], _compact(explanation.problem)]
+    if explanation.choice is None:
+        return [*start, "none", "-", "-", "-", "no backend can run it"]
+    name = titled(explanation.choice, explanation.order or "natural")
+    chosen = next((c for c in explanation.candidates if c.status == "chosen"), None)
+    others = [c for c in explanation.candidates if c is not chosen]
+    source = explanation.source + (", drifted" if explanation.drift is not None else "")
+    if chosen is None or chosen.median_ms is None:
+        return [*start, name, source, "-", "-", "not measured"]
+    return [*start, name, source, milliseconds(chosen.median_ms), *_rival(chosen.median_ms, others)]
+
+
+def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, str]:
+    timed = [(c.median_ms, c) for c in others if c.median_ms is not None and c.status not in OUT_OF_RACE]
+    if not timed:
+        return "-", _absences(others)
+    rival_ms, rival = min(timed, key=lambda pair: pair[0])
+    noise = ", within noise" if rival.status == "tie" else ""
+    ratio = f"{rival_ms / median_ms:.2f}x" if median_ms > 0 else "-"  # a coarse clock
+    return ratio, f"{titled(rival.backend, rival.order)} {milliseconds(rival_ms)}{noise}"
+
+
+def _absences(others: Sequence[CandidateReport]) -> str:
+    """Why there is none to compare with: `sdpa unsupported; sdpa_mask, manual not measured`."""
+    by_status: dict[str, list[str]] = {}
+    for candidate in others:
+        by_status.setdefault(candidate.status.replace("_", " "), []).append(titled(candidate.backend, candidate.order))
+    return "; ".join(f"{', '.join(names)} {status}" for status, names in by_status.items()) or "no other backend"
+
+
+def _compact(problem: str) -> str:
+    return printable(" ".join(problem.split()))

@@ -1,0 +1,372 @@
+"""How a problem comes to its decision: forced, known, stored, learned, measured, or by the static choice.
+
+A decision that a call was routed by never changes within a process, unless it is measured anew by request: a forward
+pass and its recomputation go the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attn_dispatch import settings
+from attn_dispatch.decisions import look_up, unmeasured
+from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.look_up import Name
+from attn_dispatch.decisions.rate_limit import Pace
+from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import traceable
+from attn_dispatch.log import logger
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import mode
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.problem_files import note_missed
+from attn_dispatch.text import printable, titled
+from attn_dispatch.tuning.candidates import Candidate, candidates, environment_now, ruled_out
+
+SURE = 0.9  #: confidence from which a neighbour of nearly the same size is believed without measuring
+WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
+
+lock = threading.RLock()  #: held while a decision is made: two threads that meet a new problem measure it once
+# Another thread of the parent may hold it at a fork, and does not exist in the child.
+os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+# By silicon too: another number of threads makes the same processor another machine. And by the backend and the order
+# that are forced.
+_decided: dict[tuple[str, Problem, str | None, str | None], Decision] = {}
+_counts: Counter[str] = Counter()
+_pace = Pace()
+_UNTRACEABLE = "no graph that holds for other inputs can be made of it"
+
+
+def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
+    """`explain` for a problem."""
+    unmeasured.check(backend, order)
+    decision = _decided.get((silicon(problem.device), problem, backend, order))
+    if backend is not None or order is not None:
+        return Explanation.of(decision or unmeasured.forced(problem, backend, order, lambda: _known(problem))[0])
+    found = candidates(problem)
+    if decision is not None:
+        decision = _with_drift(problem, decision)
+    elif mode() != "off":
+        kept = look_up.look_up(problem, -1.0)
+        if mode() == "locked" and not (kept and kept.holds_locked):
+            return Explanation.of(_refused_by_lock(problem, found, _why_locked(kept)))
+        if kept is not None and kept.choice is not None:
+            decision = _told(kept)
+        else:
+            decision = _learned(problem, found, 0.0)
+    return Explanation.of(_as_of_now(decision, found) if decision is not None else unmeasured.static(problem, found))
+
+
+def counters() -> dict[str, int]:
+    """How this process came by its decisions: `measured`, `loaded` from disk, `shipped`, `learned` from neighbours,
+    `heuristic`, `forced`.
+    """
+    return {name: _counts[name] for name in WAYS}
+
+
+def decide(problem: Problem) -> Decision:
+    """The decision that routes a problem in this process; measured, if it must be and may be.
+
+    Raises:
+        NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can run it.
+    """
+    known = silicon(problem.device), problem, None, None
+    decision = _decided.get(known)
+    if decision is not None:
+        return decision
+    decision = _static(problem) if mode() == "off" else _make(problem)
+    if decision.source in ("learned", "heuristic"):
+        _counts[decision.source] += 1
+    logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
+    if not unsettled(problem.device):  # what a capture could not measure, the next eager call can
+        _decided[known] = decision
+    return decision
+
+
+def traced(problem: Problem) -> Decision:
+    """The decision for a call that is traced, transformed or watched: the static choice among the backends that a graph
+    can be made of. Nothing is measured or kept.
+
+    Raises:
+        NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can be traced on this problem.
+    """
+    with _disable_current_modes():  # what backends keep is about plain tensors
+        setting = mode()
+        known = _decided.get((silicon(problem.device), problem, None, None))
+        kept = look_up.look_up(problem, -1.0) if known is None and setting != "off" else None
+        if known is None and setting == "locked":
+            _locked(problem, kept)
+        decision = unmeasured.static(problem, [_traceable(each, problem) for each in candidates(problem)])
+        if not decision.choice:
+            raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
+        if known is None and kept is None and setting == "tune":
+            note_missed(cache_folder(), problem.to_dict())
+    _counts["heuristic"] += 1
+    logger.info("%s: %s, while it is traced", problem, decision.choice)
+    return decision
+
+
+def check_traceable(problem: Problem, decision: Decision) -> None:
+    """Raise NoBackend where no graph can be made of the backend that is forced."""
+    if not traceable(registry.load(decision.choice), problem):
+        raise NoBackend(
+            f"{decision.choice} cannot be traced on {problem}: {_UNTRACEABLE}; "
+            "pass backend=None, or call attend outside of torch.export and make_fx"
+        )
+
+
+def _traceable(each: Candidate, problem: Problem) -> Candidate:
+    if each.row is not None or traceable(each.backend, problem):
+        return each
+    return ruled_out(each.backend, each.order, "unsupported", _UNTRACEABLE)
+
+
+def _make(problem: Problem) -> Decision:
+    """From what is stored, if it holds; else by measuring, where that is allowed; else from what is known."""
+    setting = mode()
+    kept = look_up.look_up(problem, settings.budget_ms() if setting == "tune" else -1.0)
+    if kept is not None and kept.holds:
+        return _taken(kept)
+    if setting == "locked":
+        return _locked(problem, kept)
+    found = candidates(problem)
+    if setting == "tune" and (kept is None or kept.changed):
+        sure = _learned(problem, found, SURE) if kept is None else None
+        decision = sure or _measured(problem, kept, found)
+        if decision is not None:
+            return decision
+    if kept is not None and kept.choice is not None:
+        return _taken(kept)
+    return _learned(problem, found, 0.0) or _static(problem)
+
+
+def _taken(kept: look_up.Found) -> Decision:
+    """Go by what is stored, as far as it holds."""
+    decision = kept.decision
+    _counts["loaded" if decision.source == "measured" else "shipped"] += 1
+    if kept.choice is not None and kept.choice != decision.chosen:
+        decided, able = titled(*decision.chosen), titled(*kept.choice)
+        logger.warning("%s cannot run now as was decided, %s can: %s", decided, able, printable(decision.title))
+    elif not kept.changed and decision.environment != environment_now():
+        decision = look_up.refresh(decision)
+    return _told(look_up.Found(decision, kept.choice, kept.changed))
+
+
+def _told(kept: look_up.Found) -> Decision:
+    """The decision with the candidate that runs now, and what of it no longer holds said in its rows."""
+    rows = tuple(_row_told(row, kept) for row in kept.decision.candidates)
+    backend, order = kept.choice or ("", "")
+    return msgspec.structs.replace(kept.decision, choice=backend, order=order, candidates=rows)
+
+
+def _row_told(row: Row, kept: look_up.Found) -> Row:
+    if row.id == kept.choice:
+        row = msgspec.structs.replace(row, status="chosen")
+    elif row.status == "chosen":
+        row = msgspec.structs.replace(row, status="slower")
+    if row.id in kept.changed and row.median_ms is not None:
+        text = f"measured with version {row.version}, which has changed"
+        row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
+    return row
+
+
+def _with_drift(problem: Problem, decision: Decision) -> Decision:
+    """What live calls took is noted on disk only, by whichever process saw it."""
+    kept = look_up.read(problem) if decision.source == "measured" else None
+    if kept is None or kept.created != decision.created:
+        return decision
+    return msgspec.structs.replace(decision, drift=kept.drift)
+
+
+def _as_of_now(decision: Decision, found: list[Candidate]) -> Decision:
+    """With the candidates that are ruled out by now, and those that were not there then."""
+    kept = {row.id: row for row in decision.candidates}
+    rows = [_row_now(each, kept.pop(each.id, None), decision.chosen) for each in found]
+    # A backend that refuses has one row alone, which is about all its orders.
+    out = {each.name: each.row for each in found if each.row is not None}
+    for name, row in kept.items():
+        now = out.get(row.backend) if name != decision.chosen else None
+        rows.append(row if now is None else msgspec.structs.replace(now, order=row.order))
+    return msgspec.structs.replace(decision, candidates=tuple(rows))
+
+
+def _row_now(each: Candidate, kept: Row | None, choice: Name) -> Row:
+    if each.row is not None and each.id != choice:
+        # What it was quarantined for on this very problem says more than that it is.
+        told = kept is not None and kept.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
+        return kept if told and kept is not None else each.row
+    reason = "was not there then"
+    if kept is not None and kept.status in ("over_memory", "quarantined", "unsupported", "not_installed"):
+        reason = f"could not run then: {kept.reason}"
+        kept = None
+    return kept or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)
+
+
+def _locked(problem: Problem, kept: look_up.Found | None) -> Decision:
+    """In locked mode: what was chosen must be what was measured. That others have changed does not matter, and where
+    it lacks the memory for now, the best of what was measured stands in for it.
+    """
+    if kept is not None and kept.holds_locked:
+        return _taken(kept)
+    raise NotDecided(
+        f"ATTN_DISPATCH_MODE=locked and {_why_locked(kept)} for {problem}; run 'attn-dispatch profile' on it first, or "
+        "another mode"
+    )
+
+
+def _why_locked(kept: look_up.Found | None) -> str:
+    if kept is None:
+        return "nothing is decided"
+    return f"{titled(*kept.decision.chosen)}, as was decided, has another version now, or nothing measured can run"
+
+
+def _refused_by_lock(problem: Problem, found: list[Candidate], why: str) -> Decision:
+    """What attend() refuses, to be explained."""
+    reason = f"locked mode, and {why}: `attn-dispatch profile` measures it"
+    rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=reason) for c in found)
+    return unmeasured.unmeasured(problem, None, "heuristic", rows)
+
+
+def _measured(problem: Problem, kept: look_up.Found | None, found: list[Candidate]) -> Decision | None:
+    """Measure what is not known, where and when that is allowed."""
+    if unsettled(problem.device):
+        logger.warning("not measured while a graph is captured or traced, or inside torch.func: %s", problem)
+    elif not _pace.allows(settings.trial_seconds()):
+        logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
+    else:
+        said = look_up.predict(problem, found) if kept is None else None
+        first = None if said is None else (said.backend, said.order)
+        start = time.perf_counter()
+        decision = measure(problem, settings.budget_ms() / 1e3, kept, first)
+        _pace.spend(time.perf_counter() - start)
+        if decision is not None:
+            keep(problem, decision)
+        return decision
+    note_missed(cache_folder(), problem.to_dict())
+    return None
+
+
+def measure(
+    problem: Problem, budget_s: float | None, kept: look_up.Found | None, first: Name | None = None
+) -> Decision | None:
+    """Measure; what changed alone, where a decision is there to start from. Arguments as for `tuner.decide`."""
+    from attn_dispatch.tuning import tuner  # what measures is loaded when there is something to measure
+
+    prior, changed = (None, None) if kept is None else (kept.decision, kept.changed or None)
+    with undisturbed(problem.device), _own_randomness(problem):
+        return tuner.decide(problem, budget_s, prior=prior, changed=changed, first=first)
+
+
+def keep(problem: Problem, decision: Decision) -> None:
+    """Store a new measurement and go by it in this process."""
+    Store(cache_folder()).put(decision)
+    look_up.note(decision)
+    _decided[silicon(problem.device), problem, None, None] = decision
+    _counts["measured"] += 1
+
+
+def measured_anew(problem: Problem, decision: Decision) -> None:
+    """`keep` by request: what was forced in part goes by it from now on too."""
+    where = silicon(problem.device)
+    for known in [known for known in _decided if known[:2] == (where, problem)]:
+        del _decided[known]
+    keep(problem, decision)
+
+
+def _learned(problem: Problem, found: list[Candidate], least: float) -> Decision | None:
+    """What neighbours say. With `least`, only those of nearly the same size, and only where they are that sure."""
+    said = look_up.predict(problem, found)
+    if said is None or said.confidence < least or (least and not said.in_bucket):
+        return None
+    return unmeasured.predicted(problem, said, found)
+
+
+def _static(problem: Problem) -> Decision:
+    decision = unmeasured.static(problem, candidates(problem))
+    if not decision.choice:
+        raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
+    return decision
+
+
+def force(problem: Problem, backend: str | None, order: str | None) -> Decision:
+    """The decision for a backend, an order or both, whatever is stored; nothing is measured. Of several candidates that
+    are left, the one decided on, else the fastest that was measured, else the static choice; the same one throughout a
+    process.
+
+    Raises:
+        InvalidInput: there is no such backend. NoBackend: none can run it so. BackendFailed: it cannot say.
+    """
+    unmeasured.check(backend, order)
+    known = silicon(problem.device), problem, backend, order
+    decision = _decided.get(known)
+    if decision is None:
+        decision, error = unmeasured.forced(problem, backend, order, lambda: _known(problem))
+        if error is not None:
+            raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {error!r}") from error
+        if not decision.choice:
+            raise NoBackend(unmeasured.no_backend(problem, decision.candidates, backend, order))
+        if len(decision.candidates) > 1 and not unsettled(problem.device):
+            _decided[known] = decision
+    _counts["forced"] += 1
+    logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
+    return decision
+
+
+def _known(problem: Problem) -> Decision | None:
+    """What was measured of a problem, here or in another process."""
+    decision = _decided.get((silicon(problem.device), problem, None, None))
+    return decision if decision is not None or mode() == "off" else look_up.read(problem)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may be timed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _own_randomness(problem: Problem) -> AbstractContextManager[None]:
+    """The caller's random numbers go on as if there had been no trial.
+
+    Only for dropout: the generator is the whole process's, and numbers that other threads draw meanwhile come again.
+    """
+    if not problem.dropout_p:
+        return nullcontext()
+    return torch.random.fork_rng([problem.device] if problem.device.type == "cuda" else [])
+
+
+def unsettled(device: torch.device) -> bool:
+    """Whether calls are captured, traced or transformed, so that nothing can be timed: the next plain one decides."""
+    return capturing(device) or tracing.amid()
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Keep a trial and its caller apart: autocast, inference mode, saved-tensor hooks (as checkpointing sets them) and
+    the default device and torch's dispatch modes do not reach the trial.
+    """
+
+    def as_it_is(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with (
+        torch.autocast(device.type, enabled=False),
+        torch.inference_mode(False),
+        torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
+        torch.device("cpu"),
+        _disable_current_modes(),
+    ):
+        yield

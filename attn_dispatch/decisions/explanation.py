@@ -1,0 +1,156 @@
+"""What was decided for a call and why: as data, and as a table that a person can read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attn_dispatch.store.decision import Decision, Drift, Row
+from attn_dispatch.text import align, gib, milliseconds, printable
+
+HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
+LEFT = {0, 1, 7}  #: columns of words
+SLOW_START = 10  #: times the median; a first call that took longer is remarked on
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateReport:
+    """One backend in one order. Times in milliseconds, `first_ms` that of the call that was checked, with all that is
+    built once: plans, masks, kernels. `error` is the largest absolute error of out, unit-normal inputs, against
+    float64. `ratio` is the time over the chosen one's, paired round by round, with its interval; `break_even` the calls
+    after which a dearer first call is paid back; `cold_ms` the time with a cold L2 cache, `host_ms` what the host takes
+    to start the work, both on CUDA only. `status` is one of `chosen, slower, tie, not_installed, unsupported,
+    over_memory, failed, incorrect, quarantined, not_measured`; `reason` says why.
+    """
+
+    backend: str
+    order: str
+    status: str
+    reason: str = ""
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+    first_ms: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    break_even: float | None = None
+    cold_ms: float | None = None
+    host_ms: float | None = None
+    rounds: int | None = None
+    version: str | None = None
+
+    @classmethod
+    def of(cls, row: Row) -> CandidateReport:
+        return cls(**{name: getattr(row, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class DriftReport:
+    """What live calls took: median and 95 % interval in milliseconds, of how many, and when (UTC)."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    samples: int
+    seen: str
+
+    @classmethod
+    def of(cls, drift: Drift) -> DriftReport:
+        return cls(**{name: getattr(drift, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which backend and order run a call.
+
+    `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where attend()
+    raises instead. `key` names the decision in the store. `problem` and `device` are for reading. A learned choice has
+    a `confidence`, the chance that it is the fastest, and the keys of the decisions it rests on, `evidence`. `drift` is
+    what live calls took, in milliseconds, where that left what was measured.
+    """
+
+    choice: str | None
+    order: str | None
+    source: str
+    key: str
+    candidates: tuple[CandidateReport, ...]
+    problem: str
+    device: str
+    confidence: float | None = None
+    evidence: tuple[str, ...] = ()
+    drift: DriftReport | None = None
+
+    @classmethod
+    def of(cls, decision: Decision, source: str | None = None) -> Explanation:
+        """Of a stored decision."""
+        rows = tuple(CandidateReport.of(row) for row in decision.candidates)
+        device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
+        return cls(
+            choice=decision.choice or None,
+            order=decision.order or None,
+            source=source or decision.source,
+            key=decision.key,
+            candidates=rows,
+            problem=decision.title,
+            device=device,
+            confidence=decision.confidence,
+            evidence=decision.evidence,
+            drift=None if decision.drift is None else DriftReport.of(decision.drift),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the names of the fields."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        choice = f"{self.choice} in {self.order} order" if self.choice else "none"
+        lines = [
+            f"device    {self.device}",
+            f"problem   {self.problem}",
+            f"choice    {choice} ({self.source}{self._confidence()}), key {self.key}",
+            *self._drifted(),
+        ]
+        return "\n".join([*map(printable, lines), "", *align([list(HEAD), *self.rows()], LEFT)])
+
+    def _confidence(self) -> str:
+        if self.confidence is None:
+            return ""
+        return f", confidence {self.confidence:.2f} by {len(self.evidence)} measured neighbours"
+
+    def _drifted(self) -> list[str]:
+        if self.drift is None:
+            return []
+        times = f"{milliseconds(self.drift.low_ms)} - {milliseconds(self.drift.high_ms)}"
+        again = "`attn-dispatch profile` measures it again"
+        return [f"drift     live calls take {milliseconds(self.drift.median_ms)} ({times}): {again}"]
+
+    def rows(self) -> list[list[str]]:
+        """The candidates as cells under `HEAD`."""
+        return [_cells(candidate, self._best_ms()) for candidate in self.candidates]
+
+    def _best_ms(self) -> float | None:
+        times = [c.median_ms for c in self.candidates if c.median_ms is not None and c.status != "incorrect"]
+        return min(times, default=None)
+
+
+def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
+    remarks = [each for each in (candidate.reason, _first_call(candidate)) if each]
+    verdict = candidate.status.replace("_", " ") + (f": {'; '.join(remarks)}" if remarks else "")
+    memory = "-" if candidate.peak_bytes is None else gib(candidate.peak_bytes)
+    error = "-" if candidate.error is None else f"{candidate.error:.1e}"
+    if candidate.median_ms is None or candidate.low_ms is None or candidate.high_ms is None:
+        return [candidate.backend, candidate.order, "-", "-", "-", memory, error, verdict]
+    interval = f"{milliseconds(candidate.low_ms)} - {milliseconds(candidate.high_ms)}"
+    ratio = f"{candidate.median_ms / best_ms:.2f}x" if best_ms else "-"
+    times = [milliseconds(candidate.median_ms), interval, ratio]
+    return [candidate.backend, candidate.order, *times, memory, error, verdict]
+
+
+def _first_call(candidate: CandidateReport) -> str:
+    """What was built once and is no part of the median, where that is much."""
+    first_ms, median_ms = candidate.first_ms, candidate.median_ms
+    slow = first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms
+    return f"first call {milliseconds(first_ms)}" if slow and first_ms is not None else ""

@@ -1,0 +1,208 @@
+"""A backend from a dense kernel: patterns by `branches`, refusals from declared limits."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.branches import run as branches
+from attn_dispatch.kernels.branches.plan import Plan, plan_of
+from attn_dispatch.kernels.contract import Refusal, refuse_pattern
+from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.limits import Limits
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+
+
+def torch_version() -> str:
+    return str(torch.__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A library that an adapter calls. It is imported when a problem is met that nothing else forbids.
+
+    Args:
+        distribution: the name it is installed under.
+        hint: how to install it.
+        module: what to import.
+        oldest: the first version that has the calls the adapter makes.
+        fault: given the module, why it cannot be used; empty where it can.
+    """
+
+    distribution: str
+    hint: str
+    module: str
+    oldest: tuple[int, ...]
+    fault: Callable[[Any], str] = lambda module: ""
+
+    def version(self) -> str:
+        """What is installed.
+
+        Raises:
+            PackageNotFoundError: nothing is.
+        """
+        found = _installed(self)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(self.distribution)
+        return found
+
+    def refusals(self) -> list[Refusal]:
+        version = _installed(self)
+        if version is None:
+            return [Refusal("not_installed", f"package {self.distribution} is not installed ({self.hint})")]
+        if _numbers(version) < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            text = f"package {self.distribution} is {version}, needs {oldest} or newer ({self.hint})"
+            return [Refusal("not_installed", text)]
+        return []
+
+    def load_refusals(self) -> list[Refusal]:
+        """What only an import can tell."""
+        fault = _load_fault(self)
+        return [Refusal("not_installed", f"package {self.distribution} cannot be used: {fault}")] if fault else []
+
+
+@cache
+def _installed(package: Package) -> str | None:
+    try:
+        return importlib.metadata.version(package.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _load_fault(package: Package) -> str:
+    try:
+        return package.fault(importlib.import_module(package.module))
+    except Exception as error:  # noqa: BLE001 - a library built for another PyTorch may fail in any way
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found.group().split("."))) if found else ()
+
+
+def no_scratch(problem: Problem, plan: Plan) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel of a backend, with what it takes.
+
+    Args:
+        kernel: the adapter for a problem.
+        title: which one it is, where a backend has several.
+        patterns: what it computes; a Window only by a kernel that was told its sides.
+        scratch: bytes that the kernel itself allocates, beyond what `branches.workspace_bytes` counts.
+    """
+
+    limits: Limits
+    kernel: Callable[[Problem], Kernel]
+    title: str = ""
+    package: Package | None = None
+    patterns: tuple[type[Pattern], ...] = (Dense, Dilated)
+    scratch: Callable[[Problem, Plan], int] = no_scratch
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        found = self.package.refusals() if self.package else []
+        found += self.limits.refusals(problem) + refuse_pattern(problem, self.patterns)
+        if found:
+            return found
+        plan = self.plan(problem, self.kernel(problem))
+        pieces = [(piece.k.count, piece.q.segments) for block in plan.blocks for piece in block.pieces]
+        batch = min(plan.batch_step, problem.batch)
+        found = self.limits.piece_refusals(min(k for k, _ in pieces), batch * max(s for _, s in pieces))
+        return found or (self.package.load_refusals() if self.package else [])
+
+    def plan(self, problem: Problem, kernel: Kernel) -> Plan:
+        if isinstance(problem.pattern, Window):
+            problem = replace(problem, pattern=Dense())
+        plan = plan_of(problem, kernel.grouped)
+        assert plan is not None  # refusals lets only such patterns through
+        return plan
+
+
+@dataclass(frozen=True, eq=False)
+class Branched:
+    """The backend contract (see `contract.Backend`) for one dense kernel or several, the preferred first.
+
+    Args:
+        also: refusals that no limit of a kernel can express.
+    """
+
+    name: str
+    variants: tuple[Variant, ...]
+    version: Callable[[], str] = torch_version
+    also: Callable[[Problem], list[Refusal]] = lambda problem: []
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        found = []
+        for variant in self.variants:
+            refused = variant.refusals(problem)
+            if not refused:
+                return self.also(problem)
+            found.append((variant, refused))
+        return _told(found) + self.also(problem)
+
+    def flops(self, problem: Problem) -> int:
+        _, plan, _ = _prepared(self, problem)
+        pairs = plan.pairs
+        if isinstance(problem.pattern, Window) and problem.pattern.left is not None:
+            right = problem.k_len if problem.pattern.right is None else problem.pattern.right
+            pairs = min(pairs, problem.heads * problem.q_len * (problem.pattern.left + 1 + right))
+        return problem.batch * pairs * problem.head_dim * (14 if problem.needs_grad else 4)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        _, plan, scratch = _prepared(self, problem)
+        return branches.workspace_bytes(problem, plan) + scratch
+
+    def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Call:
+        """The passes of queries that see keys elsewhere too (see `contract`)."""
+        kernel, plan, _ = _prepared(self, problem)
+        return branches.passes(problem, plan, kernel, {} if key_mask is None else {"key_mask": key_mask})
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        kernel, plan, _ = _prepared(self, problem)
+        return branches.run(q, k, v, problem, plan, kernel, tensors)
+
+
+@lru_cache(maxsize=4096)
+def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, Plan, int]:
+    variant = next((variant for variant in backend.variants if not variant.refusals(problem)), None)
+    assert variant is not None, f"{backend.name} refuses {problem}"
+    kernel = variant.kernel(problem)
+    plan = variant.plan(problem, kernel)
+    return kernel, plan, variant.scratch(problem, plan)
+
+
+def _told(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:
+    """Each reason once: what all variants say plainly, the rest with the variant's title.
+
+    Variants on other types of device, and those whose package is missing, are passed over where another one says more.
+    """
+    for beside in ("device", "not_installed"):
+        closer = [(v, refused) for v, refused in found if beside not in {refusal.code for refusal in refused}]
+        found = closer or found
+    shared = set.intersection(*(set(refused) for _, refused in found))
+    missing = {v.package.distribution: v.package.hint for v, _ in found if v.package and not _installed(v.package)}
+    if len(missing) > 1 and len(missing) == len({v.package for v, _ in found}):
+        text = f"none of {', '.join(missing)} is installed ({list(missing.values())[-1]})"
+        return [Refusal("not_installed", text), *(refusal for refusal in found[0][1] if refusal in shared)]
+    told: dict[Refusal, None] = {}
+    for variant, refused in found:
+        for refusal in refused:
+            title = f"{variant.title}: " if variant.title and refusal not in shared else ""
+            told[Refusal(refusal.code, title + refusal.text)] = None
+    return list(told)

@@ -1,0 +1,210 @@
+"""From a pattern to dense sub-problems: which rows and heads meet, as strided views.
+
+A *piece* is a dense attention between some rows and heads of q and of k, v. Dilation needs no gather: every segment
+starts its count afresh, so that slicing with a step finds a branch's rows even where r does not divide w, and cutting
+the length axis in two is always a view. A *block* is a span of tokens whose pieces need nothing from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.problem import Problem
+
+BLOCK_BYTES = 32 * 2**20  #: of float32 partial sums per block on a CPU, so that merges stay in the caches
+CUDA_BLOCK_BYTES = 2**30  #: enough rows to fill a large GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Every `step`-th token from `offset` on in each of `segments` segments of `length` tokens."""
+
+    start: int
+    segments: int
+    length: int
+    offset: int = 0
+    step: int = 1
+
+    @property
+    def count(self) -> int:
+        """Rows taken from each segment."""
+        return -(-(self.length - self.offset) // self.step)
+
+    def of(self, x: Tensor) -> Tensor:
+        """[batch, len, ...] to the view [batch, segments, count, ...]."""
+        span = x[:, self.start : self.start + self.segments * self.length]
+        return torch.unflatten(span, 1, (self.segments, self.length))[:, :, self.offset :: self.step]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One dense sub-problem, its rows counted from the start of its block.
+
+    `kv_heads` is a slice where the kernel's own grouping finds the right head, else one index for every query head.
+    `fresh_q` and `fresh_k`: nothing was written to these rows yet, so store instead of merging or adding.
+    """
+
+    q: Rows
+    k: Rows
+    heads: slice
+    kv_heads: slice | tuple[int, ...]
+    is_causal: bool
+    fresh_q: bool
+    fresh_k: bool
+    bias: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    q: slice
+    k: slice
+    pieces: tuple[Piece, ...]
+    covers_q: bool
+    covers_k: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The blocks of a problem, the batch rows that are worked on at once, and the one piece that is it all, if any."""
+
+    blocks: tuple[Block, ...]
+    batch_step: int
+    single: Piece | None
+
+    @classmethod
+    def of(cls, blocks: tuple[Block, ...], batch_step: int) -> Plan:
+        block, piece = blocks[0], blocks[0].pieces[0]
+        one = len(blocks) == 1 and len(block.pieces) == 1 and block.covers_q and block.covers_k
+        return cls(blocks, batch_step, piece if one and piece.q.segments == 1 and piece.bias is None else None)
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs per batch row that the kernels visit: a causal square counts half."""
+        total = 0
+        for block in self.blocks:
+            for piece in block.pieces:
+                heads = len(range(*piece.heads.indices(piece.heads.stop)))
+                square = piece.q.segments * piece.q.count * piece.k.count * heads
+                total += square // 2 if piece.is_causal else square
+        return total
+
+
+@lru_cache(maxsize=4096)
+def plan_of(problem: Problem, grouped: bool) -> Plan | None:
+    """The dense sub-problems of a pattern, or None where it has no such form.
+
+    Args:
+        grouped: whether the kernel takes fewer key and value heads than query heads.
+    """
+    pattern = problem.pattern
+    if isinstance(pattern, Dense):
+        return Plan.of((_dense_block(problem, pattern, grouped),), problem.batch)
+    if isinstance(pattern, Dilated):
+        return _dilated_plan(problem, pattern, grouped)
+    return None
+
+
+def _dense_block(problem: Problem, pattern: Dense, grouped: bool) -> Block:
+    q_len, k_len = problem.q_len, problem.k_len
+    heads = slice(0, problem.heads, 1)
+    kv = kv_heads_of(range(problem.heads), problem, grouped)
+    exact = isinstance(kv, slice)
+    whole_q, whole_k = Rows(0, 1, q_len), Rows(0, 1, k_len)
+    ahead = k_len - q_len
+    if not pattern.is_causal or ahead == 0:
+        pieces: tuple[Piece, ...] = (Piece(whole_q, whole_k, heads, kv, pattern.is_causal, True, exact),)
+    elif ahead > 0:
+        # The keys before the queries are seen by all of them; the rest is a square.
+        before = Piece(whole_q, Rows(0, 1, ahead), heads, kv, False, True, exact)
+        square = Piece(whole_q, Rows(ahead, 1, q_len), heads, kv, True, False, exact)
+        pieces = (before, square)
+    else:
+        # The first queries end before the first key: they see none.
+        pieces = (Piece(Rows(-ahead, 1, k_len), whole_k, heads, kv, True, True, exact),)
+    covers_q = not (pattern.is_causal and ahead < 0)
+    return Block(slice(0, q_len), slice(0, k_len), pieces, covers_q, exact)
+
+
+def _dilated_plan(problem: Problem, pattern: Dilated, grouped: bool) -> Plan:
+    length, batch_step = _span(problem, pattern)
+    full, rest = divmod(problem.q_len, length)
+    shared = _dilated_pieces(problem, pattern, length, grouped)
+    parts = [(slice(i * length, (i + 1) * length), shared) for i in range(full)]
+    if rest:
+        parts.append((slice(full * length, problem.q_len), _dilated_pieces(problem, pattern, rest, grouped)))
+    blocks = tuple(Block(span, span, *pieces) for span, pieces in parts)
+    return Plan.of(blocks, batch_step)
+
+
+def _span(problem: Problem, pattern: Dilated) -> tuple[int, int]:
+    """Tokens per block, a multiple of every segment length, and batch rows per block."""
+    limit = BLOCK_BYTES if problem.device.type == "cpu" else CUDA_BLOCK_BYTES
+    token = problem.heads * problem.head_dim * 4
+    unit = math.lcm(*pattern.segment_lengths)
+    if problem.q_len * token <= limit:
+        return problem.q_len, max(1, min(problem.batch, limit // (problem.q_len * token)))
+    if unit >= problem.q_len:
+        return problem.q_len, 1
+    return unit * max(1, limit // (unit * token)), 1
+
+
+def _dilated_pieces(
+    problem: Problem, pattern: Dilated, length: int, grouped: bool
+) -> tuple[tuple[Piece, ...], bool, bool]:
+    order = sorted(range(len(pattern.branches)), key=lambda b: pattern.dilation_rates[b])
+    covers = pattern.heads == "all" and pattern.dilation_rates[order[0]] == 1
+    plain = problem.heads == problem.kv_heads
+    pieces = []
+    for b in order:
+        segment, rate = min(pattern.segment_lengths[b], length), pattern.dilation_rates[b]
+        full, rest = divmod(length, segment)
+        runs = [(0, full, segment)] + [(full * segment, 1, rest)] * (rest > 0)
+        for offset, heads in _heads_by_offset(pattern, b, problem.heads).items():
+            for start, segments, size in runs:
+                if offset < size:
+                    rows = Rows(start, segments, size, offset, rate)
+                    kv = kv_heads_of(heads, problem, grouped)
+                    fresh = b == order[0]
+                    chosen = slice(heads.start, heads.stop, heads.step)
+                    pieces.append(Piece(rows, rows, chosen, kv, pattern.is_causal, fresh, fresh and plain))
+    return tuple(pieces), covers, covers and plain
+
+
+def _heads_by_offset(pattern: Dilated, branch: int, heads: int) -> dict[int, range]:
+    found: dict[int, list[int]] = {}
+    for head in range(heads):
+        offset = pattern.head_offset(branch, head, heads)
+        if offset is not None:
+            found.setdefault(offset, []).append(head)
+    return {offset: progression(members) for offset, members in found.items()}
+
+
+def progression(members: list[int]) -> range:
+    (run,) = progressions(members)  # every way of dealing out offsets gives an arithmetic progression
+    return run
+
+
+def progressions(members: list[int]) -> list[range]:
+    """Heads as one arithmetic progression, or one by one where they are none."""
+    step = members[1] - members[0] if len(members) > 1 else 1
+    run = range(members[0], members[-1] + 1, step)
+    return [run] if list(run) == members else [range(member, member + 1) for member in members]
+
+
+def kv_heads_of(heads: range, problem: Problem, grouped: bool) -> slice | tuple[int, ...]:
+    """The key heads that these query heads read: a slice if the kernel can find them by grouping, else a list."""
+    group = problem.heads // problem.kv_heads
+    read = [head // group for head in heads]
+    distinct = sorted(set(read))
+    share = len(read) // len(distinct)
+    step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
+    regular = read == [kv for kv in range(distinct[0], distinct[-1] + 1, step) for _ in range(share)]
+    if regular and (grouped or share == 1):
+        return slice(distinct[0], distinct[-1] + 1, step)
+    return tuple(read)

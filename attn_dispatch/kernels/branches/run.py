@@ -1,0 +1,358 @@
+"""Run a pattern's dense sub-problems with any dense kernel: one merge by lse, one joint backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_dispatch.kernels.autograd import Call as Passes
+from attn_dispatch.kernels.autograd import recorded
+from attn_dispatch.kernels.branches.plan import Block, Piece, Plan
+from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.spec.pattern import Dilated
+from attn_dispatch.spec.problem import Problem
+
+SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}  #: less is 0 to a kernel
+THREAD_BYTES = 4 * 2**20  #: the CPU kernel's score tiles, per thread
+
+
+class Bias(NamedTuple):
+    """What to add to the scores, [1, 1, q_len, k_len], float32 (float64 for float64 inputs), and which queries see
+    any key, bool [1, 1, q_len].
+    """
+
+    values: Tensor
+    seen: Tensor
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    plan: Plan,
+    kernel: Kernel,
+    masks: Mapping[str, Tensor],
+    biases: tuple[Bias, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Run a plan with a dense kernel.
+
+    Args:
+        q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
+        masks: `seq_lens` and `key_mask`, where the problem has them.
+        biases: what pieces name by index.
+
+    Returns:
+        out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
+    """
+    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
+    if problem.scale < least:
+        # The kernels hide keys with -inf before they scale: a scale of 0 or less would turn that into NaN or +inf.
+        sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
+        return run(q * sign, k, v, replace(problem, scale=size), plan, kernel, masks, biases)
+    single = plan.single
+    if single is not None and not problem.needs_grad and not masks:
+        out, lse = kernel.forward(q, k, v, single.is_causal, problem.scale, None)
+        return _as(out, q.dtype), lse
+    call = passes(problem, plan, kernel, masks, biases)
+    if problem.needs_grad:
+        return recorded(q, k, v, call)
+    return call.forward(q, k, v)
+
+
+def passes(
+    problem: Problem, plan: Plan, kernel: Kernel, masks: Mapping[str, Tensor], biases: tuple[Bias, ...] = ()
+) -> Passes:
+    """What `run` does, for a scale above 0."""
+    seq_lens, key_mask = masks.get("seq_lens"), masks.get("key_mask")
+    call = Call(problem, plan, kernel, hidden_keys(problem, seq_lens, key_mask, problem.device), seq_lens, biases)
+    return Hidden.of(problem, seq_lens, key_mask, pattern=_reads_unseen(problem, biases)).around(call)
+
+
+def _reads_unseen(problem: Problem, biases: tuple[Bias, ...]) -> bool:
+    """Whether kernels are handed keys that the pattern shows to no query: pieces hold what branches select."""
+    return bool(biases) or not isinstance(problem.pattern, Dilated)
+
+
+@dataclass(slots=True)
+class Call:
+    """A plan with what this call brings along. `hidden` [batch, k_len] is -inf at the keys taken away, else 0."""
+
+    problem: Problem
+    plan: Plan
+    kernel: Kernel
+    hidden: Tensor | None
+    seq_lens: Tensor | None
+    biases: tuple[Bias, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(q, k, v, self)
+
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        grad = torch.zeros_like(out) if grad is None else grad
+        if grad_lse is None:
+            return _backward(grad, q, k, v, out, lse, self)
+        # The kernels form rowsum(grad * out) themselves. One more column, zero in q, k and v, adds -grad_lse to it:
+        # dS = P * (dP - rowsum(grad * out) + grad_lse). Two roots reach farther in float16 than the whole would.
+        d, wider = q.shape[-1], (0, 1)
+        grad_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
+        root = grad_lse.abs().sqrt()
+        grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
+        out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
+        dq, dk, dv = _backward(grad, pad(q, wider), pad(k, wider), pad(v, wider), out, lse, self)
+        return dq[..., :d], dk[..., :d], dv[..., :d]
+
+    def parts(self) -> Iterator[tuple[slice, Block]]:
+        for start in range(0, self.problem.batch, self.plan.batch_step):
+            for block in self.plan.blocks:
+                yield slice(start, start + self.plan.batch_step), block
+
+
+def hidden_keys(
+    problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None, device: torch.device
+) -> Tensor | None:
+    if seq_lens is None and key_mask is None:
+        return None
+    seen = torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    if seq_lens is not None:
+        seen = seen & (torch.arange(problem.k_len, device=device) < seq_lens[:, None])
+    zeros = torch.zeros(seen.shape, dtype=sum_dtype(problem.dtype), device=device)
+    return zeros.masked_fill_(~seen, -math.inf)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    single = call.plan.single
+    if single is not None and call.hidden is None:
+        out, lse = call.kernel.forward(q, k, v, single.is_causal, call.problem.scale, None)
+        return _as(out, q.dtype), lse
+    whole = len(call.plan.blocks) == 1 and call.plan.batch_step >= call.problem.batch
+    if whole:
+        out, lse = _block_forward(q, k, v, call.hidden, call, call.plan.blocks[0])
+        out = out.to(q.dtype)
+    else:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:-1], dtype=sum_dtype(q.dtype), device=q.device)
+        for rows, block in call.parts():
+            hidden = None if call.hidden is None else call.hidden[rows, block.k]
+            part, lse_part = _block_forward(q[rows, block.q], k[rows, block.k], v[rows, block.k], hidden, call, block)
+            out[rows, block.q], lse[rows, block.q] = part, lse_part
+    if call.seq_lens is not None:
+        padding = torch.arange(call.problem.q_len, device=q.device) >= call.seq_lens[:, None]
+        out.masked_fill_(padding[:, :, None, None], 0.0)
+        lse.masked_fill_(padding[:, :, None], -math.inf)
+    return out, lse.transpose(1, 2)
+
+
+def _block_forward(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, block: Block
+) -> tuple[Tensor, Tensor]:
+    """out and lse [batch, len, heads] of one block, in the dtype that sums are kept in."""
+    wide = sum_dtype(q.dtype)
+    pieces = iter(block.pieces)
+    if block.covers_q and _fills(block.pieces[0], q):
+        part, lse_part = _piece_forward(q, k, v, hidden, call, next(pieces))
+        out, lse = part.reshape(q.shape).to(wide), lse_part.reshape(q.shape[:-1])
+    else:
+        out = torch.empty(q.shape, dtype=wide, device=q.device)
+        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+        if not block.covers_q:
+            out.zero_()
+            lse.fill_(-math.inf)
+    for piece in pieces:
+        part, lse_part = _piece_forward(q, k, v, hidden, call, piece)
+        rows, lse_rows = piece.q.of(out)[:, :, :, piece.heads], piece.q.of(lse)[:, :, :, piece.heads]
+        if piece.fresh_q:
+            rows.copy_(part)
+            lse_rows.copy_(lse_part)
+        else:
+            merge_(rows, lse_rows, part.to(wide), lse_part)
+    return out, lse
+
+
+def _fills(piece: Piece, q: Tensor) -> bool:
+    """Whether a piece writes every row and head of its block."""
+    heads = len(range(*piece.heads.indices(q.shape[2])))
+    return piece.q.segments * piece.q.count == q.shape[1] and heads == q.shape[2]
+
+
+def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Join a partial attention over other keys into `out` and `lse`, in place.
+
+    Args:
+        out, out_b: [..., head_dim], float32 or wider.
+        lse, lse_b: [...], natural log; -inf where no key was seen. Two empty parts give zeros and -inf, not NaN.
+
+    Source: Milakov & Gimelshein 2018, online softmax; Dao et al. 2022, section 3.1.
+    """
+    share = torch.sigmoid(lse_b - lse)
+    # -inf - -inf is NaN: nothing on either side, so nothing to take.
+    out.lerp_(out_b, share.nan_to_num_(nan=0.0).unsqueeze(-1))
+    torch.logaddexp(lse, lse_b, out=lse)
+
+
+def _piece_forward(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, piece: Piece
+) -> tuple[Tensor, Tensor]:
+    """out [batch, segments, count, heads, head_dim] and lse without the last axis."""
+    views = [piece.q.of(q)[:, :, :, piece.heads], _kv(k, piece), _kv(v, piece)]
+    views += [] if hidden is None else [piece.k.of(hidden)]
+    outs, lses = [], []
+    for part in _folds(views):
+        mask = _mask(part[3] if hidden is not None else None, call, piece)
+        out, lse = call.kernel.forward(part[0], part[1], part[2], piece.is_causal, call.problem.scale, mask)
+        if mask is not None:
+            lse = lse.masked_fill(~_seen(mask, call, piece), -math.inf)
+        outs.append(out)
+        lses.append(lse.transpose(1, 2))
+    shape = views[0].shape
+    return _unfold(outs, shape), _unfold(lses, shape[:-1])
+
+
+def _kv(x: Tensor, piece: Piece) -> Tensor:
+    rows = piece.k.of(x)
+    if isinstance(piece.kv_heads, slice):
+        return rows[:, :, :, piece.kv_heads]
+    return rows[:, :, :, list(piece.kv_heads)]
+
+
+def _mask(hidden: Tensor | None, call: Call, piece: Piece) -> Tensor | None:
+    """[batch, 1, 1 or queries, keys], what to add to the scores."""
+    mask = None if hidden is None else hidden[:, None, None, :]
+    if piece.bias is None:
+        return mask
+    bias = call.biases[piece.bias].values
+    return bias if mask is None else bias + mask
+
+
+def _seen(mask: Tensor, call: Call, piece: Piece) -> Tensor:
+    """[batch or 1, 1, queries or 1]: whether a query sees any key."""
+    if piece.bias is not None and call.hidden is None:
+        return call.biases[piece.bias].seen
+    seen = mask != -math.inf
+    return seen[:, :, 0].cumsum(-1) > 0 if piece.is_causal else seen.any(-1)
+
+
+def _folds(views: list[Tensor]) -> Iterator[list[Tensor]]:
+    """[batch, segments, ...] tensors as [rows, ...]: at once where a view can do it, else along the shorter axis."""
+    batch, segments = views[0].shape[:2]
+    if segments == 1:
+        yield [x[:, 0] for x in views]
+    elif batch == 1:
+        yield [x[0] for x in views]
+    elif all(x.stride(0) == segments * x.stride(1) for x in views):
+        yield [x.flatten(0, 1) for x in views]
+    elif batch <= segments:
+        yield from ([x[i] for x in views] for i in range(batch))
+    else:
+        yield from ([x[:, i] for x in views] for i in range(segments))
+
+
+def _unfold(parts: list[Tensor], shape: torch.Size) -> Tensor:
+    if len(parts) == 1:
+        return torch.unflatten(parts[0], 0, shape[:2])
+    return torch.stack(parts, dim=0 if shape[0] <= shape[1] else 1)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The joint gradient: each piece's own backward, given the out and lse of the whole."""
+    single, scale = call.plan.single, call.problem.scale
+    if single is not None and call.hidden is None:
+        dq, dk, dv = call.kernel.backward(grad, q, k, v, out, lse, single.is_causal, scale, None)
+        return _as(dq, q.dtype), _as(dk, q.dtype), _as(dv, q.dtype)
+    # exp(s - -inf) would be inf; a row without keys must weigh nothing.
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    lse = lse.transpose(1, 2)
+    for rows, block in call.parts():
+        hidden = None if call.hidden is None else call.hidden[rows, block.k]
+        q_side = [x[rows, block.q] for x in (grad, q, out, lse)]
+        parts = _block_backward(q_side, k[rows, block.k], v[rows, block.k], hidden, call, block)
+        for whole, part, where in zip(grads, parts, (block.q, block.k, block.k)):
+            whole[rows, where] = part
+    return grads[0], grads[1], grads[2]
+
+
+def _block_backward(
+    q_side: list[Tensor], k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of one block, in the dtype that sums are kept in; `q_side` is grad, q, out and lse."""
+    q = q_side[1]
+    wide = sum_dtype(q.dtype)
+    new_q = torch.empty if block.covers_q else torch.zeros
+    new_k = torch.empty if block.covers_k else torch.zeros
+    dq = new_q(q.shape, dtype=wide, device=q.device)
+    dk, dv = (new_k(k.shape, dtype=wide, device=q.device) for _ in range(2))
+    for piece in block.pieces:
+        mine = [piece.q.of(x)[:, :, :, piece.heads] for x in q_side]
+        views = [*mine, _kv(k, piece), _kv(v, piece)] + ([] if hidden is None else [piece.k.of(hidden)])
+        found: list[list[Tensor]] = [[], [], []]
+        for part in _folds(views):
+            mask = _mask(part[6] if hidden is not None else None, call, piece)
+            g, rows, o, stats, keys, values = part[:6]
+            grads = call.kernel.backward(
+                g, rows, keys, values, o, stats.transpose(1, 2), piece.is_causal, call.problem.scale, mask
+            )
+            for store, one in zip(found, grads):
+                store.append(one)
+        shapes = (views[1].shape, views[4].shape, views[5].shape)
+        gq, gk, gv = (_unfold(parts, shape) for parts, shape in zip(found, shapes))
+        _put(piece.q.of(dq)[:, :, :, piece.heads], gq, piece.fresh_q)
+        for total, one in ((dk, gk), (dv, gv)):
+            if isinstance(piece.kv_heads, slice):
+                _put(piece.k.of(total)[:, :, :, piece.kv_heads], one, piece.fresh_k)
+            else:
+                index = torch.tensor(piece.kv_heads, device=q.device)
+                piece.k.of(total).index_add_(3, index, one.to(wide))
+    return dq, dk, dv
+
+
+def _put(total: Tensor, part: Tensor, fresh: bool) -> None:
+    if fresh:
+        total.copy_(part)
+    else:
+        total.add_(part)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Asking first takes a tenth of the time of a conversion that does nothing.
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results are merged in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def workspace_bytes(problem: Problem, plan: Plan) -> int:
+    """Upper bound of what `run` and its backward allocate beyond q, k, v, out and their gradients."""
+    item, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
+    step = min(plan.batch_step, problem.batch)
+    q_rows = step * problem.heads * max(b.q.stop - b.q.start for b in plan.blocks)
+    k_rows = step * problem.heads * max(b.k.stop - b.k.start for b in plan.blocks)
+    d = problem.head_dim
+    # Partial out and one piece's out, both also widened; lse, its parts and the share.
+    total: int = q_rows * (d * (2 * item + 2 * wide) + 6 * wide) + copied_bytes(problem)
+    # Keys and values spread over the query heads or packed by the kernel.
+    total += 2 * k_rows * d * item
+    if problem.needs_grad:
+        # Sums of dq, dk, dv, one piece's, and the columns that a gradient through lse adds to everything.
+        total += (q_rows + 2 * k_rows) * d * (2 * wide + 2 * item)
+        total += problem.batch * (3 * problem.q_len + 2 * problem.k_len) * problem.heads * (d + 1) * item
+    if any("d" not in kind.split("+")[0][-1:] for kind in problem.strides):
+        rows = 2 * (problem.q_len * problem.heads + problem.k_len * problem.kv_heads)
+        total += problem.batch * rows * d * item  # rows that are not contiguous are copied
+    lse = 4 * problem.batch * problem.q_len * problem.heads * wide
+    threads = torch.get_num_threads() if problem.device.type == "cpu" else 1
+    return total + lse + threads * THREAD_BYTES

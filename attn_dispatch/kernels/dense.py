@@ -1,0 +1,216 @@
+"""PyTorch's dense attention kernels, called by op: forward with lse, and backward given any out and lse.
+
+`scaled_dot_product_attention` neither returns lse nor takes one, and choosing its kernel with a context manager costs
+more than a small attention does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Limits
+from attn_dispatch.spec.problem import DTYPES
+
+aten = torch.ops.aten
+# The binding saves 2 to 3 us a call over the same op reached through `torch.ops`.
+_cpu_flash: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None) or (
+    aten._scaled_dot_product_flash_attention_for_cpu
+)
+
+VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+CUDA_HEAD_ALIGN = 8  #: elements; the CUDA kernels read rows in whole vectors
+VECTOR_BYTES = 16  #: what a CUDA kernel loads at once
+EFFICIENT_LSE_ALIGN = 32  #: rows; the memory-efficient backward reads lse in whole tiles
+
+# Source: PyTorch's own checks, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+CPU_FLASH = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
+CUDA_FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID, rocm=True)
+CUDA_EFFICIENT = Limits(
+    "cuda",
+    {torch.float16: (5, 0), torch.float32: (5, 0), torch.bfloat16: (8, 0)},
+    masks=True,
+    most_rows=LARGEST_GRID,
+    rocm=True,
+)
+
+
+class Kernel(Protocol):
+    """Dense attention on [batch, len, heads, head_dim], any strides; every call with at least one entry per axis.
+
+    `grouped`: takes fewer key and value heads than query heads. `masks`: takes an additive mask.
+    """
+
+    grouped: bool
+    masks: bool
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """out as q, or in the dtype that sums are kept in, and lse [batch, heads, q_len].
+
+        A row whose keys are all masked has out 0 and any lse.
+        """
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv for `p = exp(scale q k^T + mask - lse)`; rows with lse = inf give nothing."""
+        ...
+
+
+class CpuFlash:
+    """`_scaled_dot_product_flash_attention_for_cpu`: float16, bfloat16, float32, float64; any head_dim."""
+
+    # Tried with 2.13; older releases are handed one key head for every query head.
+    grouped = VERSION >= (2, 13)
+    masks = True
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = heads_first(q), heads_first(k), heads_first(v)
+        out, lse = _cpu_flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, k, v, out = (heads_first(x) for x in (grad, q, k, v, out))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class CudaFlash:
+    """`_scaled_dot_product_flash_attention`: float16 and bfloat16, capability 8.0 and newer, no mask."""
+
+    grouped = False
+    masks = False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        d = q.shape[-1]
+        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+        return out.transpose(1, 2)[..., :d], lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
+        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out))
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, is_causal, unused, unused, scale=scale
+        )
+        dq, dk, dv = (x.transpose(1, 2)[..., :d] for x in grads)
+        return dq, dk, dv
+
+
+class CudaEfficient:
+    """`_scaled_dot_product_efficient_attention`: float16, bfloat16, float32; takes a mask in the dtype of q."""
+
+    grouped = False
+    masks = True
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        d, q_len = q.shape[-1], q.shape[1]
+        bias = _bias(mask, q, k)
+        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal, scale=scale)
+        return out.transpose(1, 2)[..., :d], lse[:, :, :q_len]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d, bias = q.shape[-1], _bias(mask, q, k)
+        # The kernel takes rows of lse and of out as neighbours, whatever their strides say.
+        lse = pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_ALIGN), value=torch.inf).contiguous()
+        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out.contiguous()))
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, is_causal, scale=scale
+        )
+        return dq.transpose(1, 2)[..., :d], dk.transpose(1, 2)[..., :d], dv.transpose(1, 2)[..., :d]
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """[batch, len, heads, head_dim] to [batch, heads, len, head_dim] with rows of neighbours."""
+    # The kernels read each row as if its entries were neighbours, whatever its last stride says.
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x with rows that are whole vectors and start on one: a misaligned read ends the CUDA context, not the call."""
+    missing = -x.shape[-1] % CUDA_HEAD_ALIGN
+    if missing:
+        # Padding keeps the memory order, which may not have the head last.
+        return pad(x, (0, missing)).contiguous()
+    return x if _whole_rows(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _whole_rows(x: Tensor) -> bool:
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
+    whole = all(stride and stride * x.itemsize % VECTOR_BYTES == 0 for stride in strides)
+    # A meta tensor has no address; its offset stands in for it.
+    start = x.storage_offset() * x.itemsize if x.device.type == "meta" else x.data_ptr()
+    return whole and x.stride(-1) == 1 and start % VECTOR_BYTES == 0
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask in q's dtype and full shape, its rows starting on whole vectors."""
+    if mask is None:
+        return None
+    keys = k.shape[1]
+    mask = mask.to(q.dtype)
+    if not _whole_rows(mask):
+        # Every axis before the last is a multiple of a vector apart if the last one is padded to that.
+        room = mask.new_empty(*mask.shape[:3], keys + -keys % CUDA_HEAD_ALIGN)
+        mask = room[..., :keys].copy_(mask)
+    return mask.expand(q.shape[0], q.shape[2], q.shape[1], keys)

@@ -1,0 +1,217 @@
+"""Which blocks of queries and keys a pattern touches: worked out from the pattern, never from a mask of every pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Bool tensors [heads or 1, query blocks, key blocks]; one entry for the heads where they are treated alike.
+
+    Args:
+        some: a pair of the block may be seen. A block without it holds none; one with it may hold none either.
+        whole: every pair of the block is seen by every head it stands for, and the block is not cut short.
+    """
+
+    some: Tensor
+    whole: Tensor
+
+
+def blocks_of(
+    pattern: Pattern,
+    q_len: int,
+    k_len: int,
+    heads: int,
+    size: int,
+    device: torch.device | str | None = None,
+    positions: Tensor | None = None,
+) -> Blocks:
+    """The blocks of `size` x `size` tokens, counted from token 0; the last ones may be shorter.
+
+    Args:
+        positions: int64 [q_len], of tokens in another order, queries and keys alike.
+
+    Raises:
+        TypeError: a pattern of another kind.
+    """
+    q, k = _Runs.of(q_len, size, device), _Runs.of(k_len, size, device)
+    if positions is not None:
+        positions = positions.to(q.first.device)
+        some, whole = _reordered(pattern, q, heads, size, positions)
+        return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
+    if isinstance(pattern, Dense):
+        pattern = Window(None, 0 if pattern.is_causal else None)
+    if isinstance(pattern, Window):
+        some, whole = _window(pattern, q, k)
+    elif isinstance(pattern, Dilated):
+        some, whole = _dilated(pattern, q, heads, size)
+    elif isinstance(pattern, Neighborhood):
+        some, whole = _neighborhood(pattern, q, _boxes(pattern, q))
+    else:
+        raise TypeError(f"no blocks for {pattern!r}")
+    return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
+
+
+def heads_apart(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
+    """How many heads `blocks_of` tells apart: all of them, or 1. In another order offsets are far apart.
+
+    Rates up to the block's size reach every block of a segment whatever the offset, save where it is cut short.
+    """
+    if reordered:
+        return 1 if isinstance(pattern, Neighborhood) else heads
+    apart = isinstance(pattern, Dilated) and (pattern.heads == "split" or max(pattern.dilation_rates) > size)
+    return heads if apart else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """First and last token of every block."""
+
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, length: int, size: int, device: torch.device | str | None) -> _Runs:
+        first = torch.arange(0, length, size, device=device)
+        return cls(first, (first + size).clamp(max=length) - 1)
+
+    @property
+    def count(self) -> Tensor:
+        return self.last - self.first + 1
+
+
+def _window(pattern: Window, q: _Runs, k: _Runs) -> tuple[Tensor, Tensor]:
+    ahead = int(k.last[-1] - q.last[-1])
+    nearest, farthest = k.first - q.last[:, None] - ahead, k.last - q.first[:, None] - ahead
+    some = torch.ones_like(nearest, dtype=torch.bool)
+    whole = some.clone()
+    if pattern.left is not None:
+        some &= farthest >= -pattern.left
+        whole &= nearest >= -pattern.left
+    if pattern.right is not None:
+        some &= nearest <= pattern.right
+        whole &= farthest <= pattern.right
+    return some[None], whole[None]
+
+
+def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    by_offsets: dict[tuple[int | None, ...], tuple[Tensor, Tensor]] = {}
+    by_head = []
+    for head in range(heads):
+        offsets = tuple(pattern.head_offset(branch, head, heads) for branch in range(len(pattern.branches)))
+        if offsets not in by_offsets:
+            by_offsets[offsets] = _dilated_head(pattern, runs, offsets)
+        by_head.append(by_offsets[offsets])
+    if heads_apart(pattern, heads, size) > 1:
+        some, whole = (torch.stack(each) for each in zip(*by_head))
+        return some, whole
+    found = iter(by_offsets.values())
+    some, whole = next(found)
+    for more, all_of in found:
+        some, whole = some | more, whole & all_of
+    return some[None], whole[None]
+
+
+def _dilated_head(pattern: Dilated, runs: _Runs, offsets: tuple[int | None, ...]) -> tuple[Tensor, Tensor]:
+    """Two blocks meet in the segment that the earlier one ends in and the later one begins with, or in none."""
+    earlier = runs.first[:, None] > runs.first
+    same = torch.eye(len(runs.first), dtype=torch.bool, device=runs.first.device)
+    some, whole = torch.zeros_like(same), torch.zeros_like(same)
+    for (segment, rate), offset in zip(pattern.branches, offsets):
+        if offset is None:
+            continue
+        segment = min(segment, int(runs.last[-1]) + 1)
+        begins, ends = runs.first // segment, runs.last // segment
+        head = _selects(begins, runs, segment, rate, offset)
+        tail = _selects(ends, runs, segment, rate, offset)
+        inner = _selects((begins + 1).minimum(ends), runs, segment, rate, offset)  # those between are all alike
+        meet = (begins[:, None] == ends) & head[:, None] & tail & earlier
+        some |= meet | (same & (head | tail | inner))
+        if not pattern.is_causal:
+            some |= meet.T
+        if rate == 1:
+            within = (begins == ends)[:, None] & (begins == ends) & (begins[:, None] == begins)
+            whole |= within & earlier if pattern.is_causal else within
+    return some, whole
+
+
+def _selects(which: Tensor, runs: _Runs, segment: int, rate: int, offset: int) -> Tensor:
+    """Whether a block holds a selected token of this segment."""
+    start = which * segment
+    first, last = runs.first.maximum(start), runs.last.minimum(start + segment - 1)
+    skipped = (first - start - offset + rate - 1).clamp(min=0) // rate
+    return start + offset + skipped * rate <= last
+
+
+def _reordered(pattern: Pattern, runs: _Runs, heads: int, size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(pattern, Neighborhood):
+        return _neighborhood(pattern, runs, _boxes_of(pattern, runs, size, positions))
+    some, whole = [], []
+    for first, last in zip(runs.first.tolist(), runs.last.tolist()):
+        rows = positions[first : last + 1]
+        seen = pattern.multiplicity(len(positions), heads=heads, q_pos=rows, k_pos=positions) > 0
+        by_key = torch.stack([seen.any(1), seen.all(1)])
+        padded = torch.nn.functional.pad(by_key, (0, -len(positions) % size)).view(2, len(seen), -1, size)
+        some.append(padded[0].any(-1))
+        whole.append(padded[1].all(-1))
+    return torch.stack(some, 1), torch.stack(whole, 1)
+
+
+def _neighborhood(
+    pattern: Neighborhood, runs: _Runs, boxes: Iterable[tuple[int, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """By the smallest box of the grid that holds a block."""
+    some = torch.ones(len(runs.first), len(runs.first), dtype=torch.bool, device=runs.first.device)
+    whole = some.clone()
+    for axis, low, high in boxes:
+        near, covered = _axis(pattern, axis, low, high)
+        some &= near
+        whole &= covered
+    return some[None], whole[None]
+
+
+def _boxes(pattern: Neighborhood, runs: _Runs) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each axis with the lowest and highest place of every block on it."""
+    stride = 1
+    for axis in reversed(range(len(pattern.grid))):
+        size = pattern.grid[axis]
+        first, last = runs.first // stride, runs.last // stride
+        wraps = first // size != last // size
+        yield axis, (first % size).masked_fill(wraps, 0), (last % size).masked_fill(wraps, size - 1)
+        stride *= size
+
+
+def _boxes_of(pattern: Neighborhood, runs: _Runs, size: int, positions: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The same of blocks in another order."""
+    blocks = positions[torch.arange(len(runs.first) * size, device=positions.device).clamp(max=len(positions) - 1)]
+    stride = 1
+    for axis in reversed(range(len(pattern.grid))):
+        place = blocks.view(-1, size) // stride % pattern.grid[axis]
+        yield axis, place.amin(1), place.amax(1)
+        stride *= pattern.grid[axis]
+
+
+def _axis(pattern: Neighborhood, axis: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether some place of a query block's range sees some of a key block's, and whether all see all."""
+    size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
+    half = (width - 1) // 2
+    q_low, q_high, k_low, k_high = (low // step)[:, None], (high // step)[:, None], low // step, high // step
+    if pattern.edges == "shift" and not pattern.is_causal[axis]:
+        # Residue classes differ by one member at most: the shorter one bounds a window from below.
+        lowest = (q_low - half).clamp(min=0, max=size // step - width)
+        highest = (q_high - half).clamp(min=0, max=-(-size // step) - width)
+        some = (k_high >= lowest) & (k_low < highest + width)
+        whole = (k_low >= highest) & (k_high < lowest + width)
+    else:
+        back = width - 1 if pattern.edges == "shift" else half
+        front = 0 if pattern.is_causal[axis] else half
+        some = (q_low - k_high <= back) & (k_low - q_high <= front)
+        whole = (q_high - k_low <= back) & (k_high - q_low <= front)
+    return some, whole if step == 1 else torch.zeros_like(whole)

@@ -1,0 +1,135 @@
+"""A pattern's multiplicity as arithmetic on indices, for kernels that are handed a function instead of a mask.
+
+The functions take heads, queries and keys as integer tensors that broadcast, of one entry each where a compiler traces
+them. Everything else in them is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+
+Count = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def count_of(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Count | None:
+    """The function `c(head, query, key)`, or None where every query sees every key once.
+
+    It returns bool where no key is seen twice (see `repeats`), else int32.
+
+    Raises:
+        TypeError: a pattern of another kind.
+    """
+    if isinstance(pattern, Dense):
+        return _window(None, 0, k_len - q_len) if pattern.is_causal else None
+    if isinstance(pattern, Window):
+        return _window(pattern.left, pattern.right, k_len - q_len)
+    if isinstance(pattern, Dilated):
+        return _dilated(pattern, q_len, heads)
+    if isinstance(pattern, Neighborhood):
+        return _neighborhood(pattern)
+    raise TypeError(f"no arithmetic for {pattern!r}")
+
+
+def repeats(pattern: Pattern) -> bool:
+    """Whether a query may see a key more than once."""
+    return isinstance(pattern, Dilated) and pattern.heads == "all" and len(pattern.branches) > 1
+
+
+def _window(left: int | None, right: int | None, ahead: int) -> Count | None:
+    def behind(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key - query >= ahead - (left or 0)
+
+    def ahead_of(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key - query <= ahead + (right or 0)
+
+    def between(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return behind(head, query, key) & ahead_of(head, query, key)
+
+    if left is None:
+        return None if right is None else ahead_of
+    return behind if right is None else between
+
+
+def _dilated(pattern: Dilated, length: int, heads: int) -> Count:
+    branches = [_branch(pattern, branch, length, heads) for branch in range(len(pattern.branches))]
+    once = not repeats(pattern)
+
+    def count(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = branches[0](head, query, key)
+        found = found if once else found.to(torch.int32)
+        for branch in branches[1:]:
+            more = branch(head, query, key)
+            found = found | more if once else found + more.to(torch.int32)
+        return found
+
+    return count
+
+
+def _branch(pattern: Dilated, branch: int, length: int, heads: int) -> Count:
+    segment, rate = min(pattern.segment_lengths[branch], length), pattern.dilation_rates[branch]
+    takes_part, offset = _offset(pattern, branch, heads)
+
+    def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = query // segment == key // segment
+        if pattern.is_causal:
+            found = found & (key <= query)
+        if rate > 1:
+            wanted = offset(head)
+            found = found & (query % segment % rate == wanted) & (key % segment % rate == wanted)
+        return found if takes_part is None else found & takes_part(head)
+
+    return seen
+
+
+def _offset(
+    pattern: Dilated, branch: int, heads: int
+) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor | int]]:
+    """Whether a head takes part (None: all do), and its offset."""
+    rate = pattern.dilation_rates[branch]
+    if pattern.heads == "all":
+        run = -(-heads // rate)
+        return None, (lambda head: head % rate) if pattern.offsets == "mod" else (lambda head: head // run)
+    members = [head for head in range(heads) if pattern.head_offset(branch, head, heads) is not None]
+    first, stop = (members[0], members[-1] + 1) if members else (0, 0)
+    return (lambda head: (head >= first) & (head < stop)), (lambda head: branch % rate)
+
+
+def _neighborhood(pattern: Neighborhood) -> Count:
+    axes = []
+    stride = 1
+    for axis in reversed(range(len(pattern.grid))):
+        axes.append((stride, pattern.grid[axis], _axis(pattern, axis)))
+        stride *= pattern.grid[axis]
+
+    def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        stride, size, near = axes[0]
+        found = near(query // stride % size, key // stride % size)
+        for stride, size, near in axes[1:]:
+            found = found & near(query // stride % size, key // stride % size)
+        return found
+
+    return seen
+
+
+def _axis(pattern: Neighborhood, axis: int) -> Callable[[Tensor, Tensor], Tensor]:
+    size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
+    causal, shift = pattern.is_causal[axis], pattern.edges == "shift"
+    half = (width - 1) // 2
+
+    def near(x: Tensor, y: Tensor) -> Tensor:
+        query, key = x // step, y // step
+        if shift and not causal:
+            members = (size - x % step + step - 1) // step
+            low = (query - half).clamp(min=0).minimum(members - width)
+            found = (key >= low) & (key < low + width)
+        else:
+            reach = width - 1 if shift else half
+            found = (query - key <= reach) & (key - query <= (0 if causal else half))
+        return found if step == 1 else found & (x % step == y % step)
+
+    return near

@@ -1,0 +1,130 @@
+"""What a dense kernel takes, declared once: the number in a refusal is the number that was checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attn_dispatch.kernels.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
+from attn_dispatch.spec.problem import Problem
+
+Capability = tuple[int, int]
+
+ANY: Capability = (0, 0)  #: a dtype's capability where every device will do, or where devices have none
+HALF = (torch.float16, torch.bfloat16)
+LARGEST_GRID = 65535  #: blocks that CUDA starts along the second and third axis of a grid
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one kernel takes on one type of device.
+
+    Args:
+        device: the device type.
+        dtypes: each with the lowest compute capability that it needs.
+        highest: the newest compute capability that it was made for.
+        head_dim: the largest, in elements; `grad_head_dim` where gradients are needed, if that is less.
+        repeatable_head_dim: the largest whose gradients can be the same bits each time; 0 where none can.
+        masks: takes `seq_lens` and `key_mask`.
+        gradients: has a backward pass.
+        fewest_keys: keys that one call must see at least.
+        most_rows: batch rows, segments counted each, that one call takes.
+        platforms: what `sys.platform` may be; every one where empty.
+        rocm: whether a PyTorch that is built for ROCm will do.
+    """
+
+    device: str
+    dtypes: Mapping[torch.dtype, Capability]
+    highest: Capability | None = None
+    head_dim: int | None = None
+    grad_head_dim: int | None = None
+    repeatable_head_dim: int | None = None
+    masks: bool = False
+    gradients: bool = True
+    fewest_keys: int = 1
+    most_rows: int | None = None
+    platforms: tuple[str, ...] = ()
+    rocm: bool = False
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        """Every limit that a problem is over; what depends on its pattern's pieces aside (see `piece_refusals`)."""
+        found = refuse_ranks(problem) + refuse_dropout(problem) + self._platform() + self._device(problem)
+        found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._gradients(problem)
+        if problem.masked and not self.masks:
+            found.append(Refusal("mask", "takes no mask, which seq_lens and key_mask need"))
+        return found
+
+    def piece_refusals(self, keys: int, rows: int) -> list[Refusal]:
+        """The same for the fewest keys and the most batch rows of any call that a plan makes."""
+        found = []
+        if keys < self.fewest_keys:
+            found.append(Refusal("keys", f"takes {self.fewest_keys} keys or more, a part of the pattern has {keys}"))
+        if self.most_rows is not None and rows > self.most_rows:
+            text = f"takes {self.most_rows} batch rows at once, the pattern's segments make {rows}"
+            found.append(Refusal("batch", text))
+        return found
+
+    def _platform(self) -> list[Refusal]:
+        if not self.platforms or sys.platform in self.platforms:
+            return []
+        return [Refusal("platform", f"runs on {', '.join(self.platforms)}, not {sys.platform}")]
+
+    def _device(self, problem: Problem) -> list[Refusal]:
+        found = refuse_device(problem, (self.device,))
+        if found or self.device != "cuda":
+            return found
+        if torch.version.hip is not None:
+            return [] if self.rocm else [Refusal("platform", f"needs CUDA, this PyTorch has ROCm {torch.version.hip}")]
+        return self._capability(problem)
+
+    def _capability(self, problem: Problem) -> list[Refusal]:
+        has = capability(problem.device)
+        if has is None:
+            return [Refusal("device", f"{problem.device} is not there")]
+        lowest = min(self.dtypes.values())
+        needed = max(lowest, self.dtypes.get(problem.dtype, ANY))
+        what = "" if needed == lowest else f" for {str(problem.dtype).removeprefix('torch.')}"
+        if has < needed:
+            text = f"needs compute capability {dotted(needed)} or higher{what}, {problem.device} has {dotted(has)}"
+            return [Refusal("capability", text)]
+        if self.highest is not None and has > self.highest:
+            text = f"needs compute capability {dotted(self.highest)} or lower, {problem.device} has {dotted(has)}"
+            return [Refusal("capability", text)]
+        return []
+
+    def _head_dim(self, problem: Problem) -> list[Refusal]:
+        largest, grad = self.head_dim, ""
+        if problem.needs_grad and self.grad_head_dim is not None:
+            largest, grad = self.grad_head_dim, " where gradients are needed"
+        # A gradient through lse takes one column more (see branches).
+        column = problem.needs_grad and problem.return_lse
+        if largest is None or problem.head_dim + column <= largest:
+            return []
+        more = ", and one more for the gradient of lse" if column else ""
+        return [Refusal("head_dim", f"takes a head_dim up to {largest}{grad}, not {problem.head_dim}{more}")]
+
+    def _gradients(self, problem: Problem) -> list[Refusal]:
+        if not problem.needs_grad:
+            return []
+        if not self.gradients:
+            return [Refusal("gradients", "has no backward pass")]
+        largest = self.repeatable_head_dim
+        if not problem.deterministic or largest is None or problem.head_dim + problem.return_lse <= largest:
+            return []
+        where = f" past a head_dim of {largest}" if largest else ""
+        return [Refusal("deterministic", f"has no deterministic backward pass{where}")]
+
+
+def capability(device: torch.device) -> Capability | None:
+    """The compute capability of a CUDA device, or None where there is no such device."""
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (RuntimeError, AssertionError):  # PyTorch's own checks raise either
+        return None
+
+
+def dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,170 @@
+"""From a neighbourhood to tiles: queries that stand together in some token order, and the list of keys that they see.
+
+A tile's keys are listed by position, each with a bit for every query that sees it: which is the product of one bit mask
+per axis. Keys that the same vectors of queries see stand together, so that the kernel leaves the other vectors out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels.native.tables import TILE, Tiles
+from attn_dispatch.spec.orders import NATURAL, permutation, places
+from attn_dispatch.spec.pattern import Neighborhood
+
+VECTOR = 16  #: queries that are left out together
+VECTORS = TILE // VECTOR
+GROUPS = 2 * (VECTORS + 1) ** 2
+NOWHERE = -1  #: the row of a key that is not there
+FULL, MASKED = 0, -1  #: steps of listed runs, as in attention.cpp
+CHUNK_BYTES = 2**25  #: of temporary tables
+BESIDE = 16  #: times that, while a chunk is made
+EACH_BYTES = 28  #: of a listed key: its position, its bits, and its tile and group until the tables are made
+COPIES = 2  #: in parts and put together
+
+
+def neighbour_tiles(pattern: Neighborhood, length: int, heads: int, order: str, kept: str = NATURAL) -> Tiles:
+    """The tiles of a neighbourhood, their queries in this order of tokens.
+
+    Args:
+        kept: the order that the tokens lie in already; the tables are about the rows where they lie.
+    """
+    found = permutation(order, pattern, length)
+    positions = torch.arange(length) if found is None else found
+    at = permutation(kept, pattern, length)
+    rows = None if at is None else places(at)
+    return _listed(pattern, heads, positions, positions if rows is None else rows[positions], rows)
+
+
+def neighbour_tiles_at(pattern: Neighborhood, heads: int, queries: Tensor, keys: Tensor) -> Tiles:
+    """The tiles of some queries and keys of a grid, for tensors that hold these rows alone.
+
+    Args:
+        queries, keys: int64, the position of each row; those of queries in the order that their tiles shall have.
+    """
+    rows = torch.full((math.prod(pattern.grid),), NOWHERE).index_copy_(0, keys, torch.arange(len(keys)))
+    return _listed(pattern, heads, queries, torch.arange(len(queries)), rows)
+
+
+def _listed(pattern: Neighborhood, heads: int, positions: Tensor, order: Tensor, rows: Tensor | None) -> Tiles:
+    """Tables of queries at these positions, whose rows are in `order`; `rows` says where each position's key lies."""
+    length, queries = len(positions), _tiled(positions)
+    there = (torch.arange(queries.numel()) < length).view_as(queries)
+    keys, bits, tile, group = (torch.cat(each) for each in zip(*_chunks(pattern, queries, there, rows)))
+    tiles, runs = _runs(tile, group, length)
+    first_tile, head_class = torch.tensor([0, len(tiles)]), torch.zeros(heads, dtype=torch.int64)
+    return Tiles(tiles, runs, first_tile, head_class, order.to(torch.int32), keys, bits)
+
+
+@lru_cache(maxsize=256)
+def neighbour_bytes(pattern: Neighborhood, length: int, order: str) -> int:
+    """Upper bound of the tables, and of what it takes to make them, without making them."""
+    found = permutation(order, pattern, length)
+    listed = int(_boxes(_bounds(pattern, _tiled(torch.arange(length) if found is None else found))).prod(1).sum())
+    return (listed + length) * EACH_BYTES * COPIES + BESIDE * CHUNK_BYTES
+
+
+def _tiled(positions: Tensor) -> Tensor:
+    """[tiles, TILE], lanes past the last repeating it."""
+    number = -(-len(positions) // TILE)
+    return positions[torch.arange(number * TILE).clamp(max=len(positions) - 1)].view(number, TILE)
+
+
+def _bounds(pattern: Neighborhood, queries: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The first and the last coordinate that each tile's queries could see, by axis."""
+    return [_reach(pattern, axis, _coordinate(pattern, axis, queries)) for axis in range(len(pattern.grid))]
+
+
+def _boxes(bounds: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[tiles, axes]: coordinates between those."""
+    return torch.stack([high - low + 1 for low, high in bounds], dim=1)
+
+
+def _chunks(
+    pattern: Neighborhood, queries: Tensor, there: Tensor, rows: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of some tiles at a time: rows and bits of the keys, which tile each belongs to, and its group of vectors."""
+    bounds = _bounds(pattern, queries)
+    boxes = _boxes(bounds)
+    step = max(1, CHUNK_BYTES // (8 * int(boxes.prod(1).max()) + 8 * TILE * int(boxes.max())))
+    for first in range(0, len(queries), step):
+        some = slice(first, first + step)
+        masks, coordinates = [], []
+        for axis, (low, high) in enumerate(bounds):
+            y = low[some, None] + torch.arange(int((high - low)[some].max()) + 1)
+            x = _coordinate(pattern, axis, queries[some])
+            near = pattern._axis(axis, x[:, :, None], y[:, None, :]) & (y <= high[some, None])[:, None, :]
+            masks.append(_packed(near & there[some, :, None]))
+            coordinates.append(y)
+        tile, key, bits = _product(pattern, masks, coordinates)
+        if rows is not None:
+            key = rows[key]
+            tile, key, bits = (x[key != NOWHERE] for x in (tile, key, bits))
+        group = _group(bits)
+        by_group = (tile * GROUPS + group).argsort(stable=True)
+        yield key[by_group].to(torch.int32), bits[by_group], tile[by_group] + first, group[by_group]
+
+
+def _coordinate(pattern: Neighborhood, axis: int, positions: Tensor) -> Tensor:
+    return positions // math.prod(pattern.grid[axis + 1 :]) % pattern.grid[axis]
+
+
+def _reach(pattern: Neighborhood, axis: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last coordinate that a tile's queries could see."""
+    width, step = pattern.window[axis], pattern.dilation[axis]
+    far = (width // 2 if pattern.edges == "clip" else width - 1) * step
+    ahead = 0 if pattern.is_causal[axis] else far
+    behind = (width - 1) * step if pattern.is_causal[axis] else far
+    return (x.amin(1) - behind).clamp(min=0), (x.amax(1) + ahead).clamp(max=pattern.grid[axis] - 1)
+
+
+def _packed(near: Tensor) -> Tensor:
+    """[tiles, queries, coordinates] bool as bits, int64 [tiles, coordinates]."""
+    bits = torch.zeros(near.shape[0], near.shape[2], dtype=torch.int64)
+    for lane in range(TILE):
+        bits |= near[:, lane].long() << lane
+    return bits
+
+
+def _product(pattern: Neighborhood, masks: list[Tensor], coordinates: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tile, position and bits of every key that a query sees."""
+    seen = masks[0]
+    for mask in masks[1:]:
+        seen = (seen[:, :, None] & mask[:, None, :]).flatten(1)
+    tile, place = seen.nonzero(as_tuple=True)
+    key, rest = torch.zeros_like(place), place
+    for axis in reversed(range(len(masks))):
+        size = masks[axis].shape[1]
+        key += coordinates[axis][tile, rest % size] * math.prod(pattern.grid[axis + 1 :])
+        rest = rest // size
+    return tile, key, seen[tile, place]
+
+
+def _group(bits: Tensor) -> Tensor:
+    """The vectors from the first to the last that see a key, and whether all of their queries do: one number."""
+    by_vector = torch.stack([bits >> (VECTOR * n) & (1 << VECTOR) - 1 for n in range(VECTORS)])
+    sees, numbers = by_vector != 0, torch.arange(VECTORS)[:, None]
+    first = torch.where(sees, numbers, VECTORS).amin(0)
+    last = torch.where(sees, numbers, -1).amax(0)
+    full = ((by_vector == (1 << VECTOR) - 1) == sees).all(0) & (sees.sum(0) == last - first + 1)
+    return (first * (VECTORS + 1) + last + 1) * 2 + full
+
+
+def _runs(tile: Tensor, group: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """`tiles` and `runs` of the tables: a run is what stands together of one tile and group."""
+    changed = torch.ones(len(tile), dtype=torch.bool)
+    changed[1:] = (tile[1:] != tile[:-1]) | (group[1:] != group[:-1])
+    start = changed.nonzero()[:, 0]
+    count = torch.diff(start, append=torch.tensor([len(tile)]))
+    vectors, full = group[start] // 2, group[start] % 2
+    low, high = vectors // (VECTORS + 1) * VECTOR, vectors % (VECTORS + 1) * VECTOR
+    runs = torch.stack([start, torch.where(full == 1, FULL, MASKED), count, low, high], dim=1)
+    first = torch.arange(0, length, TILE)
+    met = torch.bincount(tile[start], minlength=len(first))
+    queries = (length - first).clamp(max=TILE)
+    return torch.stack([first, torch.zeros_like(first), queries, met.cumsum(0) - met, met], dim=1), runs

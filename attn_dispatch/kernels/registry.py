@@ -1,0 +1,123 @@
+"""Which backends there are, in the order of preference, each loaded when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.contract import Backend
+from attn_dispatch.log import say_once
+from attn_dispatch.text import one_line
+
+GROUP = "attn_dispatch.backends"
+#: In the order in which the static heuristic, which measures nothing, tries them: PyTorch's own choice first.
+BUILT_IN = (
+    "sdpa",
+    "flash",
+    "xformers",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "sdpa_float32",
+    "sdpa_mask",
+    "tiles",
+    "triton",
+    "triton_tiles",
+    "native",
+    "flex",
+)
+LAST_RESORT = "manual"
+REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
+
+
+_added: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend: an object or module with what `contract.Backend` names.
+
+    Raises:
+        InvalidInput: something is missing, or the name is taken.
+    """
+    missing = [part for part in REQUIRED if not hasattr(backend, part)]
+    if missing:
+        raise InvalidInput(f"backend {backend!r} lacks {', '.join(missing)}; it needs {', '.join(REQUIRED)}")
+    name = backend.name
+    if not isinstance(name, str) or not name.isidentifier():
+        raise InvalidInput(f"backend.name must be an identifier, got {name!r}")
+    if name in names():
+        raise InvalidInput(f"a backend named {name!r} is there already: {', '.join(names())}")
+    _added[name] = backend
+
+
+def registered() -> list[Backend]:
+    """Those that this process has added."""
+    return list(_added.values())
+
+
+def names() -> tuple[str, ...]:
+    """Every backend's name, the preferred first."""
+    plugged = [name for name in _entry_points() if name not in _added]
+    return (*BUILT_IN, *plugged, *_added, LAST_RESORT)
+
+
+def load(name: str) -> Backend:
+    """The backend of this name.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if name in _added:
+        return _added[name]
+    return _load(name)
+
+
+def backends() -> list[Backend]:
+    """Every backend that can be loaded; one that cannot is logged once and left out."""
+    found = []
+    for name in names():
+        try:
+            found.append(load(name))
+        except InvalidInput as error:
+            say_once(str(error))
+    return found
+
+
+def version_of(backend: Backend) -> str | None:
+    """The backend's version, or None where its package is missing or it cannot say."""
+    try:
+        return _plain_text(backend.version())
+    except ImportError:  # PackageNotFoundError is one too
+        return None
+    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+        say_once(f"{backend.name} has no version: {one_line(error)}")
+        return None
+
+
+def _plain_text(version: object) -> str | None:
+    """A plain string that can be written: versions are often of classes of their own, such as torch's."""
+    return None if version is None else "".join(c if c.isprintable() else "?" for c in str.__str__(str(version)))
+
+
+@cache
+def _load(name: str) -> Backend:
+    if name in (*BUILT_IN, LAST_RESORT):
+        return cast(Backend, importlib.import_module(f"attn_dispatch.backends.{name}"))
+    point = _entry_points().get(name)
+    if point is None:
+        raise InvalidInput(f"backend must be one of {', '.join(names())}, got {name!r}")
+    try:
+        backend: Backend = point.load()
+    except Exception as error:
+        raise InvalidInput(f"backend {name!r} from {point.value} cannot be loaded: {error!r}") from error
+    missing = [part for part in REQUIRED if not hasattr(backend, part)]
+    if missing:
+        raise InvalidInput(f"backend {name!r} from {point.value} lacks {', '.join(missing)}")
+    return backend
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (*BUILT_IN, LAST_RESORT)}

@@ -1,0 +1,88 @@
+"""How many tiles of a pattern meet, about, and what a table of them takes: nothing is built for it."""
+
+from __future__ import annotations
+
+import math
+
+from attn_dispatch.kernels.branches.run import sum_dtype
+from attn_dispatch.kernels.tiles.tables import AT_ONCE, MASK_BYTES, head_classes
+from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import kept_in
+
+PAIR_LIMIT = 2**24  #: of tiles
+PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 100, 32, 32  #: for each, or each axis of it, while a table is made
+
+
+def keys_met(problem: Problem, order: str, tile: int) -> int:
+    """About how many keys a tile of queries meets, in whole tiles, where tiles are aligned."""
+    pattern, most = problem.pattern.natural, -(-problem.k_len // tile) * tile
+    order = order if problem.pattern is pattern else kept_in(problem.pattern)
+    if order == HILBERT and not isinstance(pattern, Neighborhood):
+        return most  # what is folded meets keys from everywhere
+    if isinstance(pattern, Neighborhood):
+        most = min(most, math.prod(_spans(pattern, order, tile)))
+    elif isinstance(pattern, Window):
+        sides = (problem.k_len if side is None else side for side in (pattern.left, pattern.right))
+        most = min(most, tile + sum(-(-side // tile) * tile for side in sides))
+    elif isinstance(pattern, Dilated):
+        lengths = [min(length, problem.k_len) for length in pattern.segment_lengths]
+        if order == RESIDUE:
+            lengths = [sum(-(-length // rate) for length, rate in zip(lengths, pattern.dilation_rates))]
+        most = min(most, -(-max(lengths) // tile) * tile)
+    return max(most, tile)
+
+
+def _spans(pattern: Neighborhood, order: str, tile: int) -> list[int]:
+    """On each axis, the places that a tile and the windows around it take."""
+    found = []
+    axes = zip(pattern.grid, pattern.window, pattern.dilation, pattern.is_causal, _sides(pattern, order, tile))
+    for size, width, step, is_causal, side in axes:
+        reach = (width - 1) // 2
+        if order == NATURAL and side > 1:
+            reach *= step  # tokens side by side are of all residues; elsewhere a tile keeps to one of them
+        else:
+            size = -(-size // step)
+        span = side * (1 + -(-reach // side) * (1 if is_causal else 2))
+        found.append(min(span, -(-size // side) * side))
+    return found
+
+
+def _sides(pattern: Neighborhood, order: str, tile: int) -> list[int]:
+    """The shape of a tile: a part of a row, or rows, in the natural order; else as near to a cube as may be."""
+    sides = [1] * len(pattern.grid)
+    if order == NATURAL:
+        for axis in reversed(range(len(sides))):
+            sides[axis] = min(pattern.grid[axis], max(1, tile // math.prod(sides)))
+        return sides
+    members = [-(-size // step) for size, step in zip(pattern.grid, pattern.dilation)]
+    while math.prod(sides) < tile and any(side < size for side, size in zip(sides, members)):
+        axis = min((side, -axis) for axis, (side, size) in enumerate(zip(sides, members)) if side < size)[1]
+        sides[-axis] *= 2
+    return sides
+
+
+def pairs_met(problem: Problem, order: str, tile: int) -> int:
+    """Pairs of tiles for one head, about."""
+    return -(-problem.q_len // tile) * (keys_met(problem, order, tile) // tile)
+
+
+def pairs_at_most(problem: Problem, order: str, tile: int) -> int:
+    """The same, as an upper bound: what is cut off at borders is not aligned."""
+    return min(-(-problem.q_len // tile) * -(-problem.k_len // tile), 2 * pairs_met(problem, order, tile))
+
+
+def axes_of(problem: Problem) -> int:
+    """At most, of all branches."""
+    pattern = problem.pattern.natural
+    return 2 * (len(pattern.branches) if isinstance(pattern, Dilated) else len(getattr(pattern, "grid", "-")))
+
+
+def table_bytes(problem: Problem, order: str, tile: int) -> int:
+    """Upper bound of the tables of all classes of heads, and of what is allocated while they are made."""
+    boxes = -(-problem.q_len // tile) * -(-problem.k_len // tile)
+    pairs, axes = pairs_at_most(problem, order, tile), axes_of(problem)
+    masks = min(pairs * tile**2, MASK_BYTES) * (3 + sum_dtype(problem.dtype).itemsize)
+    one = pairs * PAIR_BYTES + masks + POSITION_BYTES * axes * (problem.q_len + problem.k_len)
+    return one * len(head_classes(problem.pattern, problem.heads)) + min(boxes, AT_ONCE) * BOX_BYTES * axes

@@ -1,0 +1,412 @@
+"""From a pattern and a token order to tiles: which tiles of queries and keys meet, and what is seen where they do.
+
+Every pattern here is a sum of branches, and each branch says on some axes "from here to there": query i sees key j
+where `first[i] <= at[j] <= last[i]` on all of them. A tile then has a box, and a pair of tiles is looked into only
+where boxes meet. Where the tokens of a tile come from does not matter, so that any order will do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels.branches.plan import progressions
+from attn_dispatch.kernels.branches.run import sum_dtype
+from attn_dispatch.spec.orders import NATURAL, permutation
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import kept_in
+
+FULL = 0  #: the mask of a pair in which every query sees every key once
+MASK_BYTES = 2**25  #: of different masks, a byte an entry; a table with more works them out again on every call
+KEPT = 4  #: tables of problems
+OPEN = 2**30  #: no bound: farther than any two positions
+AT_ONCE = 2**20  #: pairs of boxes that are compared; more are sorted out in groups first
+GROUP = 16  #: boxes of such a group
+CELLS = 2**20  #: entries of masks that are worked out at once
+MOST_BRANCHES = 255  #: whose counts fit into a byte
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class TileTable:
+    """The pairs of tiles that meet, for heads that are treated alike. A tile is so many consecutive places of an order.
+
+    Args:
+        heads: those query heads, an arithmetic progression.
+        q_pos, k_pos: int64 [tiles, tile], where the token of each place lies in q, k and v. A last tile that is short
+            repeats its last one: such a query is that query again, such a key is never seen.
+        first: int64 [query tiles + 1], where the pairs of each query tile start.
+        keys: int64 [pairs], the key tile of each pair, ascending within a query tile.
+        mask: int64 [pairs], its place in `masks`; where there are none, FULL or something else.
+        masks: uint8 [masks, tile, tile], how many times each query sees each key; `masks[FULL]` is all 1. None where
+            they would take more than MASK_BYTES.
+        bias: their logarithm, in the dtype of scores.
+        covered: every query is known to see a key.
+        branches: what `counts` works the masks out from.
+    """
+
+    heads: range
+    q_pos: Tensor
+    k_pos: Tensor
+    first: Tensor
+    keys: Tensor
+    mask: Tensor
+    masks: Tensor | None
+    bias: Tensor | None
+    covered: bool
+    branches: tuple[Branch, ...]
+
+    @property
+    def tile(self) -> int:
+        return self.q_pos.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        return len(self.keys)
+
+    def queries(self) -> Tensor:
+        """The query tile of each pair."""
+        return torch.arange(len(self.q_pos), device=self.first.device).repeat_interleave(self.first.diff())
+
+    def to(self, device: torch.device) -> TileTable:
+        moved = {name: getattr(self, name).to(device) for name in ("q_pos", "k_pos", "keys", "mask")}
+        masks = {name: x.to(device) for name in ("masks", "bias") if (x := getattr(self, name)) is not None}
+        return replace(self, **moved, **masks, branches=tuple(branch.to(device) for branch in self.branches))
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """int32: `first` and `last` [axes, query tiles, tile], `at` [axes, key tiles, tile]."""
+
+    first: Tensor
+    last: Tensor
+    at: Tensor
+
+    def to(self, device: torch.device) -> Branch:
+        return Branch(self.first.to(device), self.last.to(device), self.at.to(device))
+
+    def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Bool [pairs, tile, tile]."""
+        seen = torch.ones((), dtype=torch.bool, device=self.at.device)
+        for first, last, at in zip(self.first, self.last, self.at):
+            place = at[keys][:, None, :]
+            seen = seen & (place >= first[queries][:, :, None]) & (place <= last[queries][:, :, None])
+        return seen
+
+
+def counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:
+    """How many times each query of a tile sees each key of another: uint8 [pairs, tile, tile]."""
+    found = branches[0].sees(queries, keys).to(torch.uint8)
+    for branch in branches[1:]:
+        found += branch.sees(queries, keys)
+    return found
+
+
+def tables_of(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
+    """A table for each class of heads, on the problem's device."""
+    shape = problem.q_len, problem.k_len, problem.heads
+    return _tables(problem.pattern, *shape, order, tile, sum_dtype(problem.dtype), problem.device)
+
+
+@lru_cache(maxsize=KEPT)
+def _tables(
+    pattern: Pattern,
+    q_len: int,
+    k_len: int,
+    heads: int,
+    order: str,
+    tile: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[TileTable, ...]:
+    made = plainly(_built, pattern, q_len, k_len, heads, order, tile, dtype)
+    return tuple(table if device.type == "cpu" else table.to(device) for table in made)
+
+
+def plainly(make: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs) -> Made:
+    """Call it in a fresh thread: default devices, fake tensors and function transforms belong to the caller's."""
+    with ThreadPoolExecutor(max_workers=1) as fresh:
+        return fresh.submit(make, *args, **kwargs).result()
+
+
+def tables_at(
+    pattern: Pattern,
+    length: int,
+    heads: int,
+    which: range,
+    queries: Tensor,
+    keys: Tensor,
+    tile: int,
+    dtype: torch.dtype,
+) -> tuple[TileTable, ...]:
+    """Tables of some queries and keys of a sequence, for tensors that hold these rows and heads alone.
+
+    Args:
+        length: of the whole sequence, in tokens.
+        heads: of all; `which` are the query heads that the tensors hold.
+        queries, keys: int64, the place of each row in the sequence.
+        dtype: that sums are kept in.
+
+    Returns:
+        A table for each class of heads, counted as the tensors hold them; places are rows of the tensors.
+    """
+    kept, natural = permutation(kept_in(pattern), pattern.natural, length), pattern.natural
+    q_at, k_at = (queries, keys) if kept is None else (kept[queries], kept[keys])
+    q_rows, k_rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
+    found = []
+    for members, offsets in head_classes(natural, heads, which):
+        reaches = _reaches(natural, q_at, k_at, (length, length), offsets)
+        branches = tuple(_branch(*reach, q_rows, k_rows, len(keys)) for reach in reaches)
+        found.append(_table(members, branches, q_rows, k_rows, dtype))
+    return tuple(found)
+
+
+def forget_tables() -> None:
+    """Drop the tables."""
+    _tables.cache_clear()
+
+
+def _built(
+    pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, dtype: torch.dtype
+) -> tuple[TileTable, ...]:
+    kept, pattern = permutation(kept_in(pattern), pattern.natural, q_len), pattern.natural
+    order = order if kept is None else NATURAL
+    q_pos = _tiled(permutation(order, pattern, q_len), q_len, tile)
+    k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern, k_len), k_len, tile)
+    found = []
+    for members, offsets in head_classes(pattern, heads):
+        reaches = _reaches(pattern, torch.arange(q_len), torch.arange(k_len), (q_len, k_len), offsets)
+        if kept is not None:
+            reaches = [_moved(reach, kept) for reach in reaches]
+        branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in reaches)
+        found.append(_table(members, branches, q_pos, k_pos, dtype))
+    return tuple(found)
+
+
+def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
+    """[tiles, tile]; the last place is repeated until a tile is full."""
+    places = torch.arange(-(-length // tile) * tile).clamp_(max=length - 1)
+    return (places if permuted is None else permuted[places]).view(-1, tile)
+
+
+def head_classes(
+    pattern: Pattern, heads: int, which: range | None = None
+) -> list[tuple[range, tuple[int | None, ...]]]:
+    """The heads that share one multiplicity, with their offset in each branch.
+
+    Args:
+        which: the heads to deal with, and then to count from 0; all of them by default.
+    """
+    pattern, which = pattern.natural, range(heads) if which is None else which
+    if not isinstance(pattern, Dilated):
+        return [(range(len(which)), ())]
+    found: dict[tuple[int | None, ...], list[int]] = {}
+    for number, head in enumerate(which):
+        offsets = tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches)))
+        found.setdefault(offsets, []).append(number)
+    return [(run, offsets) for offsets, members in found.items() for run in progressions(members)]
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+Reach = tuple[list[Tensor], list[Tensor], list[Tensor]]  #: first, last and at of one branch, each axis by position
+
+
+def _reaches(
+    pattern: Pattern, queries: Tensor, keys: Tensor, lengths: tuple[int, int], offsets: tuple[int | None, ...]
+) -> list[Reach]:
+    """Of each branch.
+
+    Args:
+        queries, keys: int64, their positions.
+        lengths: of the whole sequences of q and k.
+    """
+    q_len, k_len = lengths
+    if isinstance(pattern, Dense):
+        pattern = Window(None, 0 if pattern.is_causal else None)
+    if isinstance(pattern, Window):
+        met = queries + (k_len - q_len)
+        first = torch.full_like(met, -OPEN) if pattern.left is None else met - pattern.left
+        last = torch.full_like(met, OPEN) if pattern.right is None else met + pattern.right
+        return [([first], [last], [keys])]
+    if isinstance(pattern, Neighborhood):
+        return [_neighbors(pattern, queries, keys)]
+    if isinstance(pattern, Dilated):
+        branches = zip(pattern.branches, offsets)
+        return [
+            _segment(pattern.is_causal, queries, keys, min(length, k_len), rate, offset)
+            for (length, rate), offset in branches
+            if offset is not None
+        ]
+    raise TypeError(f"no tiles for {pattern!r}")
+
+
+def _moved(reach: Reach, kept: Tensor) -> Reach:
+    """Of tokens that are kept in another order, by where they lie."""
+    first, last, at = ([axis[kept] for axis in side] for side in reach)
+    return first, last, at
+
+
+def _neighbors(pattern: Neighborhood, queries: Tensor, keys: Tensor) -> Reach:
+    """Two axes for one that is dilated: places in a residue class, and the class, which must be the same."""
+    found: Reach = ([], [], [])
+    first, last, at = found
+    stride = math.prod(pattern.grid)
+    for axis, (size, step) in enumerate(zip(pattern.grid, pattern.dilation)):
+        stride //= size
+        x, y = (positions // stride % size for positions in (queries, keys))
+        low, high = axis_bounds(pattern, axis)
+        first.append(low[x])
+        last.append(high[x])
+        at.append(y // step)
+        if step > 1:
+            first.append(x % step)
+            last.append(x % step)
+            at.append(y % step)
+    return found
+
+
+def axis_bounds(pattern: Neighborhood, axis: int) -> tuple[Tensor, Tensor]:
+    """From which place to which in its residue class each coordinate of an axis sees, int64 [size] both; past the ends
+    where windows are clipped.
+    """
+    size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
+    x = torch.arange(size)
+    place, half = x // step, (width - 1) // 2
+    if pattern.edges == "clip":
+        low, high = place - half, place + half
+    elif pattern.is_causal[axis]:
+        low, high = place - width + 1, place
+    else:
+        members = (size - x % step + step - 1) // step
+        low = (place - half).clamp(min=0).minimum(members - width)
+        high = low + width - 1
+    return low, place if pattern.is_causal[axis] else high
+
+
+def _segment(is_causal: bool, queries: Tensor, keys: Tensor, length: int, rate: int, offset: int) -> Reach:
+    """The segment is one axis; the other holds 0 where a token is selected, and elsewhere what no other token has."""
+    start = queries // length * length
+    end = queries if is_causal else start + (length - 1)
+    if rate == 1:
+        return [start], [end], [keys]
+    query, key = ((at % length % rate != offset).long() for at in (queries, keys))
+    return [start, query], [end, query], [keys, 2 * key]
+
+
+def _branch(
+    first: list[Tensor], last: list[Tensor], at: list[Tensor], q_pos: Tensor, k_pos: Tensor, k_len: int
+) -> Branch:
+    places = torch.stack(at).int()[:, k_pos]
+    places.flatten(1)[:, k_len:] = 2 * OPEN - 1  # a repeated key: past all that is seen
+    return Branch(torch.stack(first).int()[:, q_pos], torch.stack(last).int()[:, q_pos], places)
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """The least and the most on every axis, int32 [axes, tiles]."""
+
+    low: Tensor
+    high: Tensor
+
+    def __len__(self) -> int:
+        return self.low.shape[1]
+
+    def some(self, which: Tensor) -> _Boxes:
+        return _Boxes(self.low[:, which], self.high[:, which])
+
+    def grouped(self) -> _Boxes:
+        last = torch.arange(-(-len(self) // GROUP) * GROUP).clamp_(max=len(self) - 1)
+        low, high = (x[:, last].view(len(x), -1, GROUP) for x in (self.low, self.high))
+        return _Boxes(low.amin(2), high.amax(2))
+
+
+def _meet(q: _Boxes, k: _Boxes) -> Tensor:
+    """Whether boxes have anything in common: bool, the shapes after the axes broadcast."""
+    return ((q.low <= k.high) & (q.high >= k.low)).all(0)
+
+
+def _candidates(q: _Boxes, k: _Boxes) -> Tensor:
+    """Pairs of boxes that meet, [pairs, 2]."""
+    if len(q) * len(k) <= AT_ONCE:
+        across = _Boxes(q.low[:, :, None], q.high[:, :, None])
+        return _meet(across, _Boxes(k.low[:, None], k.high[:, None])).nonzero()
+    within = torch.cartesian_prod(torch.arange(GROUP), torch.arange(GROUP))
+    found = []
+    for coarse in torch.split(_candidates(q.grouped(), k.grouped()), AT_ONCE // GROUP**2):
+        pairs = (coarse[:, None] * GROUP + within).flatten(0, 1)
+        pairs = pairs[(pairs[:, 0] < len(q)) & (pairs[:, 1] < len(k))]
+        found.append(pairs[_meet(q.some(pairs[:, 0]), k.some(pairs[:, 1]))])
+    return torch.cat(found)
+
+
+def _boxes(branch: Branch) -> tuple[_Boxes, _Boxes, _Boxes]:
+    """What some query of a tile reaches, what all of them reach, and where the keys of a tile are."""
+    some = _Boxes(branch.first.amin(2), branch.last.amax(2))
+    every = _Boxes(branch.first.amax(2), branch.last.amin(2))
+    return some, every, _Boxes(branch.at.amin(2), branch.at.amax(2))
+
+
+def _pairs(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
+    """Pairs that may meet in any branch, in order, as `query tile * width + key tile`; and which of them are full."""
+    near, whole = [], []
+    for branch in branches:
+        some, every, place = _boxes(branch)
+        pairs = _candidates(some, place)
+        reach, keys = every.some(pairs[:, 0]), place.some(pairs[:, 1])
+        near.append(pairs[:, 0] * width + pairs[:, 1])
+        whole.append(((reach.low <= keys.low) & (reach.high >= keys.high)).all(0))
+    pairs, inverse, times = torch.unique(torch.cat(near), return_inverse=True, return_counts=True)
+    full = torch.zeros_like(pairs, dtype=torch.bool)
+    full[inverse[torch.cat(whole)]] = True
+    return pairs, full & (times == 1)
+
+
+def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype) -> TileTable:
+    pairs, full = _pairs(branches, len(k_pos))
+    queries, keys = pairs // len(k_pos), pairs % len(k_pos)
+    found = _masks(branches, queries, keys, full, q_pos.shape[1])
+    masks, bias, mask, covered = None, None, torch.where(full, FULL, FULL + 1), False
+    if found is not None:
+        masks, mask = found
+        queries, keys, mask = (x[mask >= 0] for x in (queries, keys, mask))
+        sees = torch.zeros(q_pos.shape, dtype=torch.int32).index_add_(0, queries, masks.any(2).int()[mask])
+        bias, covered = masks.to(dtype).log_(), bool(sees.all())
+    first = torch.searchsorted(queries, torch.arange(len(q_pos) + 1))
+    return TileTable(heads, q_pos, k_pos, first, keys, mask, masks, bias, covered, branches)
+
+
+def _masks(
+    branches: Sequence[Branch], queries: Tensor, keys: Tensor, full: Tensor, tile: int
+) -> tuple[Tensor, Tensor] | None:
+    """Each mask once, and the place of every pair's, -1 where nothing is seen; None where they are too many."""
+    cells = tile**2
+    known: dict[bytes, int] = {bytes([0]) * cells: -1, bytes([1]) * cells: FULL}
+    place = torch.full_like(queries, FULL)
+    for some in torch.split((~full).nonzero().flatten(), max(1, CELLS // cells)):
+        found = _each(counts(branches, queries[some], keys[some]))
+        place[some] = torch.tensor([known.setdefault(each, len(known) - 1) for each in found], dtype=torch.int64)
+        if (len(known) - 1) * cells > MASK_BYTES:
+            return None
+    del known[bytes([0]) * cells]
+    return torch.frombuffer(bytearray().join(known), dtype=torch.uint8).view(-1, tile, tile), place
+
+
+def _each(masks: Tensor) -> Iterator[bytes]:
+    size = masks.shape[1] * masks.shape[2]
+    memory = ctypes.string_at(masks.data_ptr(), masks.numel())
+    return (memory[start : start + size] for start in range(0, len(memory), size))

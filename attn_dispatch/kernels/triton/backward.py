@@ -1,0 +1,285 @@
+"""The gradients of `triton_kernels`: dq over what a tile of queries meets, dk and dv over what one of keys does.
+
+The gradient of out is read where it lies, with any strides. Nothing is added up by atomics: a result is the same on
+every run. Importing this module imports triton.
+
+Source: Dao 2023, FlashAttention-2, algorithm 2.
+"""
+
+# Triton reads the annotations itself: no `from __future__ import annotations`.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from attn_dispatch.kernels.triton.forward import LOG2_E, RUN, TILE, phases_of, place_of, span_of, turned
+
+
+@triton.jit
+def backward_q(
+    q,
+    k,
+    v,
+    out,
+    grad,
+    lse,
+    grad_lse,
+    delta,
+    dq,
+    seq_lens,
+    key_mask,
+    tiles,
+    runs,
+    first_tile,
+    kind_of,
+    launches,
+    q_b,
+    q_n,
+    q_h,
+    q_d,
+    k_b,
+    k_n,
+    k_h,
+    k_d,
+    v_b,
+    v_n,
+    v_h,
+    v_d,
+    grad_b,
+    grad_n,
+    grad_h,
+    grad_d,
+    mask_b,
+    mask_n,
+    heads,
+    programs,
+    q_len,
+    k_len,
+    low,
+    high,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SEQ_LENS: tl.constexpr,
+    KEY_MASK: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
+    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    if tile >= last_tile:
+        return
+    tile_at = tiles + tile * TILE
+    start = tl.load(tile_at).to(tl.int64)
+    step = tl.load(tile_at + 1).to(tl.int64)
+    count = tl.load(tile_at + 2).to(tl.int64)
+    lane = tl.arange(0, ROWS).to(tl.int64)
+    rows = start + tl.minimum(lane, count - 1) * step
+    last = start + (count - 1) * step
+    lowest = (rows + low)[:, None]
+    highest = (rows + high)[:, None]
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    inside = tl.full([1, BLOCK_D], True, tl.int1)
+    if HEAD_DIM < BLOCK_D:
+        inside = d < HEAD_DIM
+    length = k_len
+    if SEQ_LENS:
+        length = tl.load(seq_lens + batch).to(tl.int64)
+    k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
+    v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
+    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
+    grad_at = grad + batch * grad_b + head * grad_h + d * grad_d + (rows * grad_n)[:, None]
+    d_out = tl.load(grad_at, mask=inside, other=0.0)
+    at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+    scalar_at = (batch * heads + head) * q_len + rows
+    row_lse = tl.load(lse + scalar_at)
+    some = row_lse > float("-inf")
+    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
+    if GRAD_LSE:
+        row_delta -= tl.load(grad_lse + scalar_at)
+    # Rows without keys weigh nothing: exp(s - inf) is 0.
+    row_delta = tl.where(some, row_delta, 0.0)
+    row_lse = tl.where(some, row_lse * LOG2_E, float("inf"))
+    tl.store(delta + scalar_at, row_delta, mask=lane < count)
+    lane_n = tl.arange(0, COLUMNS).to(tl.int64)
+    slope = scale * LOG2_E
+    acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    first_run = tl.load(tile_at + 3)
+    end_run = tl.load(tile_at + 4)
+    for nth_run in range(first_run, end_run):
+        run = turned(nth_run, first_run, end_run - 1, backwards, LISTED)
+        run_start, run_step, begin, whole, part, end = phases_of(
+            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
+        )
+        run_lane = run_start + lane_n * run_step
+        run_end = run_start + end * run_step
+        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
+            n_from, n_to, n_last = span_of(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            for nth in range(n_from, n_to, COLUMNS):
+                n = turned(nth, n_from, n_last, backwards, LISTED)
+                columns = run_lane + n * run_step
+                seen = inside
+                if phase != 1:
+                    seen = (columns < run_end)[:, None] & inside
+                if KEY_MASK:
+                    kept = tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
+                    seen = seen & kept[:, None]
+                key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
+                s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
+                if phase != 1:
+                    meets = (columns < run_end)[None, :]
+                    if LOW:
+                        meets = meets & (columns[None, :] >= lowest)
+                    if HIGH:
+                        meets = meets & (columns[None, :] <= highest)
+                    s = tl.where(meets, s, float("-inf"))
+                if KEY_MASK:
+                    s = tl.where(kept[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
+                p = tl.exp2(s - row_lse[:, None])
+                value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
+                ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
+                acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
+    result = tl.where(some[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
+    tl.store(dq + at, result, mask=(lane < count)[:, None] & inside)
+
+
+@triton.jit
+def backward_kv(
+    q,
+    k,
+    v,
+    grad,
+    lse,
+    delta,
+    dk,
+    dv,
+    seq_lens,
+    key_mask,
+    tiles,
+    runs,
+    first_tile,
+    kind_of,
+    launches,
+    q_b,
+    q_n,
+    q_h,
+    q_d,
+    k_b,
+    k_n,
+    k_h,
+    k_d,
+    v_b,
+    v_n,
+    v_h,
+    v_d,
+    grad_b,
+    grad_n,
+    grad_h,
+    grad_d,
+    mask_b,
+    mask_n,
+    heads,
+    programs,
+    q_len,
+    k_len,
+    low,
+    high,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SEQ_LENS: tl.constexpr,
+    KEY_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
+    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    if tile >= last_tile:
+        return
+    tile_at = tiles + tile * TILE
+    start = tl.load(tile_at).to(tl.int64)
+    step = tl.load(tile_at + 1).to(tl.int64)
+    count = tl.load(tile_at + 2).to(tl.int64)
+    lane = tl.arange(0, ROWS).to(tl.int64)
+    rows = start + tl.minimum(lane, count - 1) * step
+    last = start + (count - 1) * step
+    lowest = (rows + low)[:, None]
+    highest = (rows + high)[:, None]
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    inside = tl.full([1, BLOCK_D], True, tl.int1)
+    if HEAD_DIM < BLOCK_D:
+        inside = d < HEAD_DIM
+    length = q_len
+    if SEQ_LENS:
+        length = tl.load(seq_lens + batch).to(tl.int64)
+    key = tl.load(k + batch * k_b + head * k_h + d * k_d + (rows * k_n)[:, None], mask=inside, other=0.0)
+    value = tl.load(v + batch * v_b + head * v_h + d * v_d + (rows * v_n)[:, None], mask=inside, other=0.0)
+    real = lane < count
+    if SEQ_LENS:
+        real = real & (rows < length)
+    if KEY_MASK:
+        real = real & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
+    lane_n = tl.arange(0, COLUMNS).to(tl.int64)
+    slope = scale * LOG2_E
+    acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    first_run = tl.load(tile_at + 3)
+    end_run = tl.load(tile_at + 4)
+    for nth_run in range(first_run, end_run):
+        run = turned(nth_run, first_run, end_run - 1, backwards, LISTED)
+        run_start, run_step, begin, whole, part, end = phases_of(
+            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
+        )
+        run_lane = run_start + lane_n * run_step
+        run_end = run_start + end * run_step
+        q_head = head * GROUP + tl.load(runs + run * RUN + 3)
+        q_row = q + batch * q_b + q_head * q_h + d * q_d
+        grad_row = grad + batch * grad_b + q_head * grad_h + d * grad_d
+        scalar_row = (batch * heads * GROUP + q_head) * q_len
+        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
+            n_from, n_to, n_last = span_of(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            for nth in range(n_from, n_to, COLUMNS):
+                n = turned(nth, n_from, n_last, backwards, LISTED)
+                columns = run_lane + n * run_step
+                seen = inside
+                if phase != 1:
+                    seen = (columns < run_end)[:, None] & inside
+                query = tl.load(q_row + (columns * q_n)[:, None], mask=seen, other=0.0)
+                s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
+                if phase != 1:
+                    # Of columns past the end, lse is inf and the weight 0.
+                    column_lse = tl.load(lse + scalar_row + columns, mask=columns < run_end, other=float("inf"))
+                    column_delta = tl.load(delta + scalar_row + columns, mask=columns < run_end, other=0.0)
+                    if LOW:
+                        s = tl.where(columns[None, :] >= lowest, s, float("-inf"))
+                    if HIGH:
+                        s = tl.where(columns[None, :] <= highest, s, float("-inf"))
+                else:
+                    column_lse = tl.load(lse + scalar_row + columns)
+                    column_delta = tl.load(delta + scalar_row + columns)
+                if SEQ_LENS or KEY_MASK:
+                    s = tl.where(real[:, None], s, float("-inf"))
+                column_lse = tl.where(column_lse == float("-inf"), float("inf"), column_lse * LOG2_E)
+                p = tl.exp2(s - column_lse[None, :])
+                d_out = tl.load(grad_row + (columns * grad_n)[:, None], mask=seen, other=0.0)
+                acc_v = tl.dot(p.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
+                ds = p * (tl.dot(value, tl.trans(d_out), input_precision=PRECISION) - column_delta[None, :])
+                acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
+    at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+    stored = (lane < count)[:, None] & inside
+    acc_k = tl.where(real[:, None], acc_k * scale, 0.0)
+    acc_v = tl.where(real[:, None], acc_v, 0.0)
+    tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=stored)
+    tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=stored)

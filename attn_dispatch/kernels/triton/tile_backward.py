@@ -1,0 +1,256 @@
+"""The gradients of `triton_tile_kernels`: dq over what a tile of queries meets, dk and dv over what one of keys does.
+
+Nothing is added up by atomics: a result is the same on every run. Queries that a short last tile repeats weigh nothing.
+Importing this module imports triton.
+
+Source: Dao 2023, FlashAttention-2, algorithm 2.
+"""
+
+# Triton reads the annotations itself: no `from __future__ import annotations`.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from attn_dispatch.kernels.triton.tile_forward import LOG2_E, PAIR, SPAN, counts_of, place_of
+
+
+@triton.jit
+def backward_q(
+    q,
+    k,
+    v,
+    out,
+    grad,
+    lse,
+    grad_lse,
+    delta,
+    dq,
+    seq_lens,
+    key_mask,
+    q_pos,
+    k_pos,
+    kind_of,
+    spans,
+    pairs,
+    masks,
+    reach,
+    q_b,
+    q_n,
+    q_h,
+    q_d,
+    k_b,
+    k_n,
+    k_h,
+    k_d,
+    v_b,
+    v_n,
+    v_h,
+    v_d,
+    grad_b,
+    grad_n,
+    grad_h,
+    grad_d,
+    mask_b,
+    mask_n,
+    heads,
+    q_tiles,
+    k_tiles,
+    q_len,
+    k_len,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    AXES: tl.constexpr,
+    SEQ_LENS: tl.constexpr,
+    KEY_MASK: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
+    batch, head, tile, lane = place_of(heads, q_tiles, TILE, ROWS)
+    kind = tl.load(kind_of + head).to(tl.int64)
+    rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    inside = d < HEAD_DIM
+    length = k_len
+    if SEQ_LENS:
+        length = tl.load(seq_lens + batch)
+    k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
+    v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
+    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
+    grad_at = grad + batch * grad_b + head * grad_h + d * grad_d + (rows * grad_n)[:, None]
+    d_out = tl.load(grad_at, mask=inside, other=0.0)
+    at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+    scalar_at = (batch * heads + head) * q_len + rows
+    row_lse = tl.load(lse + scalar_at)
+    some = row_lse > float("-inf")
+    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
+    if GRAD_LSE:
+        row_delta -= tl.load(grad_lse + scalar_at)
+    # Rows without keys weigh nothing: exp(s - inf) is 0.
+    row_delta = tl.where(some, row_delta, 0.0)
+    row_lse = tl.where(some, row_lse * LOG2_E, float("inf"))
+    stored = tile * TILE + lane < q_len
+    tl.store(delta + scalar_at, row_delta, mask=stored)
+    slope = scale * LOG2_E
+    acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    PARTS: tl.constexpr = TILE // COLUMNS
+    span = spans + (kind * q_tiles + tile) * SPAN
+    for phase in tl.static_range(2):
+        for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
+            listed = nth // PARTS
+            pair = pairs + listed * PAIR
+            k_tile = tl.load(pair).to(tl.int64)
+            k_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
+            columns = tl.load(k_pos + k_tile * TILE + k_lane).to(tl.int64)
+            kept = columns < length
+            if KEY_MASK:
+                kept = kept & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
+            seen = inside
+            if SEQ_LENS or KEY_MASK:
+                seen = kept[:, None] & inside
+            key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
+            s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
+            if SEQ_LENS or KEY_MASK:
+                s = tl.where(kept[None, :], s, float("-inf"))
+            if phase == 0:
+                mask = tl.load(pair + 1)
+                q_lane, k_lane = lane[:, None], k_lane[None, :]
+                count = counts_of(
+                    masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
+                )
+                # Where a key is not seen, exp(s - lse) may be inf, and times 0 NaN.
+                p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) - row_lse[:, None])
+            else:
+                p = tl.exp2(s - row_lse[:, None])
+            value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
+            ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
+            acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
+    result = tl.where(some[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
+    tl.store(dq + at, result, mask=stored[:, None] & inside)
+
+
+@triton.jit
+def backward_kv(
+    q,
+    k,
+    v,
+    grad,
+    lse,
+    delta,
+    dk,
+    dv,
+    seq_lens,
+    key_mask,
+    q_pos,
+    k_pos,
+    kind_of,
+    spans,
+    pairs,
+    masks,
+    reach,
+    q_b,
+    q_n,
+    q_h,
+    q_d,
+    k_b,
+    k_n,
+    k_h,
+    k_d,
+    v_b,
+    v_n,
+    v_h,
+    v_d,
+    grad_b,
+    grad_n,
+    grad_h,
+    grad_d,
+    mask_b,
+    mask_n,
+    heads,
+    q_tiles,
+    k_tiles,
+    q_len,
+    k_len,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    AXES: tl.constexpr,
+    SEQ_LENS: tl.constexpr,
+    KEY_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
+    batch, head, tile, lane = place_of(heads, k_tiles, TILE, ROWS)
+    rows = tl.load(k_pos + tile * TILE + lane).to(tl.int64)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    inside = d < HEAD_DIM
+    length = q_len
+    if SEQ_LENS:
+        length = tl.load(seq_lens + batch)
+    key = tl.load(k + batch * k_b + head * k_h + d * k_d + (rows * k_n)[:, None], mask=inside, other=0.0)
+    value = tl.load(v + batch * v_b + head * v_h + d * v_d + (rows * v_n)[:, None], mask=inside, other=0.0)
+    kept = rows < k_len
+    if SEQ_LENS:
+        kept = kept & (rows < length)
+    if KEY_MASK:
+        kept = kept & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
+    slope = scale * LOG2_E
+    acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    PARTS: tl.constexpr = TILE // COLUMNS
+    for member in range(GROUP):
+        q_head = head * GROUP + member
+        q_row = q + batch * q_b + q_head * q_h + d * q_d
+        grad_row = grad + batch * grad_b + q_head * grad_h + d * grad_d
+        scalar_row = (batch * heads * GROUP + q_head) * q_len
+        kind = tl.load(kind_of + q_head).to(tl.int64)
+        span = spans + (kind * k_tiles + tile) * SPAN
+        for phase in tl.static_range(2):
+            for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
+                listed = nth // PARTS
+                pair = pairs + listed * PAIR
+                q_tile = tl.load(pair).to(tl.int64)
+                q_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
+                columns = tl.load(q_pos + q_tile * TILE + q_lane).to(tl.int64)
+                real = (q_tile * TILE + q_lane < q_len) & (columns < length)
+                seen = real[:, None] & inside
+                query = tl.load(q_row + (columns * q_n)[:, None], mask=seen, other=0.0)
+                s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
+                if SEQ_LENS or KEY_MASK:
+                    s = tl.where(kept[:, None], s, float("-inf"))
+                # Queries that are not there or see no key weigh nothing: exp(s - inf) is 0.
+                column_lse = tl.load(lse + scalar_row + columns, mask=real, other=float("-inf"))
+                column_lse = tl.where(column_lse == float("-inf"), float("inf"), column_lse * LOG2_E)
+                column_delta = tl.load(delta + scalar_row + columns, mask=real, other=0.0)
+                if phase == 0:
+                    mask = tl.load(pair + 1)
+                    q_lane, k_lane = q_lane[None, :], lane[:, None]
+                    count = counts_of(
+                        masks, reach, mask, kind, q_tile, tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
+                    )
+                    p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) - column_lse[None, :])
+                else:
+                    p = tl.exp2(s - column_lse[None, :])
+                d_out = tl.load(grad_row + (columns * grad_n)[:, None], mask=seen, other=0.0)
+                acc_v = tl.dot(p.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
+                ds = p * (tl.dot(value, tl.trans(d_out), input_precision=PRECISION) - column_delta[None, :])
+                acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
+    at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+    stored = (tile * TILE + lane < k_len)[:, None] & inside
+    acc_k = tl.where(kept[:, None], acc_k * scale, 0.0)
+    acc_v = tl.where(kept[:, None], acc_v, 0.0)
+    tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=stored)
+    tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=stored)

@@ -1,0 +1,279 @@
+"""Which columns each tile of rows meets: the work list of a kernel that runs a whole pattern in one pass.
+
+Rows are queries and columns keys, or the other way round where gradients of keys are summed up. A *tile* is some rows
+that all meet the same *runs*; rows of a tile and columns of a run are arithmetic progressions of positions, so that
+nothing is gathered, and no lane works for a row that takes no part. Besides, a row at position p meets only columns
+from `p + low` to `p + high`: causality and windows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+
+Side = Literal["queries", "keys"]
+Offsets = tuple[int | None, ...]  #: of one head, by branch; None where it takes no part
+Kind = tuple[Offsets, ...]  #: of the query heads that share a row: one, or all that read one key head
+
+TILE = 5  #: entries of a tile
+RUN = 4  #: entries of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """The tiles of every kind of head.
+
+    Args:
+        tiles: int32 [tiles, 5]; start, step and count of the rows, and from where to where in `runs` theirs are.
+        runs: int32 [runs, 4]; start, step and count of the columns, and which of the query heads that share the rows
+            meets them, counted from 0.
+        first_tile: int32 [kinds + 1]; a kind's tiles are `tiles[first_tile[kind] : first_tile[kind + 1]]`.
+        kind_of: int32 [heads], or [kv_heads] where rows are keys.
+        low, high: columns from `p + low` to `p + high` are met; None where nothing is cut off on that side.
+    """
+
+    tiles: Tensor
+    runs: Tensor
+    first_tile: Tensor
+    kind_of: Tensor
+    low: int | None
+    high: int | None
+
+    @property
+    def most_tiles(self) -> int:
+        """Of any kind."""
+        return int(self.first_tile.diff().max())
+
+    def pairs(self, rows: int, columns: int) -> int:
+        """Score pairs that are worked out per batch row, in blocks of `rows` x `columns`, unused lanes included."""
+        start, step, count, first_run, end_run = self.tiles.long().unbind(-1)
+        met = end_run - first_run
+        tile = torch.arange(len(self.tiles)).repeat_interleave(met)
+        run = torch.arange(len(tile)) - (met.cumsum(0) - met - first_run).repeat_interleave(met)
+        run_start, run_step, run_count, _ = self.runs.long()[run].unbind(-1)
+        begin, end = torch.zeros_like(run_count), run_count
+        if self.low is not None:
+            begin = _ceil_div((start[tile] + self.low - run_start).clamp(min=0), run_step)
+        if self.high is not None:
+            last = (start + (count - 1) * step)[tile] + self.high - run_start
+            end = torch.minimum(end, (last + run_step).clamp(min=0) // run_step)
+        blocks = torch.zeros(len(self.tiles), dtype=torch.int64)
+        blocks.index_add_(0, tile, _ceil_div((end - begin).clamp(min=0), torch.tensor(columns)))
+        edges = self.first_tile.tolist()
+        by_kind = [int(blocks[a:b].sum()) for a, b in pairwise(edges)]
+        heads: list[int] = self.kind_of.tolist()
+        return rows * columns * sum(by_kind[kind] for kind in heads)
+
+    def to(self, device: torch.device) -> Visits:
+        lists = {name: getattr(self, name).to(device) for name in ("tiles", "runs", "first_tile", "kind_of")}
+        return replace(self, **lists)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Rows that meet the same runs: int64 start, step and count of each cell, and its runs as in `Visits`."""
+
+    rows: Tensor
+    runs: Tensor
+    run_counts: Tensor
+
+    def split(self, block: int, first_run: int) -> Tensor:
+        """Tiles of at most `block` rows, their runs counted from `first_run` on."""
+        start, step, count = self.rows.unbind(-1)
+        end_run = first_run + self.run_counts.cumsum(0)
+        pieces = _ceil_div(count, torch.tensor(block))
+        cell = torch.arange(len(pieces)).repeat_interleave(pieces)
+        index = torch.arange(len(cell)) - (pieces.cumsum(0) - pieces)[cell]
+        start, step, count = start[cell] + index * block * step[cell], step[cell], count[cell] - index * block
+        return torch.stack(
+            [start, step, count.clamp(max=block), (end_run - self.run_counts)[cell], end_run[cell]], dim=1
+        )
+
+
+def visits_of(problem: Problem, side: Side, block: int) -> Visits:
+    """The tiles of at most `block` rows. The pattern is Dense, Window or Dilated.
+
+    Args:
+        side: what the rows are.
+    """
+    kinds, kind_of = _kinds(problem, side)
+    tiles: list[Tensor] = []
+    runs: list[Tensor] = []
+    first_tile = [0]
+    for kind in kinds:
+        cells = _cells(problem, side, kind)
+        tiles.append(cells.split(block, sum(len(each) for each in runs)))
+        runs.append(cells.runs)
+        first_tile.append(first_tile[-1] + len(tiles[-1]))
+    return Visits(
+        torch.cat(tiles).to(torch.int32),
+        torch.cat(runs).to(torch.int32),
+        torch.tensor(first_tile, dtype=torch.int32),
+        torch.tensor(kind_of, dtype=torch.int32),
+        *bounds(problem, side),
+    )
+
+
+@lru_cache(maxsize=4096)
+def covers(problem: Problem, side: Side) -> bool:
+    """Whether every row of every head is in a tile; the others meet no runs."""
+    kinds, _ = _kinds(problem, side)
+    return all(int(_cells(problem, side, kind).rows[:, 2].sum()) == _length(problem, side) for kind in kinds)
+
+
+def largest_cell(problem: Problem, side: Side) -> int:
+    """The most rows that meet the same runs: a larger tile would stay partly empty."""
+    cells = (_cells(problem, side, kind).rows[:, 2] for kind in _kinds(problem, side)[0])
+    return max((int(count.max()) for count in cells if len(count)), default=0)
+
+
+def visits_bytes(problem: Problem, side: Side, block: int) -> int:
+    """Upper bound of what `visits_of` gives, without building it."""
+    kinds, kind_of = _kinds(problem, side)
+    branches = len(problem.pattern.branches) if isinstance(problem.pattern, Dilated) else 1
+    runs = _most_cells(problem, side) * len(kinds[0]) * branches
+    return 4 * (len(kinds) * (tiles_at_most(problem, side, block) * TILE + runs * RUN + 1) + 1 + len(kind_of))
+
+
+def tiles_at_most(problem: Problem, side: Side, block: int) -> int:
+    """Upper bound of the tiles of one head, without listing them."""
+    rows = _length(problem, side)
+    return min(rows, _most_cells(problem, side) + rows // block)
+
+
+def _most_cells(problem: Problem, side: Side) -> int:
+    pattern, rows = problem.pattern, _length(problem, side)
+    if not isinstance(pattern, Dilated):
+        return 1
+    lengths = [min(length, rows) for length in pattern.segment_lengths]
+    intervals = sum(-(-rows // length) for length in lengths)
+    classes = math.lcm(*(min(rate, length) for length, rate in zip(lengths, pattern.dilation_rates)))
+    return min(rows, intervals * classes)
+
+
+def bounds(problem: Problem, side: Side) -> tuple[int | None, int | None]:
+    """The first and the last column that a row may meet, counted from the row's own position."""
+    pattern, ahead = problem.pattern, problem.k_len - problem.q_len
+    low: int | None = None
+    high: int | None = None
+    if isinstance(pattern, Window):
+        low = None if pattern.left is None else ahead - pattern.left
+        high = None if pattern.right is None else ahead + pattern.right
+    elif isinstance(pattern, Dense | Dilated) and pattern.is_causal:
+        high = ahead
+    # Beyond both lengths all bounds mean the same, and sums with positions stay small.
+    far = problem.q_len + problem.k_len
+    low = None if low is None else max(low, -far)
+    high = None if high is None else min(high, far)
+    if side == "queries":
+        return low, high
+    return None if high is None else -high, None if low is None else -low
+
+
+def _length(problem: Problem, side: Side) -> int:
+    return problem.q_len if side == "queries" else problem.k_len
+
+
+def _kinds(problem: Problem, side: Side) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """The distinct kinds of heads, and the kind of each."""
+    share = 1 if side == "queries" else problem.heads // problem.kv_heads
+    return _kinds_of(problem.pattern, problem.heads, share)
+
+
+@lru_cache(maxsize=256)
+def _kinds_of(pattern: Pattern, heads: int, share: int) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    if isinstance(pattern, Dilated):
+        which = range(len(pattern.branches))
+        offsets = [tuple(pattern.head_offset(branch, head, heads) for branch in which) for head in range(heads)]
+    else:
+        offsets = [(0,)] * heads
+    by_head = [tuple(offsets[head : head + share]) for head in range(0, heads, share)]
+    index = {kind: i for i, kind in enumerate(dict.fromkeys(by_head))}
+    return tuple(index), tuple(index[kind] for kind in by_head)
+
+
+def _cells(problem: Problem, side: Side, kind: Kind) -> Cells:
+    if isinstance(problem.pattern, Dilated):
+        return _dilated_cells(problem.pattern, problem.q_len, kind)
+    rows = _length(problem, side)
+    columns = problem.q_len + problem.k_len - rows
+    runs = torch.tensor([[0, 1, columns, member] for member in range(len(kind))])
+    return Cells(torch.tensor([[0, 1, rows]]), runs, torch.tensor([len(kind)]))
+
+
+@lru_cache(maxsize=256)
+def _dilated_cells(pattern: Dilated, length: int, kind: Kind) -> Cells:
+    """Between two boundaries of segments, whichever branch they belong to, a position's residues decide.
+
+    So each such interval is split, by one prime factor of one rate at a time, until a branch takes all rows of a part
+    or none.
+    """
+    branches = [(b, min(w, length), min(r, w, length)) for b, (w, r) in enumerate(pattern.branches)]
+    edges = torch.unique(torch.cat([torch.arange(0, length, w) for _, w, _ in branches]))
+    ends = torch.cat([edges[1:], torch.tensor([length])])
+    # Rows from `start` in steps of `step`, below `end`; `origin` is where their interval starts.
+    parts = torch.stack([edges, torch.ones_like(edges), ends, edges], dim=1)
+    for b, w, r in branches:
+        # An offset past a short segment selects nothing.
+        for target in sorted({o for offsets in kind if (o := offsets[b]) is not None and o < r}):
+            modulus = 1
+            for prime in _prime_factors(r):
+                modulus *= prime
+                parts = _refine(parts, w, target, modulus, prime)
+    start, step, end, origin = parts[parts[:, 0].argsort()].unbind(-1)
+    runs = [
+        _run(start, origin, length, w, r, offset, member)
+        for member, offsets in enumerate(kind)
+        for b, w, r in branches
+        if (offset := offsets[b]) is not None and offset < r
+    ]
+    found = torch.stack(runs, dim=1) if runs else torch.zeros(len(start), 0, RUN, dtype=torch.int64)
+    met = found[..., 2] > 0
+    rows, counts = torch.stack([start, step, _ceil_div(end - start, step)], dim=1), met.sum(1)
+    return Cells(rows[counts > 0], found[met], counts[counts > 0])
+
+
+def _refine(parts: Tensor, w: int, offset: int, modulus: int, prime: int) -> Tensor:
+    """Split the parts of which a branch might take some rows and not others, going by residues of `modulus`."""
+    start, step, end, origin = parts.unbind(-1)
+    target = origin // w * w + offset
+    common = torch.gcd(step, torch.full_like(step, modulus))
+    count = _ceil_div(end - start, step)
+    mixed = ((start - target) % common == 0) & (step % modulus != 0) & (count > 1)
+    pieces = torch.where(mixed, count.clamp(max=prime), 1)
+    part = torch.arange(len(pieces)).repeat_interleave(pieces)
+    index = torch.arange(len(part)) - (pieces.cumsum(0) - pieces)[part]
+    finer = torch.where(mixed, step * prime, step)
+    return torch.stack([start[part] + index * step[part], finer[part], end[part], origin[part]], dim=1)
+
+
+def _run(start: Tensor, origin: Tensor, length: int, w: int, r: int, offset: int, member: int) -> Tensor:
+    """What a branch selects in each part's segment, [parts, 4]; a count of 0 where it does not select the part."""
+    segment = origin // w * w
+    selected = (start - segment) % r == offset
+    count = _ceil_div((segment + w).clamp(max=length) - segment - offset, torch.tensor(r))
+    rate, head = torch.full_like(start, r), torch.full_like(start, member)
+    return torch.stack([segment + offset, rate, torch.where(selected, count, 0), head], dim=1)
+
+
+def _ceil_div(a: Tensor, b: Tensor) -> Tensor:
+    return (a + b - 1) // b
+
+
+def _prime_factors(number: int) -> list[int]:
+    found, factor = [], 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return found + [number] * (number > 1)

@@ -1,0 +1,345 @@
+"""What this machine is: its processors, what they are called, and the dtype to prefer on each.
+
+Facts that cannot change while the process lives are read once; torch's thread count is read on every call. A fact
+that no source gives is recorded as ``None``, never guessed. Free memory, which does change, is memory.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attn_dispatch.machine.memory import (
+    CGROUP,
+    PROC,
+    ask_nvml,
+    cgroup_levels,
+    cuda_devices,
+    cuda_identity,
+    host_memory,
+    host_psutil,
+    memory_limits,
+    read_text,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_MARK = re.compile(r"\((r|tm)\)")
+_NOT_SLUG = re.compile(r"[^a-z0-9.]+")
+_MIB = 1 << 20
+_GIB = 1 << 30
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+# Kept apart because one flag name means different things: x86 "sme" is memory encryption, not a matrix unit.
+_X86_SETS = {"avx2": "avx2", "avx512bw": "avx512"} | {
+    name: name for name in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+}
+_ARM_SETS = {"asimd": "neon", "asimdhp": "fp16", "bf16": "bf16", "sve": "sve", "sve2": "sve2", "sme": "sme"}
+_TORCH_SETS = {"AVX2": "avx2", "AVX512": "avx2 avx512", "SVE256": "neon sve", "VSX": "vsx", "Z VECTOR": "zvector"}
+_IMPLIED = {
+    "avx512": "avx2",
+    "avx512_bf16": "avx512",
+    "avx512_fp16": "avx512",
+    "amx_fp16": "amx_bf16",
+    "sve": "neon",
+    "sve2": "sve",
+}
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The host processor as this process may use it. Sizes are bytes; ``None`` means no source gave the value.
+
+    ``cores`` honours affinity and the cgroup CPU quota (rounded up); ``total_bytes`` honours the cgroup memory limit;
+    the caches are those of core 0; ``threads`` is ``torch.get_num_threads()``.
+    """
+
+    model: str
+    instruction_sets: tuple[str, ...]
+    cores: int
+    physical_cores: int | None
+    threads: int
+    l2_bytes: int | None
+    l3_bytes: int | None
+    total_bytes: int
+
+    def __str__(self) -> str:
+        sets = " ".join(self.instruction_sets) or "no wide vectors"
+        counts = f"{self.cores} cores, {self.threads} threads, {sets}"
+        caches = f"L2 {_mib(self.l2_bytes)}, L3 {_mib(self.l3_bytes)}"
+        return f"cpu: {self.model}, {counts}, {caches}, {self.total_bytes / _GIB:.1f} GiB"
+
+
+class Chip(NamedTuple):
+    """What the fingerprint needs of `Cpu`, which is known sooner than the rest."""
+
+    model: str
+    instruction_sets: tuple[str, ...]
+    cores: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device, or one MIG slice of it, under torch's index. Sizes are bytes.
+
+    ``sm_count`` and ``total_bytes`` are the slice's when ``mig``. ``driver`` is ``None`` when NVML cannot be asked;
+    ``uuid`` then is torch's, without the ``GPU-`` prefix. ``shared_memory_bytes`` is per block, after opt-in.
+    """
+
+    index: int
+    name: str
+    uuid: str | None
+    capability: tuple[int, int]
+    sm_count: int
+    l2_bytes: int | None
+    total_bytes: int
+    driver: str | None
+    mig: bool
+    shared_memory_bytes: int | None
+
+    def __str__(self) -> str:
+        chip = f"sm_{self.capability[0]}{self.capability[1]}, {self.sm_count} SMs, L2 {_mib(self.l2_bytes)}"
+        driver = f"driver {self.driver}" if self.driver else "driver unknown (NVML gave none)"
+        kind = " (MIG slice)" if self.mig else ""
+        return f"cuda:{self.index}: {self.name}{kind}, {chip}, {self.total_bytes / _GIB:.1f} GiB, {driver}"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Every device that torch can use here, and the torch and CUDA versions (``cuda`` is ``None`` without CUDA)."""
+
+    cpu: Cpu
+    gpus: tuple[Gpu, ...]
+    torch: str
+    cuda: str | None
+
+    def to_dict(self) -> dict[str, object]:
+        """Nested dicts, lists and scalars that survive a JSON round trip unchanged."""
+        plain: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+    def __str__(self) -> str:
+        return "\n".join(str(device) for device in (self.cpu, *self.gpus))
+
+
+@dataclass(frozen=True)
+class DtypeAdvice:
+    """The floating-point type to prefer for attention (a torch dtype's name), and why."""
+
+    dtype: str
+    reason: str
+
+
+def hardware() -> Hardware:
+    """Describe this machine. CUDA is not initialised where there is none; ROCm devices are not listed."""
+    import torch
+
+    return Hardware(cpu=_cpu(), gpus=_gpus(), torch=str(torch.__version__), cuda=torch.version.cuda)
+
+
+def silicon(device: torch.device | str) -> str:
+    """`silicon_of` a device of this machine. Raises InvalidInput for one that is not here."""
+    where = resolve(device)
+    if where.type == "cuda":
+        return silicon_of(_gpus()[where.index])
+    import torch
+
+    return _cpu_silicon(_chip(), torch.get_num_threads())
+
+
+def silicon_of(item: Cpu | Gpu) -> str:
+    """The fingerprint within which timings compare: a slug of [a-z0-9._-], about 100 characters at most.
+
+    ``cuda-sm90-132sm-50mib-l2-80gib`` or ``cpu-<model>-<widest instruction sets>-<cores>c-<threads>t``. GPU memory
+    is rounded up to an eighth of a power of two, so that boards of one kind agree whatever the driver reserves.
+    """
+    if isinstance(item, Cpu):
+        return _cpu_silicon(Chip(item.model, item.instruction_sets, item.cores), item.threads)
+    chip = f"sm{item.capability[0]}{item.capability[1]}-{item.sm_count}sm"
+    l2 = "unknown" if item.l2_bytes is None else f"{item.l2_bytes / _MIB:g}mib"
+    step = 1 << max(0, item.total_bytes.bit_length() - 4)
+    memory = math.ceil(item.total_bytes / step) * step / _GIB
+    return f"cuda-{chip}-{l2}-l2-{memory:g}gib{'-mig' if item.mig else ''}"
+
+
+@cache
+def _cpu_silicon(chip: Chip, threads: int) -> str:
+    sets = set(chip.instruction_sets)
+    widest = "-".join(sorted(sets - {_IMPLIED.get(name) for name in sets})) or "baseline"
+    return f"cpu-{_slug(chip.model)}-{widest}-{chip.cores}c-{threads}t"
+
+
+def provenance(device: torch.device | str) -> dict[str, str]:
+    """Names and versions to record beside a decision: "none" does not apply here, "unknown" could not be read.
+
+    Raises InvalidInput for a device that is not here.
+    """
+    import torch
+
+    where = resolve(device)
+    gpu = _gpus()[where.index] if where.type == "cuda" else None
+    return {
+        "name": _chip().model if gpu is None else gpu.name,
+        "driver": "none" if gpu is None else gpu.driver or "unknown",
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "none",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def dtype_advice(device: torch.device | str) -> DtypeAdvice:
+    """`advise` for a device of this machine. Raises InvalidInput for one that is not here."""
+    return advise(_find(device))
+
+
+def advise(item: Cpu | Gpu) -> DtypeAdvice:
+    """The dtype to prefer, from the description alone (CPU flags; the CUDA programming guide's throughput table)."""
+    return _advise_cpu(item.instruction_sets) if isinstance(item, Cpu) else _advise_gpu(item.capability)
+
+
+def _advise_cpu(sets: tuple[str, ...]) -> DtypeAdvice:
+    for name in ("amx_bf16", "avx512_bf16", "bf16"):
+        if name in sets:
+            return DtypeAdvice("bfloat16", f"{name} multiplies bfloat16 in hardware")
+    return DtypeAdvice("float32", "this CPU is not known to multiply bfloat16 in hardware")
+
+
+def _advise_gpu(capability: tuple[int, int]) -> DtypeAdvice:
+    sm = f"sm_{capability[0]}{capability[1]}"
+    if capability >= (8, 0):
+        return DtypeAdvice("bfloat16", f"{sm} has bfloat16 at float16 speed, with float32's range")
+    if capability >= (7, 0):
+        return DtypeAdvice("float16", f"{sm} is fast in float16 and has no bfloat16")
+    if capability in {(5, 3), (6, 0), (6, 2)}:
+        return DtypeAdvice("float16", f"{sm} runs float16 at twice the float32 rate and has no bfloat16")
+    return DtypeAdvice("float32", f"half precision is slow or absent on {sm}")
+
+
+def _find(device: torch.device | str) -> Cpu | Gpu:
+    where = resolve(device)
+    return _gpus()[where.index] if where.type == "cuda" else _cpu()
+
+
+def _cpu() -> Cpu:
+    import torch
+
+    return dataclasses.replace(_read_cpu(), threads=torch.get_num_threads())
+
+
+@cache
+def _read_cpu(root: Path = CGROUP, proc: Path = PROC, caches: Path = _CACHES) -> Cpu:
+    chip = _chip(root, proc)
+    return Cpu(
+        model=chip.model,
+        instruction_sets=chip.instruction_sets,
+        cores=chip.cores,
+        physical_cores=host_psutil().cpu_count(logical=False),
+        threads=0,
+        l2_bytes=_cache_bytes("2", caches),
+        l3_bytes=_cache_bytes("3", caches),
+        total_bytes=min([host_memory(proc)[0], *(limit for limit, _ in memory_limits(root, proc))]),
+    )
+
+
+@cache
+def _chip(root: Path = CGROUP, proc: Path = PROC) -> Chip:
+    fields = _cpuinfo(proc)
+    return Chip(_model(fields), _instruction_sets(fields), _usable_cores(root, proc))
+
+
+def _cpuinfo(proc: Path) -> dict[str, str]:
+    pairs = (line.partition(":") for line in _first_block(proc / "cpuinfo"))
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _first_block(path: Path) -> list[str]:
+    """The lines before the first empty one: the rest repeats them for every other core."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return list(takewhile(str.strip, file))
+    except OSError:
+        return []
+
+
+def _model(fields: dict[str, str]) -> str:
+    name = fields.get("model name", "")
+    if "CPU part" in fields:
+        return f"{name or 'ARM'} {fields.get('CPU implementer')}-{fields['CPU part']}"
+    # A hypervisor often passes a family name alone ("AMD EPYC"), which several generations share.
+    if name and not any(map(str.isdecimal, name.partition("@")[0])):
+        return f"{name} family {fields.get('cpu family')} model {fields.get('model')}"
+    return name or platform.processor() or platform.machine() or "unknown"
+
+
+def _instruction_sets(fields: dict[str, str]) -> tuple[str, ...]:
+    import torch
+
+    for field, table in (("flags", _X86_SETS), ("Features", _ARM_SETS)):
+        if field in fields:
+            return tuple(sorted(table[flag] for flag in set(fields[field].split()) & table.keys()))
+    baseline = "neon" if platform.machine().lower() in {"arm64", "aarch64"} else ""
+    return tuple(_TORCH_SETS.get(torch.backends.cpu.get_cpu_capability(), baseline).split())
+
+
+def _usable_cores(root: Path, proc: Path) -> int:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quotas = [quota for level in cgroup_levels("cpu", root, proc) if (quota := _cpu_quota(level)) is not None]
+    return min([cores, *quotas])
+
+
+def _cpu_quota(level: Path) -> int | None:
+    quota, _, period = (read_text(level / "cpu.max") or read_text(level / "cpu.cfs_quota_us") or "max").partition(" ")
+    if quota in {"max", "-1"}:
+        return None
+    period = period or read_text(level / "cpu.cfs_period_us") or ""
+    return math.ceil(int(quota) / int(period)) if period else None
+
+
+def _cache_bytes(wanted: str, caches: Path) -> int | None:
+    for index in caches.glob("index*"):
+        size = read_text(index / "size")
+        if size and read_text(index / "level") == wanted and read_text(index / "type") != "Instruction":
+            return int(size.rstrip("KM")) << {"K": 10, "M": 20}.get(size[-1], 0)
+    return None
+
+
+@cache
+def _gpus() -> tuple[Gpu, ...]:
+    return tuple(_gpu(index, props) for index, props in enumerate(cuda_devices()))
+
+
+def _gpu(index: int, props: Any) -> Gpu:
+    uuid, mig = cuda_identity(index)
+    return Gpu(
+        index=index,
+        name=props.name,
+        uuid=uuid,
+        capability=(props.major, props.minor),
+        sm_count=props.multi_processor_count,
+        l2_bytes=getattr(props, "L2_cache_size", None) or None,
+        total_bytes=props.total_memory,
+        driver=ask_nvml("nvmlSystemGetDriverVersion"),
+        mig=mig,
+        shared_memory_bytes=getattr(props, "shared_memory_per_block_optin", None),
+    )
+
+
+def _slug(model: str) -> str:
+    return _NOT_SLUG.sub("-", _MARK.sub("", model.lower())).strip("-.")[:60] or "unknown"
+
+
+def _mib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / _MIB:g} MiB"

@@ -1,0 +1,119 @@
+"""Rows on their way: batched point-to-point messages, into buffers that are used again; what is shipped is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_dispatch.errors import RankLost
+from attn_dispatch.ring.rows.traffic import Rows
+
+Peers = Sequence[int]
+
+
+@dataclass
+class Wire:
+    """A process group with what has gone over it.
+
+    Args:
+        group: the ranks that share a sequence.
+        shipped: bytes sent by this rank, since it was last set to 0.
+    """
+
+    group: Any
+    shipped: int = 0
+    buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
+        """Start to send and to receive flat contiguous tensors, by peer. Touch none of them before `Flight.wait`."""
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+            for operation, tensors in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in sorted(tensors.items())
+            if tensor.numel()
+        ]
+        self.shipped += sum(tensor.numel() * tensor.itemsize for tensor in sends.values())
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise lost(error) from error
+        return Flight(works, sends, receives)
+
+    def buffer(self, slot: int, size: int, like: Tensor) -> Tensor:
+        """A flat tensor of that many entries, in memory that the next call for this slot uses again."""
+        key = slot, like.dtype, like.device
+        kept = self.buffers.get(key)
+        if kept is None or len(kept) < size:
+            with torch.inference_mode(False):  # the next call may be in another mode
+                kept = self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return kept[:size]
+
+    def release(self) -> None:
+        """Drop the buffers."""
+        self.buffers.clear()
+
+
+@dataclass
+class Flight:
+    """Messages under way. What they read and write is held until they have arrived."""
+
+    works: list[Any]
+    sends: Mapping[int, Tensor]
+    receives: Mapping[int, Tensor]
+
+    def wait(self) -> None:
+        """Until all of them have arrived.
+
+        Raises:
+            RankLost: a peer is gone, or did not answer within the group's time-out.
+        """
+        for work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise lost(error) from error
+        self.works = []
+
+
+def lost(error: Exception) -> RankLost:
+    return RankLost(f"a rank of the mesh is gone, or did not answer in time: {' '.join(str(error).split())[:300]}")
+
+
+def message_size(rows: Iterable[Rows], batch: int, head_dim: int) -> int:
+    """Entries of a message of k and v rows."""
+    return 2 * batch * head_dim * sum(each.count for each in rows)
+
+
+def pack(first: Tensor, second: Tensor, rows: Sequence[Rows], into: Tensor) -> Tensor:
+    """Those rows of two tensors [batch, tokens, kv_heads, head_dim], such as k and v, written to a flat one."""
+    for each, views in zip(rows, unpack(into, rows, first.shape[0], first.shape[3])):
+        for x, view in zip((first, second), views):
+            torch.index_select(x[:, :, _slice(each.heads)], 1, each.local, out=view)
+    return into
+
+
+def unpack(flat: Tensor, rows: Sequence[Rows], batch: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:
+    """Views of a message: for each of its rows, k and v [batch, rows, heads, head_dim]."""
+    found, start = [], 0
+    for each in rows:
+        size = batch * each.count * head_dim
+        pair = flat[start : start + 2 * size].view(2, batch, len(each.local), len(each.heads), head_dim)
+        found.append((pair[0], pair[1]))
+        start += 2 * size
+    return found
+
+
+def add_home(totals: Sequence[Tensor], flat: Tensor, rows: Sequence[Rows]) -> None:
+    """Add gradients that have come home to those of this rank's own rows, dk and dv."""
+    for each, views in zip(rows, unpack(flat, rows, totals[0].shape[0], totals[0].shape[3])):
+        for total, view in zip(totals, views):
+            total[:, :, _slice(each.heads)].index_add_(1, each.local, view)
+
+
+def _slice(heads: range) -> slice:
+    return slice(heads.start, heads.stop, heads.step)

@@ -1,0 +1,333 @@
+"""One rank's forward and backward pass over a sequence that lies on many.
+
+Forward: rows of k and v arrive from the others while those that are there are worked on; partial results are joined by
+lse in float32. Backward: the same rows arrive again, each part's own backward is given the out and lse of the whole,
+and gradients of k and v travel home to where the rows came from, where they are added up in the order of steps.
+
+Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that no query sees stay where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels.branches.run import sum_dtype
+from attn_dispatch.ring.engine.exchange import Flight, Peers, Wire, add_home, message_size, pack, unpack
+from attn_dispatch.ring.engine.parts import Part, Source, parts_of
+from attn_dispatch.ring.engine.sums import Sums, add_rows
+from attn_dispatch.ring.rows.chunking import own_shares, pieces
+from attn_dispatch.ring.rows.layout import Layout
+from attn_dispatch.ring.rows.traffic import Rows, Traffic, plain, traffic_of
+from attn_dispatch.spec.orders import GATHER
+from attn_dispatch.spec.problem import Problem
+
+#: Buffers: rows arrive in two by turns; rows that leave; gradients that come home, and that leave for home.
+ARRIVING, LEAVING, HOME, HOMEWARD = (0, 1), 2, 3, 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Rows that are worked on together: a rank's own, or a piece of what others send.
+
+    Args:
+        receives: from whom they come, with what each sends; `sends` what goes to whom meanwhile. Empty for own rows.
+        sources: the rows, by key heads.
+        parts: what is made of them.
+    """
+
+    receives: dict[int, tuple[Rows, ...]]
+    sends: dict[int, tuple[Rows, ...]]
+    sources: tuple[Source, ...]
+    parts: tuple[Part, ...]
+
+
+@lru_cache(maxsize=16)
+@plain()
+def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
+    """A rank's steps, its own rows first.
+
+    Args:
+        problem: the whole sequence's.
+        exchange: "ring": one peer after the other, each a step further on, piece by piece. "gather": everybody at once.
+    """
+    traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)
+    own = Source(range(problem.kv_heads), traffic.own)
+    count = 1 if exchange == GATHER else pieces(problem, layout)
+    found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
+    # A step stays even where this rank has nothing to do in it: messages between two ranks are matched by their order,
+    # so that every rank must go through the same steps.
+    for peers in _turns(rank, layout.ranks, exchange):
+        found += [_step(problem, traffic, peers, number, count) for number in range(count)]
+    return tuple(found)
+
+
+def _turns(rank: int, ranks: int, exchange: str) -> list[tuple[Peers, Peers]]:
+    """From whom and to whom, step by step."""
+    if exchange == GATHER:
+        others = [peer for peer in range(ranks) if peer != rank]
+        return [(others, others)]
+    return [([(rank - step) % ranks], [(rank + step) % ranks]) for step in range(1, ranks)]
+
+
+def _step(problem: Problem, traffic: Traffic, peers: tuple[Peers, Peers], number: int, count: int) -> Step:
+    """One of so many pieces of what peers send."""
+
+    def pieces_of(rows: Mapping[int, tuple[Rows, ...]], peers: Peers) -> dict[int, tuple[Rows, ...]]:
+        found = {peer: tuple(each.piece(number, count) for each in rows.get(peer, ())) for peer in peers}
+        some = {peer: tuple(each for each in rows if each.count) for peer, rows in found.items()}
+        return {peer: rows for peer, rows in some.items() if rows}
+
+    receives, sends = pieces_of(traffic.receives, peers[0]), pieces_of(traffic.sends, peers[1])
+    by_heads: dict[range, list[Tensor]] = {}
+    for rows in receives.values():
+        for each in rows:
+            by_heads.setdefault(each.heads, []).append(each.positions)
+    sources = tuple(Source(heads, torch.cat(positions)) for heads, positions in by_heads.items())
+    parts = parts_of(problem, traffic.layout, traffic.rank, sources, own=False)
+    return Step(receives, sends, sources, parts)
+
+
+@lru_cache(maxsize=32)
+def _own_work(steps: tuple[Step, ...], slots: int) -> list[Step]:
+    """A rank's own rows, dealt out over the steps (see `own_shares`)."""
+    own, far = steps[0], steps[1:]
+    if not far:
+        return [own]
+    each = sum(part.pairs for step in far for part in step.parts) / len(far)
+    shares = own_shares(sum(part.pairs for part in own.parts), each, len(steps), slots)
+    dealt: list[list[Part]] = [[] for _ in steps]
+    number, done, due = 0, 0, shares[0]
+    for part in own.parts:
+        while done >= due and number + 1 < slots:
+            number += 1
+            due += shares[number]
+        dealt[number].append(part)
+        done += part.pairs
+    return [replace(own, parts=tuple(parts)) for parts in dealt]
+
+
+@dataclass(slots=True)
+class RingCall:
+    """A problem over many ranks; forward and backward as `recorded` wants them.
+
+    Args:
+        problem: the whole sequence's, its scale above 0.
+        seen: bool [batch, tokens of the whole sequence], what masks leave; None: everything.
+        padding: bool [batch, tokens of this rank], queries that are none; None: none.
+        vote: told at the end of a pass what failed here, or None; raises if anything failed anywhere, since gradients
+            of this rank's keys come from the others too. Not asked where no gradients are needed.
+    """
+
+    problem: Problem
+    steps: tuple[Step, ...]
+    wire: Wire
+    seen: Tensor | None = None
+    padding: Tensor | None = None
+    vote: Callable[[Exception | None], None] | None = None
+
+    def reserve(self) -> None:
+        """Take the memory for what is sent and received."""
+        empty = torch.empty(0, dtype=self.problem.dtype, device=self.problem.device)
+        wide = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
+        for number, step in enumerate(self.steps):
+            self._buffers(ARRIVING[number % 2], step.receives, empty)
+            self._buffers(LEAVING, step.sends, empty)
+            if self.problem.needs_grad:
+                self._buffers(HOME, step.sends, wide)
+                self._buffers(HOMEWARD, step.receives, wide)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        sums, trouble = Sums(q), _Trouble()
+        flight = None
+        for number, (step, own) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps) - 1))):
+            rows = self._arrived(step, flight)
+            flight = self._start(number + 1, k, v)
+            if not trouble:
+                with trouble:
+                    if number:
+                        self._forward_step(step, q, rows, sums)
+                    self._forward_step(own, q, [(k, v)], sums)
+            del rows
+        if self.problem.needs_grad:
+            self._vote(trouble)  # a rank that fails now would be waited for in the backward pass
+        trouble.raised()
+        out, lse = sums.results()
+        if self.padding is not None:
+            out = out.masked_fill(self.padding[:, :, None, None], 0.0)
+            lse = lse.masked_fill(self.padding[:, None], -math.inf)
+        return out, lse.contiguous()
+
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        grad = torch.zeros_like(out) if grad is None else grad
+        # A query without keys, or one that is padding, weighs nothing: exp(s - inf) is 0.
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        q_side = grad, None if grad_lse is None else grad_lse.transpose(1, 2), q, out, lse.transpose(1, 2)
+        wide = sum_dtype(q.dtype)
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        trouble = _Trouble()
+        flight = homeward = None
+        for number, (step, mine) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps)))):
+            rows = self._arrived(step, flight)
+            flight = self._start(number + 1, k, v)
+            if number:
+                grads: list[tuple[Tensor, ...]] = []
+                if not trouble:
+                    with trouble:
+                        grads = [_zeros_like(pair, wide) for pair in rows]
+                        self._backward_step(step, q_side, rows, dq, grads)
+                self._land(self.steps[number - 1], homeward, own)
+                homeward = self._start_home(step, [] if trouble else grads)
+                del grads
+            del rows
+            if not trouble:
+                with trouble:
+                    self._backward_step(mine, q_side, [(k, v)], dq, [own])
+        self._land(self.steps[-1], homeward, own)
+        self._vote(trouble)
+        trouble.raised()
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+    def _vote(self, trouble: _Trouble) -> None:
+        if self.vote is not None and len(self.steps) > 1:
+            self.vote(trouble.error)
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _forward_step(self, step: Step, q: Tensor, rows: Sequence[tuple[Tensor, Tensor]], sums: Sums) -> None:
+        masks = self._masks(step)
+        for part in step.parts:
+            keys, values = (part.keys_of(x) for x in rows[part.source])
+            sums.add(part, *part.call(masks[part.source]).forward(part.of(q), keys, values))
+
+    def _backward_step(
+        self,
+        step: Step,
+        q_side: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+        rows: Sequence[tuple[Tensor, Tensor]],
+        dq: Tensor,
+        grads: Sequence[tuple[Tensor, ...]],
+    ) -> None:
+        masks = self._masks(step)
+        for part in step.parts:
+            g, slope, q, out, lse = (None if x is None else part.of(x) for x in q_side)
+            assert q is not None
+            assert out is not None
+            assert lse is not None
+            keys, values = (part.keys_of(x) for x in rows[part.source])
+            slope = None if slope is None else slope.transpose(1, 2)
+            saved = q, keys, values, out, lse.transpose(1, 2)
+            found = part.call(masks[part.source]).backward(g, slope, saved)
+            add_rows(dq, part, found[0])
+            for total, one in zip(grads[part.source], found[1:]):
+                part.add_keys(total, one)
+
+    def _masks(self, step: Step) -> list[Tensor | None]:
+        seen = self.seen
+        if seen is None:
+            return [None] * len(step.sources)
+        return [seen.index_select(1, source.positions.to(seen.device)) for source in step.sources]
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, number: int, k: Tensor, v: Tensor) -> Flight | None:
+        """Set a step's rows on their way."""
+        if number >= len(self.steps):
+            return None
+        step = self.steps[number]
+        receives = self._buffers(ARRIVING[number % 2], step.receives, k)
+        sends = self._buffers(LEAVING, step.sends, k)
+        for peer, rows in step.sends.items():
+            pack(k, v, rows, sends[peer])
+        return self.wire.exchange(sends, receives)
+
+    def _buffers(self, slot: int, rows: dict[int, tuple[Rows, ...]], like: Tensor) -> dict[int, Tensor]:
+        """A flat tensor for each peer's rows."""
+        sizes = {peer: message_size(each, self.problem.batch, self.problem.head_dim) for peer, each in rows.items()}
+        whole = self.wire.buffer(slot, sum(sizes.values()), like)
+        return dict(zip(sizes, torch.split(whole, list(sizes.values())))) if sizes else {}
+
+    def _arrived(self, step: Step, flight: Flight | None) -> list[tuple[Tensor, Tensor]]:
+        """k and v of each source of a step; none where nothing is under way."""
+        if flight is None:
+            return []
+        flight.wait()
+        by_heads: dict[range, list[tuple[Tensor, Tensor]]] = {}
+        for peer, rows in step.receives.items():
+            views = unpack(flight.receives[peer], rows, self.problem.batch, self.problem.head_dim)
+            for each, pair in zip(rows, views):
+                by_heads.setdefault(each.heads, []).append(pair)
+        return [_joined(pairs) for pairs in by_heads.values()]
+
+    def _start_home(self, step: Step, grads: Sequence[tuple[Tensor, ...]]) -> Flight:
+        """Set gradients of a step's rows on their way to where the rows came from; NaN after a failure, so that nobody
+        takes them for gradients.
+        """
+        like = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
+        size = self.problem.batch, self.problem.head_dim
+        receives = self._buffers(HOME, step.sends, like)
+        sends = self._buffers(HOMEWARD, step.receives, like)
+        taken = dict.fromkeys((source.heads for source in step.sources), 0)
+        totals = dict(zip(taken, grads))
+        for peer, rows in step.receives.items():
+            if not grads:
+                sends[peer].fill_(math.nan)
+                continue
+            for each, views in zip(rows, unpack(sends[peer], rows, *size)):
+                start = taken[each.heads]
+                taken[each.heads] += len(each.positions)
+                for view, total in zip(views, totals[each.heads]):
+                    view.copy_(total[:, start : taken[each.heads]])
+        return self.wire.exchange(sends, receives)
+
+    def _land(self, step: Step, flight: Flight | None, own: tuple[Tensor, ...]) -> None:
+        """Add up gradients that have come home."""
+        if flight is not None:
+            flight.wait()
+            for peer, rows in step.sends.items():
+                add_home(own, flight.receives[peer], rows)
+
+
+def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Rows of several peers as one tensor."""
+    if len(pairs) == 1:
+        return pairs[0]
+    keys, values = (torch.cat(each, dim=1) for each in zip(*pairs))
+    return keys, values
+
+
+class _Trouble:
+    """A rank that fails goes on sending and receiving, so that nobody waits for it in vain, and says so afterwards."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.error = self.error or error
+            return True
+        return False
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+    def raised(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def _zeros_like(pair: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in pair)

@@ -1,0 +1,98 @@
+"""Heads instead of tokens: every rank gets the whole sequence of some heads, solves it alone, and sends results back.
+
+Source: Jacobs et al. 2023, DeepSpeed Ulysses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_dispatch.ring.engine.exchange import Wire, lost
+from attn_dispatch.ring.rows.layout import Layout
+from attn_dispatch.ring.rows.traffic import positions_of
+from attn_dispatch.spec.pattern import Dilated
+from attn_dispatch.spec.problem import Problem
+
+
+def why_not(problem: Problem, ranks: int) -> str:
+    """Why heads cannot be dealt out to that many ranks; empty where they can."""
+    if problem.heads % ranks or problem.kv_heads % ranks:
+        return f"{problem.heads} heads and {problem.kv_heads} key heads do not come out even over {ranks} ranks"
+    pattern, each = problem.pattern.natural, problem.heads // ranks
+    if isinstance(pattern, Dilated) and pattern.heads == "split":
+        return "heads of different branches are different problems"
+    if isinstance(pattern, Dilated):
+        rates = [rate for rate in pattern.dilation_rates if each % rate or (rate > 1 and pattern.offsets == "block")]
+        if rates:
+            return f"{each} heads of each rank would begin at other offsets of dilation rate {rates[0]}"
+    return ""
+
+
+def to_heads(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
+    """[batch, this rank's tokens, heads, ...] to [batch, all tokens, this rank's heads, ...]; a collective."""
+    found: Tensor = _Moved.apply(x, wire, layout, True)  # type: ignore[no-untyped-call]
+    return found
+
+
+def to_tokens(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
+    """Back: [batch, all tokens, this rank's heads, ...] to [batch, this rank's tokens, heads, ...]; a collective."""
+    found: Tensor = _Moved.apply(x, wire, layout, False)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Moved(torch.autograd.Function):
+    """One way forward, the other way backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire, layout: Layout, gathers: bool) -> Tensor:
+        ctx.how = wire, layout, gathers
+        return (_gather if gathers else _scatter)(x, wire, layout)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wire, layout, gathers = ctx.how
+        back = _Moved.apply(grads[0], wire, layout, not gathers)  # type: ignore[no-untyped-call]
+        return back, None, None, None
+
+
+def _gather(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
+    ranks, (batch, _, heads), rest = layout.ranks, x.shape[:3], x.shape[3:]
+    each = heads // ranks
+    sent = torch.unflatten(x, 2, (ranks, each)).movedim(2, 0).contiguous()
+    received = x.new_empty(batch * layout.tokens * each * rest.numel())
+    sizes = [batch * length * each * rest.numel() for length in layout.lengths]
+    _all_to_all(received, sent.view(-1), sizes, [sent[0].numel()] * ranks, wire)
+    del sent
+    whole = x.new_empty(batch, layout.tokens, each, *rest)
+    for rank, part in enumerate(torch.split(received, sizes)):
+        rows = positions_of(layout, rank).to(x.device)
+        whole.index_copy_(1, rows, part.view(batch, layout.lengths[rank], each, *rest))
+    return whole
+
+
+def _scatter(x: Tensor, wire: Wire, layout: Layout) -> Tensor:
+    ranks, (batch, _, each), rest = layout.ranks, x.shape[:3], x.shape[3:]
+    sizes = [batch * length * each * rest.numel() for length in layout.lengths]
+    sent = x.new_empty(sum(sizes))
+    for rank, part in enumerate(torch.split(sent, sizes)):
+        rows = positions_of(layout, rank).to(x.device)
+        torch.index_select(x, 1, rows, out=part.view(batch, layout.lengths[rank], each, *rest))
+    mine = layout.lengths[dist.get_rank(wire.group)]
+    size = batch * mine * each * rest.numel()
+    received = x.new_empty(ranks * size)
+    _all_to_all(received, sent, [size] * ranks, sizes, wire)
+    del sent
+    return received.view(ranks, batch, mine, each, *rest).movedim(0, 2).flatten(2, 3).contiguous()
+
+
+def _all_to_all(received: Tensor, sent: Tensor, receives: list[int], sends: list[int], wire: Wire) -> None:
+    rank = dist.get_rank(wire.group)
+    wire.shipped += (sum(sends) - sends[rank]) * sent.itemsize
+    try:
+        dist.all_to_all_single(received, sent, receives, sends, group=wire.group)
+    except RuntimeError as error:
+        raise lost(error) from error

@@ -1,0 +1,86 @@
+"""How fast a rank works: from what was measured on this machine, or what came with the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.ring.plan.schedule import BOTH, FORWARD
+from attn_dispatch.ring.rows.layout import Layout
+from attn_dispatch.ring.rows.runs import counts_of
+from attn_dispatch.spec.groups import group_of
+from attn_dispatch.spec.pattern import Neighborhood
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.store.decision import Decision
+from attn_dispatch.store.folder import Store, cache_folder, shipped
+
+#: Of a call that says how fast a device works, not how long it takes to begin: operations, and milliseconds.
+TELLING, TELLING_MS = 1e8, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Operations per second on pairs that the pattern counts, and where the figure is from."""
+
+    operations: float
+    source: str
+    key: str | None = None
+
+
+def rate_near(problem: Problem, tokens: int) -> Rate | None:
+    """That of the fastest backend in the decision nearest to a problem of so many tokens, on one device; None where
+    nothing was measured in this dtype that is large enough to tell.
+    """
+    pattern = problem.pattern
+    pattern = pattern if isinstance(pattern, Neighborhood) else pattern.simplify(tokens, tokens, problem.heads)
+    problem = replace(problem, pattern=pattern, q_len=tokens, k_len=tokens, ranks=1)
+    near = sorted(_decisions(problem), key=lambda pair: _distance(problem, pair[1]))
+    for decision, measured in near:
+        chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
+        if chosen is not None and chosen.median_ms and _tells(measured, chosen.median_ms):
+            source = f"{decision.choice}, {chosen.median_ms:.3g} ms for {' '.join(decision.title.split())}"
+            return Rate(operations(measured) / chosen.median_ms * 1e3, source, decision.key)
+    return None
+
+
+def _tells(measured: Problem, median_ms: float) -> bool:
+    try:
+        return median_ms >= TELLING_MS and operations(measured) >= TELLING
+    except InvalidInput:  # it cannot be counted
+        return False
+
+
+def operations(problem: Problem) -> float:
+    """Of one call on one device."""
+    pairs = counts_of(problem.pattern, Layout((problem.q_len,)), problem.heads, problem.kv_heads).pairs[0][0]
+    return float(pairs * problem.batch * problem.head_dim * (BOTH if problem.needs_grad else FORWARD))
+
+
+def _decisions(problem: Problem) -> Iterator[tuple[Decision, Problem]]:
+    """Those of this machine in the problem's dtype, with their problems; of two of one key the user's own."""
+    where = silicon(problem.device)
+    found = dict(shipped(where)) | {each.key: each for _, each in Store(cache_folder()).all() if each.silicon == where}
+    for decision in found.values():
+        try:
+            measured = Problem.from_dict(decision.problem, problem.device)
+        except InvalidInput:
+            continue
+        alike = measured.dtype == problem.dtype and measured.ranks == 1 and measured.q_len == measured.k_len
+        if alike and not isinstance(measured.pattern, Reordered):
+            yield decision, measured
+
+
+def _distance(problem: Problem, measured: Problem) -> tuple[bool, bool, bool, bool, float]:
+    """Of the same group first, then of the same kind and direction, then of nearly as many tokens and heads."""
+    sizes = [(p.q_len, p.batch * p.heads) for p in (problem, measured)]
+    return (
+        group_of(problem.to_dict()) != group_of(measured.to_dict()),
+        type(problem.pattern) is not type(measured.pattern),
+        problem.needs_grad != measured.needs_grad,
+        problem.head_dim != measured.head_dim,
+        math.dist(*([math.log2(size) for size in each] for each in sizes)),
+    )

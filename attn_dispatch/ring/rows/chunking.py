@@ -1,0 +1,115 @@
+"""How a rank's share is cut up: rows of other ranks arrive in pieces, and runs of a sequence are worked on in blocks.
+
+What messages and partial results take is then a small part of a shard's memory; and there is always something to work
+on while the next piece is under way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from attn_dispatch.ring.rows.layout import Layout
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+
+MOST = 16  #: blocks of a shard's rows
+#: Of a block, at least: rows, and operations. Joining its results to those that are there takes as long as working on
+#: some tens of keys, and Python takes about 0.2 ms. The ones of CUDA are reckoned, not measured.
+LEAST_ROWS = {"cpu": 512, "cuda": 4096}
+LEAST_WORK = {"cpu": 2.5e8, "cuda": 1e11}
+
+
+def block_rows(problem: Problem, layout: Layout) -> int:
+    """Rows of q or k of a block, at most; the same on every rank."""
+    device = problem.device.type if problem.device.type in LEAST_ROWS else "cuda"
+    element = 4 * problem.batch * problem.heads * problem.head_dim
+    least = max(LEAST_ROWS[device], math.isqrt(int(LEAST_WORK[device]) // element))
+    return max(least, -(-max(layout.lengths) // MOST))
+
+
+def pieces(problem: Problem, layout: Layout) -> int:
+    """In how many messages a rank sends its rows to another: the same between any two, since they go by their order.
+
+    Where a pattern needs single rows of a run they are few, and go at once.
+    """
+    pattern, longest = problem.pattern, max(layout.lengths)
+    if not isinstance(pattern, Dense | Window):
+        return 1
+    window = window_of(pattern)
+    if window.left is not None and window.right is not None:
+        runs = max(map(len, layout.chunks))
+        longest = min(longest, runs * (window.left + window.right))
+    return max(1, -(-longest // block_rows(problem, layout)))
+
+
+def own_shares(own: float, far: float, steps: int, slots: int) -> list[float]:
+    """How much of a rank's own work goes into each step, so that something is there to do while messages are under way.
+
+    Args:
+        own, far: work on the rank's own rows, and on those of each further step.
+        steps: with the first one, in which nothing has arrived.
+        slots: how many of them, from the first on, are to take equally long; the others get none.
+    """
+    length = (own + (slots - 1) * far) / slots
+    if length <= far:
+        return [own] + [0.0] * (steps - 1)
+    return [length] + [length - far] * (slots - 1) + [0.0] * (steps - slots)
+
+
+def cut(run: range, most: int) -> Iterator[range]:
+    """In parts of about the same length."""
+    count = max(1, -(-len(run) // most))
+    for number in range(count):
+        yield run[len(run) * number // count : len(run) * (number + 1) // count]
+
+
+def window_of(pattern: Pattern) -> Window:
+    """A dense or windowed pattern as a window."""
+    if isinstance(pattern, Dense):
+        return Window(None, 0 if pattern.is_causal else None)
+    assert isinstance(pattern, Window)
+    return pattern
+
+
+def met(pattern: Window, queries: range, keys: range) -> tuple[range, range, Window] | None:
+    """The queries and keys of two runs of positions that meet any, and the window that is left between them."""
+    if pattern.left is not None:
+        keys = range(max(keys.start, queries.start - pattern.left), keys.stop)
+        queries = range(queries.start, min(queries.stop, keys.stop + pattern.left))
+    if pattern.right is not None:
+        keys = range(keys.start, min(keys.stop, queries.stop + pattern.right))
+        queries = range(max(queries.start, keys.start - pattern.right), queries.stop)
+    if not queries or not keys:
+        return None
+    # The last query lines up with the last key.
+    ahead = keys.stop - queries.stop
+    left = None if pattern.left is None else pattern.left + ahead
+    right = None if pattern.right is None else pattern.right - ahead
+    return queries, keys, Window(left, right)
+
+
+def blocks(pattern: Window, queries: range, keys: range, most: int) -> Iterator[tuple[range, range, Window]]:
+    """What `met` gives, block by block, of at most so many rows of each.
+
+    Where a window has two ends, keys go along with the queries that they are near to.
+    """
+    along = len(keys) if pattern.left is not None and pattern.right is not None else most
+    for some in cut(queries, most):
+        for these in cut(keys, along):
+            found = met(pattern, some, these)
+            if found is not None:
+                yield found
+
+
+def segments(pattern: Dilated, run: range, most: int) -> Iterator[range]:
+    """A run of positions in parts of about so many, each of whole segments of every branch; whole where there are none
+    such.
+    """
+    period = math.lcm(*pattern.segment_lengths)
+    if run.start % period:
+        yield run
+        return
+    step = max(1, most // period) * period
+    for at in range(0, len(run), step):
+        yield run[at : at + step]

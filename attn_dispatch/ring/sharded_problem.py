@@ -1,0 +1,164 @@
+"""One rank's call, by one of the ways of exchanging rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels.autograd import STOPPED, recorded
+from attn_dispatch.kernels.branches.run import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.kernels.hidden import Hidden
+from attn_dispatch.ring.engine import ulysses
+from attn_dispatch.ring.engine.passes import RingCall, steps_of
+from attn_dispatch.ring.link import Link
+from attn_dispatch.ring.rows.layout import Layout
+from attn_dispatch.ring.rows.traffic import positions_of, traffic_of
+from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.text import one_line
+
+#: Attention on one device: `attend` itself, from above.
+Attend = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A problem that lies on many ranks, as one of them sees it.
+
+    Args:
+        problem: the whole sequence's.
+        attend: attention on one device, for ranks that have whole sequences of some heads.
+    """
+
+    problem: Problem
+    layout: Layout
+    link: Link
+    attend: Attend
+
+    def refusals(self) -> dict[str, str]:
+        """Why each way of exchanging rows is none here, on this rank; empty where it is one. Not a collective."""
+        try:
+            return self._refusals()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to be told
+            return dict.fromkeys(EXCHANGES, one_line(error))
+
+    def _refusals(self) -> dict[str, str]:
+        problem = self.problem
+        if problem.dropout_p:
+            return dict.fromkeys(EXCHANGES, f"has no dropout, asked for {problem.dropout_p:g}")
+        found = {LOCAL: self.sees_others(self.link.rank), RING: "", GATHER: ""}
+        try:
+            steps_of(problem, self.layout, self.link.rank, RING)
+        except LookupError as error:
+            found = dict.fromkeys(found, str(error))
+        found[ULYSSES] = ulysses.why_not(problem, self.layout.ranks)
+        if problem.device.type not in self.link.devices:
+            text = f"the process group ships no {problem.device.type} tensors"
+            found |= dict.fromkeys((RING, GATHER, ULYSSES), text)
+        return found
+
+    def sees_others(self, rank: int) -> str:
+        """What a rank's queries see of the other ranks' rows; empty where that is nothing."""
+        problem = self.problem
+        traffic = traffic_of(problem.pattern, self.layout, problem.heads, problem.kv_heads, rank, problem.device)
+        rows = sum(each.count for rows in traffic.receives.values() for each in rows)
+        return f"rank {rank} sees {rows} key rows of other ranks" if rows else ""
+
+    def run(
+        self,
+        exchange: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_lens: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """out, and lse where there is one, of this rank's shard; a collective.
+
+        Args:
+            q, k, v: this rank's, [batch, tokens, heads, head_dim].
+            seq_lens: [batch], of the whole sequence. key_mask: [batch, tokens] of this rank.
+
+        Raises:
+            RankLost: a rank is gone, or did not answer in time. Besides, what a kernel raises.
+        """
+        whole_mask = None if key_mask is None else self._whole(key_mask)
+        if exchange == ULYSSES:
+            return self._by_heads(q, k, v, seq_lens, whole_mask)
+        problem, least = self.problem, SMALLEST_SCALE[sum_dtype(self.problem.dtype)]
+        if problem.scale < least:
+            # As kernels want it (see branches.run): the sign goes into q.
+            sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
+            q, problem = q * sign, replace(problem, scale=size)
+        ring = self._call(exchange, problem, seq_lens, whole_mask)
+        call = self._hidden(ring).around(ring)
+        if problem.needs_grad:
+            return recorded(q, k, v, call)
+        with torch.no_grad():
+            return call.forward(q, k, v)
+
+    def reserve(self, exchange: str) -> None:
+        """Take the memory that rows arrive in, before any are sent: who fails then leaves nobody waiting."""
+        if exchange != ULYSSES:
+            self._call(exchange, self.problem, None, None).reserve()
+
+    def _call(self, exchange: str, problem: Problem, seq_lens: Tensor | None, mask: Tensor | None) -> RingCall:
+        steps = steps_of(problem, self.layout, self.link.rank, exchange if exchange != LOCAL else RING)
+        seen, padding = mask, None
+        if seq_lens is not None:
+            past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
+            seen = ~past if seen is None else seen & ~past
+            padding = past.index_select(1, positions_of(self.layout, self.link.rank).to(past.device))
+        steps = steps[:1] if exchange == LOCAL else steps
+        return RingCall(problem, steps, self.link.wire, seen, padding, self.link.vote)
+
+    def _hidden(self, call: RingCall) -> Hidden:
+        """What never matters of this rank's rows. Zeroed before they are sent, it needs no care anywhere else."""
+        mine = positions_of(self.layout, self.link.rank).to(call.problem.device)
+        whole = Hidden.of(call.problem, key_mask=call.seen)
+        keys = None if whole.keys is None else whole.keys.index_select(1, mine)
+        return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])
+
+    def _by_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        wire, layout, problem = self.link.wire, self.layout, self.problem
+        inputs = [ulysses.to_heads(x, wire, layout) for x in (q, k, v)]
+        options = {"scale": problem.scale, "seq_lens": seq_lens, "key_mask": mask, "return_lse": problem.return_lse}
+        error = None
+        try:
+            result = self.attend(*inputs, problem.pattern, **options)
+        except STOPPED:
+            raise
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the others wait for what they cannot take for results
+            error, result = raised, _no_results(inputs[0], problem)
+        del inputs  # nobody needs them on the way back, unless autograd has kept them
+        out, lse = result if problem.return_lse else (result, None)
+        out = ulysses.to_tokens(out, wire, layout)
+        if lse is not None:
+            lse = ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(1, 2)
+        if problem.needs_grad:
+            self.link.vote(error)
+        if error is not None:
+            raise error
+        return out, lse
+
+    def _whole(self, key_mask: Tensor) -> Tensor:
+        """Every rank's key_mask, [batch, tokens of the whole sequence]; a collective."""
+        parts = self.link.rows(key_mask.to(torch.uint8), self.layout.lengths)
+        whole = key_mask.new_empty(key_mask.shape[0], self.layout.tokens)
+        for rank, part in enumerate(parts):
+            whole[:, positions_of(self.layout, rank).to(whole.device)] = part.bool()
+        return whole
+
+
+def _no_results(q: Tensor, problem: Problem) -> Any:
+    """What `attend` would return, NaN throughout."""
+    out = torch.full_like(q, math.nan)
+    lse = out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype))
+    return (out, lse) if problem.return_lse else out

@@ -1,0 +1,136 @@
+"""Tokens that are kept in another order: a whole model's, converted once at its edges.
+
+x = to_order(x, "hilbert", grid)  # and whatever else is one for each token
+... attend(q, k, v, Reordered(grid, "hilbert")) in every layer ...
+x = from_order(x, "hilbert", grid)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, permutation, places
+from attn_dispatch.spec.pattern import Dense, Pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered(Pattern):
+    """A pattern whose tokens the caller keeps in another order: those of q, k, v, out and lse.
+
+    Query and key at places i and j are those at positions p[i] and p[j] of the wrapped pattern, with p =
+    `positions(order, pattern, length)`. `seq_lens` and `key_mask` are about the tokens as they lie.
+
+    Args:
+        pattern: what is computed, in natural order.
+        order: "hilbert", "residue" or "natural".
+    """
+
+    pattern: Pattern
+    order: str
+
+    def __post_init__(self) -> None:
+        _check(self.order, self.pattern)
+
+    @property
+    def natural(self) -> Pattern:
+        return self.pattern
+
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
+        at = permutation(self.order, self.pattern, q_len)
+        if at is not None:
+            at = at.to(q_pos.device)
+            q_pos, k_pos = at[q_pos], at[k_pos]
+        return self.pattern._counts(q_pos, k_pos, q_len, k_len, heads, h_pos)
+
+    def check(self, q_len: int, k_len: int) -> None:
+        self.pattern.check(q_len, k_len)
+        if q_len != k_len:
+            raise InvalidInput(f"Reordered needs q_len == k_len, got {q_len} and {k_len}")
+
+    def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
+        plain = self.pattern.simplify(q_len, k_len, heads)
+        at = permutation(self.order, self.pattern, q_len)
+        if at is None or plain == Dense():
+            return plain
+        # The order was that of the pattern as it was given, which another one may not share.
+        again = permutation(self.order, plain, q_len)
+        return Reordered(plain, self.order) if again is not None and bool((again == at).all()) else self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "Reordered", "pattern": self.pattern.to_dict(), "order": self.order}
+
+    def __str__(self) -> str:
+        return f"Reordered({self.pattern}, {self.order})"
+
+
+def kept_in(pattern: Pattern) -> str:
+    """The order in which the caller keeps the tokens; `pattern.natural` is what they are computed on."""
+    return pattern.order if isinstance(pattern, Reordered) else NATURAL
+
+
+def to_order(x: Tensor, order: str, pattern: Pattern, dim: int = 1) -> Tensor:
+    """Tokens in natural order, put into another one.
+
+    Args:
+        x: any shape, with the tokens along `dim`; gradients pass through.
+        pattern: the one that the tokens are for, in natural order: its grid or its rates make the order.
+
+    Returns:
+        A copy, or x itself where the order is the natural one.
+
+    Raises:
+        InvalidInput: an argument is wrong; the message names it.
+    """
+    at = _of_tokens(x, order, pattern, dim)
+    return x if at is None else x.index_select(dim, at.to(x.device))
+
+
+def from_order(x: Tensor, order: str, pattern: Pattern, dim: int = 1) -> Tensor:
+    """Undo `to_order`: tokens in natural order again. Arguments as there."""
+    at = _of_tokens(x, order, pattern, dim)
+    return x if at is None else x.index_select(dim, places(at).to(x.device))
+
+
+def positions(order: str, pattern: Pattern, length: int) -> Tensor:
+    """The position in natural order of the token at each place, int64 [length] on the CPU: for what goes by position,
+    such as rotary embeddings.
+
+    Raises:
+        InvalidInput: an argument is wrong; the message names it.
+    """
+    import torch
+
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InvalidInput(f"length must be an integer >= 1, got {length!r}")
+    at = _permutation(order, pattern, length)
+    return torch.arange(length) if at is None else at.clone()
+
+
+def _of_tokens(x: Tensor, order: str, pattern: Pattern, dim: int) -> Tensor | None:
+    import torch
+
+    if not isinstance(x, torch.Tensor):
+        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise InvalidInput(f"dim must be an axis of x, which has {x.ndim}, got {dim!r}")
+    return _permutation(order, pattern, x.shape[dim])
+
+
+def _permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
+    _check(order, pattern)
+    pattern.check(length, length)
+    return permutation(order, pattern, length)
+
+
+def _check(order: object, pattern: object) -> None:
+    if not isinstance(pattern, Pattern) or isinstance(pattern, Reordered):
+        raise InvalidInput(f"pattern must be a pattern in natural order, got {pattern!r}")
+    if order not in TOKEN_ORDERS:
+        raise InvalidInput(f"order must be one of {', '.join(map(repr, TOKEN_ORDERS))}, got {order!r}")

@@ -1,0 +1,328 @@
+"""Decisions on disk: one small JSON file each, written by atomic rename, read when asked for.
+
+    <cache folder>/v2/<silicon>/<group>/<key>.json
+
+The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder; past $ATTN_DISPATCH_CACHE_MB those that have not
+been used for longest are removed. A file that is damaged, foreign or of a later schema is a miss and is said once; what
+version 1 wrote is read where it lies. Beneath the user's decisions lie those shipped with the package. No torch here:
+`inspect` must start at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import platformdirs
+from msgspec.structs import replace
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.log import say_once
+from attn_dispatch.store import files
+from attn_dispatch.store.bundle import Refused, read_bundle
+from attn_dispatch.store.decision import (
+    GROUP,
+    KEY,
+    MOST_BYTES,
+    SCHEMA,
+    SILICON,
+    Damaged,
+    Decision,
+    Drift,
+    Row,
+    address_fits,
+    decode,
+    encode,
+    time_of,
+)
+from attn_dispatch.store.merge import merge
+from attn_dispatch.store.problem_files import MISSED, note_missed
+from attn_dispatch.store.schema1 import decode_one
+from attn_dispatch.text import printable
+
+__all__ = [
+    "MISSED",
+    "SCHEMA",
+    "Decision",
+    "Drift",
+    "Row",
+    "Store",
+    "cache_folder",
+    "decode",
+    "encode",
+    "merge",
+    "note_missed",
+    "shipped",
+]
+
+DEFAULT_MB = 256.0
+NO_HOME = "nothing is kept: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
+EACH = 256  #: puts of a process from one clean-up to the next
+OLD = "v1"
+NO_GROUP, NO_KEY = "0" * 12, "0" * 20  #: where only the others' form matters
+LONG_AGO = "1970-01-01T00:00:00+00:00"
+NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  #: a file or links in a circle; whoever writes there says so
+AHEAD = timedelta(days=1)  #: no clock is that wrong by mere neglect
+
+_touched: set[str] = set()
+_puts: Counter[Path] = Counter()
+
+
+class Added(NamedTuple):
+    """Where a decision was put, and what that changed."""
+
+    path: Path
+    how: Literal["added", "merged", "unchanged"]
+
+
+class Store:
+    """The decisions under one folder. Nothing is created before the first `put`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = folder / f"v{SCHEMA}"
+
+    def path(self, silicon: str, group: str, key: str) -> Path:
+        """Where a decision is kept.
+
+        Raises:
+            ValueError: not a key, a group or a fingerprint; paths cannot escape the folder.
+        """
+        if not address_fits(silicon, group, key):
+            raise ValueError(f"not a store address: {silicon!r}, {group!r}, {key!r}")
+        return self.root / silicon / group / f"{key}.json"
+
+    def get(self, silicon: str, group: str, key: str) -> Decision | None:
+        """The stored decision, or None."""
+        path = self.path(silicon, group, key)
+        found = _read(path, silicon, group, key)
+        if found is None:
+            return self._old(silicon, group, key)
+        _touch(path)
+        return found
+
+    def put(self, decision: Decision) -> Path | None:
+        """Write a decision, merged with what is there; the path, or None where it cannot be kept (said once).
+
+        Raises:
+            ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
+        """
+        path = self.path(decision.silicon, decision.group, decision.key)
+        if self.folder == files.NOWHERE:
+            return None
+        try:
+            return self.add(decision).path
+        except OSError as error:
+            # Said once for all groups, where none of them can be written.
+            there = (str(each) for each in (path.parent, *path.parents) if os.path.exists(each))
+            where = error.filename if error.errno == errno.ELOOP else next(there)
+            say_once(f"decisions are not kept: {where} cannot be written ({error.strerror or error})")
+        except Damaged as error:
+            say_once(f"the decision for {printable(decision.title)} is not kept: {error}")
+        return None
+
+    def add(self, decision: Decision) -> Added:
+        """`put` for those who want to know.
+
+        Raises:
+            OSError: it cannot be written. Damaged: it could not be read back.
+        """
+        most = _most_bytes()
+        path = self.path(decision.silicon, decision.group, decision.key)
+        encode(decision)  # nothing is made for one that cannot be kept
+        files.refuse_links(self.folder, path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.parent):
+            there = _read(path, decision.silicon, decision.group, decision.key)
+            old = there or self._old(decision.silicon, decision.group, decision.key)
+            content = _together(decision, old)
+            unchanged = there is not None and content == encode(there)
+            if unchanged:
+                _touch(path)
+            else:
+                files.write(path, content)
+        _puts[self.folder] += 1
+        if _puts[self.folder] % EACH == 1:
+            files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path)
+        return Added(path, "unchanged" if unchanged else "added" if old is None else "merged")
+
+    def amend(self, decision: Decision, **changes: Any) -> None:
+        """Change fields of a stored decision that say nothing of what was measured; nothing where another has taken
+        its place. Where it cannot be written, it stays as it was.
+        """
+        path = self.path(decision.silicon, decision.group, decision.key)
+        with suppress(OSError, Damaged):
+            files.refuse_links(self.folder, path.parent)
+            with files.locked(path.parent):
+                there = _read(path, decision.silicon, decision.group, decision.key)
+                if there is not None and there.created == decision.created:
+                    files.write(path, encode(replace(there, **changes)))
+
+    def group(self, silicon: str, group: str) -> list[Decision]:
+        """Every readable decision of a group, by key."""
+        folder = self.path(silicon, group, NO_KEY).parent
+        found = {each.key: each for each in _old_groups(self.folder, silicon).get(group, ())}
+        for name in _names(folder):
+            key = name.removesuffix(".json")
+            if key != name and address_fits(silicon, group, key):
+                each = _read(f"{folder}/{name}", silicon, group, key)
+                found.update({} if each is None else {key: each})
+        return [found[key] for key in sorted(found)]
+
+    def all(self) -> Iterator[tuple[Path, Decision]]:
+        """Every readable decision, by silicon and key."""
+        for silicon in sorted({*_names(self.root), *_names(self.folder / OLD)}):
+            if SILICON.fullmatch(silicon):
+                yield from self._all_of(silicon)
+
+    def _all_of(self, silicon: str) -> Iterator[tuple[Path, Decision]]:
+        folder = f"{self.root}/{silicon}"
+        now = [(name, group) for group in _names(folder) for name in _names(f"{folder}/{group}")]
+        old = [(name, "") for name in _names(self.folder / OLD / silicon)]
+        seen = ""
+        for name, group in sorted(now + old, key=lambda pair: (pair[0], not pair[1], pair[1])):
+            key = name.removesuffix(".json")
+            if key == name or not address_fits(silicon, group or NO_GROUP, key) or (not group and seen == key):
+                continue
+            path = f"{folder}/{group}/{name}" if group else f"{self.folder}/{OLD}/{silicon}/{name}"
+            found = _read(path, silicon, group, key) if group else _read_old(path, silicon, key)
+            if found is not None:
+                seen = key
+                yield Path(path), found
+
+    def _old(self, silicon: str, group: str, key: str) -> Decision | None:
+        """What version 1 wrote under this address."""
+        found = _read_old(f"{self.folder}/{OLD}/{silicon}/{key}.json", silicon, key)
+        return found if found is not None and found.group == group else None
+
+
+def cache_folder() -> Path:
+    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `files.NOWHERE`, said once, without a home."""
+    named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
+    try:
+        return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    except RuntimeError:
+        say_once(NO_HOME)
+        return files.NOWHERE
+
+
+@cache
+def shipped(silicon: str) -> dict[str, Decision]:
+    """The decisions that came with the package for this silicon, by key."""
+    if not SILICON.fullmatch(silicon):
+        return {}
+    source = package_files("attn_dispatch.profiles").joinpath(f"{silicon}.json")
+    found = {}
+    try:
+        for each in read_bundle(source.read_bytes()):
+            if isinstance(each, Refused):
+                say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")
+            elif each.silicon == silicon:
+                found[each.key] = replace(each, source="shipped")
+    except FileNotFoundError:
+        return {}
+    except (OSError, Damaged) as error:
+        say_once(f"ignored the shipped profile {source}: {error}")
+    return found
+
+
+def _together(given: Decision, old: Decision | None) -> bytes:
+    """The content of the file after a put."""
+    given = _timely(given)
+    if old is not None and old != given:
+        with suppress(Damaged):  # each rules the other's choice out: the one at hand holds
+            return encode(merge(_dated(_timely(old)), _dated(given)))
+    return encode(given)
+
+
+def _timely(decision: Decision) -> Decision:
+    """A time that has not come was told by a wrong clock, and would win over all that is measured: it counts as the
+    oldest.
+    """
+    latest = datetime.now(UTC) + AHEAD
+    if any(time_of(row.measured) > latest for row in decision.candidates):
+        rows = (replace(r, measured=LONG_AGO) if time_of(r.measured) > latest else r for r in decision.candidates)
+        decision = replace(decision, candidates=tuple(rows))
+    return replace(decision, created=LONG_AGO) if time_of(decision.created) > latest else decision
+
+
+def _dated(decision: Decision) -> Decision:
+    """Rows that do not say when they were measured are as old as their decision, as long as it is theirs alone."""
+    rows = (row if row.measured else replace(row, measured=decision.created) for row in decision.candidates)
+    return replace(decision, candidates=tuple(rows))
+
+
+def _most_bytes() -> float:
+    """$ATTN_DISPATCH_CACHE_MB, in bytes."""
+    text = os.environ.get("ATTN_DISPATCH_CACHE_MB", "")
+    try:
+        value = float(text) if text else DEFAULT_MB
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise InvalidInput(f"$ATTN_DISPATCH_CACHE_MB must be a number > 0, got {text!r}")
+    return value * 1e6
+
+
+def _touch(path: Path) -> None:
+    """Note that a file is in use, once in a process."""
+    name = str(path)
+    if name not in _touched:
+        _touched.add(name)
+        with suppress(OSError):
+            os.utime(name, follow_symlinks=False)
+
+
+def _names(folder: Path | str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _read(path: Path | str, silicon: str, group: str, key: str) -> Decision | None:
+    found = _content(path, decode)
+    if found is not None and (found.silicon, found.group, found.key) != (silicon, group, key):
+        say_once(f"ignored {path}: it holds another problem's decision")
+        return None
+    return found
+
+
+def _read_old(path: str, silicon: str, key: str) -> Decision | None:
+    found = _content(path, decode_one)
+    if found is not None and (found.silicon, found.key) != (silicon, key):
+        say_once(f"ignored {path}: it holds another problem's decision")
+        return None
+    return found
+
+
+def _content(path: Path | str, read: Callable[[bytes], Decision]) -> Decision | None:
+    try:
+        return read(files.read(path, MOST_BYTES))
+    except (OSError, Damaged) as error:
+        if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) in NO_FOLDER:
+            return None
+        say_once(f"ignored {path}: {error}")
+        return None
+
+
+@cache
+def _old_groups(folder: Path, silicon: str) -> dict[str, list[Decision]]:
+    """What version 1 wrote, read once in a process."""
+    found: dict[str, list[Decision]] = {}
+    for name in _names(folder / OLD / silicon):
+        key = name.removesuffix(".json")
+        if key != name and address_fits(silicon, NO_GROUP, key):
+            each = _read_old(f"{folder}/{OLD}/{silicon}/{name}", silicon, key)
+            if each is not None:
+                found.setdefault(each.group, []).append(each)
+    return found

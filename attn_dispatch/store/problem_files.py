@@ -1,0 +1,40 @@
+"""The problems that could not be measured when they were met, one JSON object per line; `profile --from` takes them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attn_dispatch.log import say_once
+from attn_dispatch.store import files
+
+MISSED = "missed.jsonl"
+MOST = 1 << 20  #: bytes; past this the older half goes
+
+_noted: set[tuple[Path, bytes]] = set()
+
+
+def note_missed(folder: Path, problem: dict[str, Any]) -> None:
+    """Append a problem to the folder's file, once in a process."""
+    line = msgspec.json.encode(problem) + b"\n"
+    mark = folder, hashlib.sha256(line).digest()
+    if mark in _noted or folder == files.NOWHERE:
+        return
+    path = folder / MISSED
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with files.locked(folder):
+            if files.append(path, line) > MOST:
+                files.write(path, _newer_half(path))
+    except OSError as error:
+        say_once(f"misses are not noted: {folder} cannot be written ({error.strerror or error})")
+        return
+    _noted.add(mark)
+
+
+def _newer_half(path: Path) -> bytes:
+    """The last lines that together hold no more than half of the bound."""
+    return files.tail(path, MOST // 2).partition(b"\n")[2]

@@ -1,0 +1,101 @@
+"""Whether q, k and v are like those that a route was found for: what a hit spends most of its time on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.spec.problem import autocast_dtype
+
+Fits = Callable[[Tensor, Tensor, Tensor], bool]
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> Fits:
+    """A function of q, k and v that tells whether each has the type, shape, strides, dtype, device and `requires_grad`
+    that this one has now, and autocast is as it is now on q's kind of device.
+    """
+    plain = {type(q), type(k), type(v)} <= {Tensor, torch.nn.Parameter}
+    guarded = _guarded(q, k, v) if plain else None
+    return _compared(q, k, v) if guarded is None else guarded
+
+
+def _compared(q: Tensor, k: Tensor, v: Tensor) -> Fits:
+    """By the attributes, one by one."""
+    seen = _facts(q, k, v)
+    return lambda q, k, v: _facts(q, k, v) == seen
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    return (
+        type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+        type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+        type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        autocast_dtype(q.device.type),
+    )  # fmt: skip
+
+
+def _guarded(q: Tensor, k: Tensor, v: Tensor) -> Fits | None:
+    """By what PyTorch's compiler compares tensors with."""
+    if not _guards_work():
+        return None
+    check: Fits
+    try:
+        if q is not k and k is not v and q is not v:
+            check = _guard(q, k, v)
+        else:  # a guard of all three answers no where two are the same tensor
+            of_q, of_k, of_v = _guard(q), _guard(k), _guard(v)
+            check = lambda q, k, v: of_q(q) and of_k(k) and of_v(v)  # noqa: E731
+        kind = q.device.type
+        if not (check(q, k, v) and _sees_autocast(check, q, k, v)):
+            return None
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    cast = autocast_dtype(kind)
+    return check if cast is None else lambda q, k, v: check(q, k, v) and torch.get_autocast_dtype(kind) is cast
+
+
+def _sees_autocast(check: Fits, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether it answers no once autocast is switched the other way, in this thread."""
+    kind = q.device.type
+    enabled = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, not enabled)
+    try:
+        return not check(q, k, v)
+    finally:
+        torch.set_autocast_enabled(kind, enabled)
+
+
+def _guard(*tensors: Tensor) -> Any:
+    """One call in C++, a third of the time of comparing in Python; not public."""
+    guards: Any = getattr(torch._C, "_dynamo").guards  # noqa: B009 - type checkers do not know it
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+@cache
+def _guards_work() -> bool:
+    """Whether there are guards, and they tell apart what they must."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            return _tell_apart()
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _tell_apart() -> bool:
+    cpu = torch.device("cpu")
+    first, second, wanting = (torch.empty(2, 2, device=cpu, requires_grad=needs) for needs in (False, False, True))
+    unlike = (
+        torch.empty(2, 3, device=cpu), torch.empty(1, 2, device=cpu), torch.empty(4, device=cpu),
+        torch.empty_strided((2, 2), (1, 2), device=cpu), torch.empty(2, 2, device=cpu, dtype=torch.float16),
+        torch.empty(2, 2, device="meta"), torch.nn.Parameter(first, requires_grad=False), wanting,
+    )  # fmt: skip
+    check = _guard(first, second)
+    alike = check(first, second) and check(second, first) and _guard(wanting)(wanting)
+    return alike and not any(check(other, second) or check(first, other) for other in unlike)
+
+
+_guards_work()  # now, when the package is loaded, and not within the first call

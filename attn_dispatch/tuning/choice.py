@@ -1,0 +1,195 @@
+"""Which candidate is chosen, from what was measured of all of them. Pure: no clock, no torch.
+
+A challenger replaces the incumbent only where it is surely cheaper by more than a margin, what its first call takes
+counted in; "surely" is :func:`~attn_dispatch.tuning.intervals.faster_at_last`. Among those that do, nobody may be
+surely beaten by another one by more than the margin; of the rest, a fixed order decides, so that noise does not: less
+workspace memory as declared, then the simpler one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_dispatch.text import gib
+from attn_dispatch.tuning.intervals import (
+    LAST_LOOK,
+    MARGIN,
+    Timing,
+    faster_at_last,
+    paired_ratios,
+    ratio_interval,
+    shared_rounds,
+)
+
+#: What a first call takes beyond a later one counts from here on: below, it is caches and the machine warming up.
+LEAST_PLAN_MS = 10.0
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One candidate with what was seen of it.
+
+    Args:
+        workspace_bytes: the memory that it declares, not the peak that was measured, which is noise in part.
+        rank: its place in the order of simplicity; less is simpler.
+        plan_ms: what its first call takes beyond a later one: planning, compilation.
+        dropped: how many times slower than the fastest it was when it was dropped as hopeless; such a one is not
+            chosen while there is another.
+    """
+
+    name: str
+    timing: Timing
+    workspace_bytes: int = 0
+    rank: int = 0
+    plan_ms: float = 0.0
+    dropped: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate.
+
+    Args:
+        status: "chosen"; "slower", where the chosen one surely costs less by more than the margin; else "tie".
+        reason: a short text, or none where the figures speak for themselves.
+        ratio: median of its times over the chosen one's, round by round, without first calls; None without rounds.
+        ratio_low, ratio_high: 99 % interval of that, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
+        break_even: calls from which its dearer first call is paid for by faster later ones: for the chosen one against
+            the incumbent, for another one against the chosen one. None where there is no such number.
+    """
+
+    status: Literal["chosen", "slower", "tie"]
+    reason: str
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    break_even: float | None = None
+
+
+def per_call_ms(plan_ms: float, calls: int) -> float:
+    """A call's share of what the first of ``calls`` takes beyond the others; 0 below :data:`LEAST_PLAN_MS`.
+
+    Raises:
+        ValueError: ``calls`` is below 1.
+    """
+    if calls < 1:
+        raise ValueError(f"calls must be at least 1, got {calls}")
+    return _plan_ms(plan_ms) / calls
+
+
+def choose(
+    entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, margin: float = MARGIN
+) -> tuple[str, dict[str, Outcome]]:
+    """The name of the chosen one, and what became of each.
+
+    Args:
+        entrants: the candidates, timed in turns with one another.
+        incumbent: who is replaced only by one that is surely cheaper. None, or a name that is not among them or was
+            dropped: everyone is in the field.
+        calls: how many calls are expected, over which the cost of the first is spread.
+
+    Raises:
+        ValueError: no entrants, or ``calls`` below 1.
+    """
+    if not entrants:
+        raise ValueError("choose needs at least one entrant")
+    bout = _Bout({entrant.name: entrant for entrant in entrants}, incumbent, calls, margin)
+    chosen = bout.choose()
+    return chosen, {entrant.name: bout.outcome(entrant.name, chosen) for entrant in entrants}
+
+
+class _Bout:
+    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int, margin: float) -> None:
+        self._entrants = entrants
+        self._able = [name for name, entrant in entrants.items() if entrant.dropped is None] or list(entrants)
+        self._incumbent = incumbent if incumbent in self._able else None
+        self._calls, self._margin = calls, margin
+        self._costs = {name: each.timing.plus(per_call_ms(each.plan_ms, calls)) for name, each in entrants.items()}
+
+    def field(self) -> list[str]:
+        """Who may be chosen: those that surely beat the incumbent, or the incumbent alone, or everyone."""
+        incumbent = self._incumbent
+        if incumbent is None:
+            return self._able
+        return [name for name in self._able if self._beats(name, incumbent)] or [incumbent]
+
+    def choose(self) -> str:
+        field = self.field()
+        unbeaten = [name for name in field if not any(self._beats(rival, name) for rival in field)]
+        # "Surely faster" need not be transitive: where everyone is beaten by someone, the median decides.
+        return min(unbeaten, key=self._preference, default=min(field, key=lambda name: self._costs[name].median_ms))
+
+    def outcome(self, name: str, chosen: str) -> Outcome:
+        timing, best = self._entrants[name].timing, self._entrants[chosen].timing
+        interval, ratios = ratio_interval(timing, best, LAST_LOOK), paired_ratios(timing, best)
+        return Outcome(
+            status=self._status(name, chosen),
+            reason=self._reason(name, chosen),
+            ratio=statistics.median(ratios) if ratios else None,
+            ratio_low=interval.low,
+            ratio_high=interval.high,
+            break_even=self._break_even(name, self._rival(name, chosen)),
+        )
+
+    def _beats(self, name: str, rival: str) -> bool:
+        return name != rival and faster_at_last(self._costs[name], self._costs[rival], self._margin)
+
+    def _preference(self, name: str) -> tuple[int, int]:
+        return self._entrants[name].workspace_bytes, self._entrants[name].rank
+
+    def _status(self, name: str, chosen: str) -> Literal["chosen", "slower", "tie"]:
+        if name == chosen:
+            return "chosen"
+        slower = self._entrants[name].dropped is not None or self._beats(chosen, name)
+        return "slower" if slower else "tie"
+
+    def _rival(self, name: str, chosen: str) -> str:
+        return (self._incumbent or chosen) if name == chosen else chosen
+
+    def _reason(self, name: str, chosen: str) -> str:
+        entrant = self._entrants[name]
+        if entrant.dropped is not None:
+            return f"{entrant.dropped:.1f} times the fastest after one round, not tried again"
+        break_even = self._break_even(name, self._rival(name, chosen))
+        if break_even is not None:
+            return self._pays(break_even, name == chosen)
+        return self._tie(name, chosen) if self._status(name, chosen) == "tie" else ""
+
+    def _pays(self, break_even: float, chosen: bool) -> str:
+        pays = f"pays after {math.ceil(break_even):,} calls"
+        if chosen or break_even > self._calls:
+            return pays
+        return f"{pays}, and not surely by {self._margin:.0%} within {self._calls:,}"
+
+    def _tie(self, name: str, chosen: str) -> str:
+        """Why a candidate that is not surely slower was not chosen either."""
+        cost, best = self._costs[name], self._costs[chosen]
+        ratio = statistics.median(paired_ratios(cost, best))
+        if not 1.0 - self._margin <= ratio <= 1.0 / (1.0 - self._margin):
+            rounds = shared_rounds(cost, best)
+            return f"{rounds} round{'s are' if rounds > 1 else ' is'} too few to tell"
+        if chosen == self._incumbent:
+            return f"a tie goes to {chosen}, which was there first"
+        if name not in self.field():
+            return f"not surely {self._margin:.0%} faster than {self._incumbent}"
+        more = self._entrants[name].workspace_bytes - self._entrants[chosen].workspace_bytes
+        if more > 0:
+            return f"a tie goes to less workspace: {gib(more)} less"
+        return "a tie goes to the simpler one" if more == 0 else ""
+
+    def _break_even(self, name: str, rival: str) -> float | None:
+        """Calls from which ``name``, with the dearer first call, costs less than ``rival``; None where never."""
+        one, other = self._entrants[name], self._entrants[rival]
+        dearer_ms = _plan_ms(one.plan_ms) - _plan_ms(other.plan_ms)
+        if dearer_ms <= 0.0 or not faster_at_last(one.timing, other.timing, self._margin):
+            return None
+        pairs = zip(other.timing.samples_ms, one.timing.samples_ms, strict=False)
+        return dearer_ms / statistics.median(slow - fast for slow, fast in pairs)
+
+
+def _plan_ms(plan_ms: float) -> float:
+    return plan_ms if plan_ms >= LEAST_PLAN_MS else 0.0

@@ -1,0 +1,321 @@
+"""The gate: a candidate's out, lse, dq, dk and dv against the formula in float64, within a derived tolerance.
+
+Where the whole formula would take too long, some query rows and heads are drawn, and the gradient of out is zero
+everywhere else. Then dq is zero off the rows drawn, and dk and dv, at every key, are sums over those rows alone: the
+candidate still runs at full size, and what is compared is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.backends import manual
+from attn_dispatch.kernels.contract import Backend, runner
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.text import one_line
+from attn_dispatch.tuning import guard
+from attn_dispatch.tuning.example import Example
+
+PAIRS = 2**21  #: query-key pairs that are worked out in float64
+KEY_BYTES = 2**27  #: of widened keys, and again of values
+FEWEST_ROWS = 4
+
+
+class NoReference(Exception):
+    """There is no memory to work out what results should be; no fault of a candidate's."""
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Around what works out or compares expected results. Raises NoReference where memory is lacking."""
+    try:
+        yield
+    except Exception as error:
+        if not guard.is_memory_error(error):
+            raise
+        raise NoReference(one_line(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a tensor should be, in float64, and how far from it a right result may be."""
+
+    value: Tensor
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The largest absolute error of out, and every way in which the result is wrong."""
+
+    error: float
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Expected results for one example."""
+
+    example: Example
+    rows: Tensor
+    heads: Tensor
+    grad: Tensor | None
+    grad_lse: Tensor | None
+    expected: dict[str, Expected]
+
+    @classmethod
+    @reference()
+    def of(cls, example: Example, seed: int = 0) -> Gate:
+        """Work out what is to be expected. Raises NoReference."""
+        example = example.without_dropout()
+        rows, heads = draw(example.problem, seed)
+        rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
+        grad = grad_lse = None
+        if example.grad is not None:
+            grad = torch.zeros_like(example.grad)
+            grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
+            grad_lse = _grad_lse(example.problem, rows, heads, seed)
+        sample = _Sample.of(example, rows, heads, grad_lse)
+        exact, rounded = sample.evaluate(torch.float64), sample.evaluate(example.problem.dtype)
+        slack = sample.slack(exact)
+        expected = {
+            name: Expected(value, 2 * _error(rounded[name], value) + slack[name]) for name, value in exact.items()
+        }
+        return cls(example, rows, heads, grad, grad_lse, expected)
+
+    def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
+        """The candidate's tensors, at full size.
+
+        Raises:
+            TypeError: it returned something else than out or (out, lse).
+            RuntimeError: it wrote into its inputs.
+        """
+        example = self.example
+        inputs = (example.q, example.k, example.v, *example.masks.values())
+        versions = [x._version for x in inputs]
+        with torch.set_grad_enabled(example.problem.needs_grad):
+            result = runner(backend, order)(example.q, example.k, example.v, example.problem, **example.masks)
+        out, lse = _parts(result)
+        found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+        if self.grad is not None:
+            results, weights = [out], [self.grad]
+            if self.grad_lse is not None and lse is not None and lse.shape == self.grad_lse.shape:
+                results, weights = [out, lse], [self.grad, self.grad_lse]
+            grads = torch.autograd.grad(results, (example.q, example.k, example.v), weights)
+            found.update(zip(("dq", "dk", "dv"), grads))
+        if versions != [x._version for x in inputs]:
+            raise RuntimeError("wrote into its inputs")
+        return found
+
+    @reference()
+    def check(self, found: dict[str, Tensor]) -> Verdict:
+        """Compare what `run` gave. Raises NoReference."""
+        failures = _contract_failures(found, self.example.problem)
+        if failures:
+            return Verdict(math.inf, tuple(failures))
+        errors = {
+            name: _error(self._drawn(name, found[name]), e.value) for name, e in self.expected.items() if name in found
+        }
+        for name, error in errors.items():
+            if not error <= self.expected[name].tolerance:
+                failures.append(f"{name} is off by {error:.2e}, more than {self.expected[name].tolerance:.2e}")
+        if "dq" in found and not self._zero_elsewhere(found["dq"]):
+            failures.append("dq is not zero where the gradient of out is")
+        return Verdict(errors["out"], tuple(failures))
+
+    def _drawn(self, name: str, tensor: Tensor) -> Tensor:
+        if name == "lse":
+            return tensor[:, self.heads[:, None], self.rows]
+        if name in ("out", "dq"):
+            return tensor[:, self.rows[:, None], self.heads]
+        group = self.example.problem.heads // self.example.problem.kv_heads
+        return tensor[:, :, torch.unique(self.heads // group)]
+
+    def _zero_elsewhere(self, dq: Tensor) -> bool:
+        seen = torch.zeros(dq.shape[1:3], dtype=torch.bool, device=dq.device)
+        seen[self.rows[:, None], self.heads] = True
+        return not bool(dq[:, ~seen].any())
+
+
+def _parts(result: object) -> tuple[Tensor, Tensor | None]:
+    if isinstance(result, Tensor):
+        return result, None
+    if type(result) is tuple and len(result) == 2 and all(isinstance(part, Tensor) for part in result):
+        return result
+    raise TypeError(f"returned {type(result).__name__}, not out or (out, lse)")
+
+
+def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tensor | None:
+    """A gradient of lse [batch, heads, q_len], zero but for the rows and heads drawn, where lse was asked for."""
+    if not problem.return_lse:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    drawn = torch.randn(problem.batch, len(heads), len(rows), generator=generator, dtype=wide)
+    whole = torch.zeros(problem.batch, problem.heads, problem.q_len, dtype=wide, device=problem.device)
+    whole[:, heads[:, None], rows] = drawn.to(problem.device)
+    return whole
+
+
+def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Query rows and heads to compare: all of them if that is little work, else the ends and some between."""
+    generator = torch.Generator().manual_seed(seed)
+    few = max(1, KEY_BYTES // (problem.batch * problem.k_len * problem.head_dim * 8))
+    heads = _sample(problem.heads, few, generator)
+    rows = max(FEWEST_ROWS, PAIRS // (problem.batch * len(heads) * problem.k_len))
+    return _sample(problem.q_len, rows, generator), heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The rows and heads of q and of the gradient that were drawn, and the keys that they read."""
+
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor | None
+    grad_lse: Tensor | None
+    counts: Tensor | None
+    kv_index: Tensor
+
+    @classmethod
+    def of(cls, example: Example, rows: Tensor, heads: Tensor, grad_lse: Tensor | None) -> _Sample:
+        problem, masks = example.problem, example.masks
+        kv, index = torch.unique(heads // (problem.heads // problem.kv_heads), return_inverse=True)
+        grad = None if example.grad is None else example.grad[:, rows[:, None], heads]
+        counts = manual.counts_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
+        q = example.q.detach()[:, rows[:, None], heads]
+        keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
+        lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]
+        if counts is not None:
+            # What c = 0 hides never matters: NaN there is in no result.
+            q_seen, k_seen = _met(counts, len(heads), index, len(kv))
+            q, grad = q.where(q_seen, 0.0), None if grad is None else grad.where(q_seen, 0.0)
+            keys, values = keys.where(k_seen, 0.0), values.where(k_seen, 0.0)
+            lse = None if lse is None else lse.where(q_seen[..., 0].transpose(1, 2), 0.0)
+        return cls(problem, q, keys, values, grad, lse, counts, index)
+
+    def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """out, lse and, where there is a gradient, dq, dk, dv, worked out in one dtype; float64 for the exact ones."""
+        with torch.set_grad_enabled(self.grad is not None):
+            q, k, v = (x.to(dtype, copy=True).requires_grad_(self.grad is not None) for x in (self.q, self.k, self.v))
+            keys, values = k[:, :, self.kv_index], v[:, :, self.kv_index]
+            exact = dtype == torch.float64
+            out, lse = (manual.formula if exact else _rounded)(q, keys, values, self.counts, self.problem.scale)
+            found = {"out": out.detach(), "lse": lse.detach()}
+            if self.grad is not None:
+                results, weights = [out], [self.grad.to(dtype)]
+                if self.grad_lse is not None:
+                    results, weights = [out, lse], [*weights, self.grad_lse.to(lse.dtype)]
+                found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), weights)))
+        return found
+
+    def slack(self, exact: dict[str, Tensor]) -> dict[str, float]:
+        """What rounding alone may do to each tensor.
+
+        The result is rounded once, and so are the weights before they multiply v. Sums of head_dim and k_len terms,
+        and scores before they are exponentiated, are rounded in the precision that kernels accumulate in. What that
+        does is bounded by the formula with absolute values throughout, since terms may cancel. A backward pass is
+        handed an out that was rounded already.
+
+        Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, chapter 3; Higham & Mary 2019: rounding
+        errors of a sum of n terms grow as the square root of n.
+        """
+        problem = self.problem
+        last = torch.finfo(problem.dtype).eps
+        sums = torch.finfo(torch.float64 if problem.dtype == torch.float64 else torch.float32).eps
+        q, keys, values = (x.double() for x in (self.q, self.k[:, :, self.kv_index], self.v[:, :, self.kv_index]))
+        p, _ = manual.probabilities(q, keys, self.counts, problem.scale)
+        q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
+        score = scale * torch.einsum("bqhd,bkhd->bhqk", q, keys).max()
+        terms = math.sqrt(problem.head_dim + problem.k_len)
+        # A score's products may all be rounded alike, where the scale is multiplied into q or k beforehand.
+        growth = last / 2 + sums * (terms + (1 + math.sqrt(problem.head_dim)) * float(score))
+        # Results so small that they underflow have an absolute error besides.
+        least = terms * last * torch.finfo(problem.dtype).smallest_normal
+        rounded = {name: least + last * _largest(value) for name, value in exact.items()}
+        rounded["out"] += growth * _largest(torch.einsum("bhqk,bkhd->bqhd", p, values))
+        # Kernels that exponentiate to base 2 multiply scores by log2 e and lse by ln 2, which are rounded themselves.
+        rounded["lse"] = growth + 2 * sums * _largest(exact["lse"])
+        if self.grad is not None:
+            grad = self.grad.double().abs()
+            delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].abs()).unsqueeze(-1)
+            if self.grad_lse is not None:
+                delta += self.grad_lse.double().abs().unsqueeze(-1)
+            ds = p * (growth * (torch.einsum("bqhd,bkhd->bhqk", grad, values) + delta) + last * delta) * scale
+            rounded["dq"] += _largest(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
+            rounded["dk"] += self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", ds, q))
+            rounded["dv"] += growth * self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", p, grad))
+        return rounded
+
+    def _largest_sum(self, by_head: Tensor) -> float:
+        return _largest(torch.zeros_like(self.k, dtype=torch.float64).index_add_(2, self.kv_index, by_head))
+
+
+def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The formula as it is commonly written: products in the inputs' dtype, the softmax in float32 or wider."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(wide)
+    p, lse = manual.softmax(scores, counts)
+    return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
+
+
+def _met(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Which queries see a key, and which keys are seen, bool [batch or 1, queries or keys, heads or kv_heads, 1]."""
+    seen = (counts if counts.ndim == 4 else counts[None]) > 0
+    seen = seen.expand(-1, heads, -1, -1)
+    by_head = seen.any(2).transpose(1, 2)
+    keys = torch.zeros(*by_head.shape[:2], kv_heads, dtype=torch.int32, device=counts.device)
+    keys.index_add_(2, kv_index, by_head.to(torch.int32))
+    return seen.any(3).transpose(1, 2).unsqueeze(-1), keys.unsqueeze(-1) > 0
+
+
+def _largest(x: Tensor) -> float:
+    """The largest absolute value, -inf aside."""
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _sample(size: int, count: int, generator: torch.Generator) -> Tensor:
+    if count >= size:
+        return torch.arange(size)
+    inner = torch.randperm(size - 2, generator=generator)[: count - 2] + 1 if count > 2 else torch.empty(0)
+    ends = torch.tensor([size - 1] if count == 1 else [0, size - 1])
+    return torch.cat([ends, inner.long()]).sort().values
+
+
+def _contract_failures(found: dict[str, Tensor], problem: Problem) -> list[str]:
+    """Wrong shapes and dtypes, NaN."""
+    q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
+    kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
+    shapes: dict[str, tuple[int, ...]] = {"out": q_shape, "dq": q_shape, "dk": kv_shape, "dv": kv_shape}
+    shapes["lse"] = (problem.batch, problem.heads, problem.q_len)
+    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    failures = []
+    if problem.return_lse and "lse" not in found:
+        failures.append("lse was asked for and not returned")
+    for name, tensor in found.items():
+        dtype = wide if name == "lse" else problem.dtype
+        if tuple(tensor.shape) != shapes[name]:
+            failures.append(f"{name} has shape {list(tensor.shape)}, not {list(shapes[name])}")
+        elif tensor.dtype != dtype:
+            failures.append(f"{name} is {tensor.dtype}, not {dtype}")
+        elif bool(tensor.isnan().any()):
+            failures.append(f"{name} has NaN")
+    return failures
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference; infinite where one is -inf and the other is not."""
+    found = found.double()
+    both = found == exact  # equal infinities differ by nothing
+    difference = torch.where(both, 0.0, (found - exact).abs())
+    return float(difference.max()) if difference.numel() else 0.0

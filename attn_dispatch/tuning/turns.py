@@ -1,0 +1,286 @@
+"""Times callables in turns: a race in which time goes to the comparisons that are still open.
+
+Nothing here knows of attention. Two ideas are old: the hopeless are dropped early (successive halving: Jamieson &
+Talwalkar 2016), and whoever is beaten for sure runs no further (Hoeffding races: Maron & Moore 1994; F-Race: Birattari
+et al. 2002). The test is another one: sign-test intervals of paired ratios, see :mod:`attn_dispatch.tuning.intervals`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from attn_dispatch.tuning.clocks import HostStopwatch, Stopwatch, calibrate
+from attn_dispatch.tuning.intervals import MARGIN, Timing, median_interval, safe_ratio, verdict
+
+FINE_ROUNDS = 24  #: rounds after which a median is fine enough, and only open comparisons ask for more
+#: Rounds from which a race goes on only while it has taken less than so many seconds, whatever its budget.
+PATIENCE_S = {FINE_ROUNDS: 10.0, 300: 0.5}
+KEPT = 4.0  #: times as hopeless as others must the incumbent be to be dropped: past all doubt
+_LOOKS_GROW = 1.25  # Looks at ever longer distances: few looks err seldom and cost little.
+_EXTRA_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What :func:`time_in_turns` saw.
+
+    ``timings`` holds every candidate that never failed, in the given order. ``failures`` holds the exception that
+    ended a candidate. ``dropped`` holds the ratio to the fastest at which a candidate was dropped as hopeless, and
+    ``cold`` those of them whose only sample is the first call, since the budget was gone. ``retired`` holds those that
+    ran no further because their case was settled: beaten, or too close to the incumbent to replace it. ``rounds``
+    counts the rounds that the survivors finished; ``elapsed_s`` is the time that all of it took, in seconds.
+    """
+
+    timings: dict[str, Timing]
+    failures: dict[str, Exception]
+    dropped: dict[str, float]
+    rounds: int
+    elapsed_s: float
+    cold: frozenset[str] = frozenset()
+    retired: frozenset[str] = frozenset()
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    budget_s: float | None,
+    min_rounds: int = 5,
+    max_rounds: int = 1000,
+    hopeless: float | None = 4.0,
+    target: float = 0.02,
+    margin: float = MARGIN,
+    resolution: float = 0.005,
+    synchronize: Callable[[], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    stopwatch: Stopwatch | None = None,
+    seed: int = 0,
+    keep: Collection[str] = (),
+    first_ms: Mapping[str, float] | None = None,
+    extra_ms: Mapping[str, float] | None = None,
+) -> Turns:
+    """Time the calls against one another, every survivor once per round in a shuffled order.
+
+    Each call runs once in the given order, unless ``first_ms`` has the milliseconds of its first call already. Round 0
+    warms up: it finds how many repeats make a sample last 0.2 ms or more (a sample is their mean), and whoever is then
+    over ``hopeless`` times slower than the fastest is dropped; who is in ``keep``, the incumbent, only past four times
+    that. Both of its runs have to say so; where the first one may have built something, it runs once more.
+
+    From ``min_rounds`` on, at ever longer distances, it is looked at what is sure. Whoever another one surely beats by
+    more than ``margin`` is retired, and so is who surely does not beat the incumbent by that much: their samples stand.
+    The incumbent itself runs until everyone who is left surely beats it. The race is over once no comparison of the
+    rest is open, which it is not when known to within ``resolution`` (:func:`~attn_dispatch.tuning.intervals.verdict`),
+    and
+    the 95 % interval of every median has a half-width below ``target`` of it, or 24 rounds have passed. It ends before
+    where the next round would exceed ``budget_s`` seconds (None: no limit), at ``max_rounds``, past 24 rounds after 10
+    seconds and past 300 after half a second (:data:`PATIENCE_S`).
+
+    ``extra_ms`` is added to the samples of a candidate wherever it is compared, such as its share of what its first
+    call takes; no sample holds it. ``stopwatch`` takes the samples, by default ``clock`` (seconds) after
+    ``synchronize``, with the garbage collector off; at the end it may add ``host_ms`` and ``cold_ms`` of those that
+    were never retired. ``clock`` keeps the budget. The same clock, calls and ``seed`` give the same result.
+
+    Round 0 runs whatever the budget, but once that is gone, those that were hopeless by their first call are dropped
+    on it alone. An :class:`Exception` of a call ends that candidate only; others, such as KeyboardInterrupt, propagate.
+    Raises :class:`ValueError` for ``max_rounds`` below 1 or ``hopeless`` below 1.
+    """
+    if max_rounds < 1 or (hopeless is not None and hopeless < 1.0):
+        raise ValueError("max_rounds and hopeless must be at least 1")
+    start_s = clock()
+    race = _Race(
+        stopwatch=stopwatch or HostStopwatch(clock, synchronize or (lambda: None)),
+        clock=clock,
+        end_s=start_s + (math.inf if budget_s is None else budget_s),
+        hopeless=math.inf if hopeless is None else hopeless,
+        rules=_Rules(margin, resolution, target, frozenset(keep), extra_ms or {}),
+        order=random.Random(seed),
+    )
+    race.run_first_calls(calls, first_ms or {})
+    race.run_warm_round()
+    race.run_rounds(min_rounds, max_rounds, start_s)
+    race.run_extras()
+    retired = frozenset(race.retired)
+    return Turns(race.timings(), race.failures, race.dropped, race.rounds, clock() - start_s, race.cold, retired)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    margin: float
+    resolution: float
+    target: float
+    keep: frozenset[str]
+    extra_ms: Mapping[str, float]
+
+    def cost(self, name: str, sample_ms: float) -> float:
+        return sample_ms + self.extra_ms.get(name, 0.0)
+
+    def costs(self, name: str, timing: Timing) -> Timing:
+        return timing.plus(self.extra_ms.get(name, 0.0))
+
+    def look(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
+        """Who is settled, and whether a comparison among the others is open."""
+        seen = {(a, b): self._verdict(timings[a], timings[b]) for a in timings for b in timings if a != b}
+        # "Surely faster" need not be transitive: the one of the least median stays, whoever beats it.
+        least = min(timings, key=lambda name: timings[name].median_ms, default="")
+        free = timings.keys() - self.keep
+        out = {
+            name for name in free - {least} if any(seen[rival, name] == "faster" for rival in timings.keys() - {name})
+        }
+        kept = timings.keys() & self.keep
+        if kept:
+            out |= {name for name in free if all(seen[name, incumbent] == "not" for incumbent in kept)}
+        alive = free - out
+        if alive:
+            out |= {name for name in kept if all(seen[rival, name] == "faster" for rival in alive)}
+        return out, any(seen[name, rival] == "open" for name in alive for rival in (alive | kept) - {name})
+
+    def fine(self, timings: Mapping[str, Timing]) -> bool:
+        return all(
+            median_interval(timing.samples_ms).half_width < self.target * timing.median_ms
+            for timing in timings.values()
+        )
+
+    def _verdict(self, candidate: Timing, baseline: Timing) -> str:
+        return verdict(candidate, baseline, self.margin, self.resolution)
+
+
+@dataclass
+class _Candidate:
+    call: Callable[[], object]
+    first_ms: float
+    repeats: int = 1
+    samples_ms: list[float] = field(default_factory=list[float])
+    host_ms: float | None = None
+    cold_ms: float | None = None
+
+    def timing(self) -> Timing:
+        return Timing(tuple(self.samples_ms), self.first_ms, self.host_ms, self.cold_ms)
+
+    def sample_s(self) -> float:
+        """About how long the next sample will take; one that was disturbed does not decide it."""
+        return statistics.median_low(self.samples_ms[-5:]) * self.repeats / 1e3
+
+
+@dataclass
+class _Race:
+    stopwatch: Stopwatch
+    clock: Callable[[], float]
+    end_s: float
+    hopeless: float
+    rules: _Rules
+    order: random.Random
+    candidates: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
+    failures: dict[str, Exception] = field(default_factory=dict[str, Exception])
+    dropped: dict[str, float] = field(default_factory=dict[str, float])
+    retired: set[str] = field(default_factory=set[str])
+    cold: frozenset[str] = frozenset()
+    rounds: int = 0
+
+    def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> None:
+        for name, call in calls.items():
+            with self._ending_on_failure(name):
+                first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
+                self.candidates[name] = _Candidate(call, first_ms)
+
+    def run_warm_round(self) -> None:
+        cold = self._hopeless_among({name: candidate.first_ms for name, candidate in self.candidates.items()})
+        for name, candidate in self._shuffled():
+            if name in cold and self.clock() >= self.end_s:
+                candidate.samples_ms.append(candidate.first_ms)
+                self.dropped[name] = cold[name]
+                continue
+            with self._ending_on_failure(name):
+                candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
+                candidate.samples_ms.append(sample_ms)
+        self.cold = frozenset(self.dropped)
+        self._drop_hopeless()
+        self.rounds += bool(self.running())
+
+    def _drop_hopeless(self) -> None:
+        """On the better of two runs: a single one may have been disturbed."""
+        least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
+        for name in self._hopeless_among(least_ms):
+            candidate = self.candidates[name]
+            built = candidate.first_ms > 2 * candidate.samples_ms[0]
+            if built and self.clock() < self.end_s:
+                with self._ending_on_failure(name):
+                    least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(candidate.call, candidate.repeats))
+        running = self.running().keys()
+        self.dropped |= self._hopeless_among({name: ms for name, ms in least_ms.items() if name in running})
+
+    def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> None:
+        next_look = min_rounds
+        while self.rounds < max_rounds and self.running():
+            if self.rounds >= next_look:
+                if self._settled():
+                    break
+                next_look = math.ceil(self.rounds * _LOOKS_GROW)
+            patience_s = min((most for rounds, most in PATIENCE_S.items() if self.rounds >= rounds), default=math.inf)
+            if self.clock() - start_s >= patience_s or not self._next_round_fits():
+                break
+            self.run_round()
+
+    def run_round(self) -> None:
+        for name, candidate in self._shuffled():
+            with self._ending_on_failure(name):
+                candidate.samples_ms.append(self.stopwatch.mean_ms(candidate.call, candidate.repeats))
+        self.rounds += bool(self.running())
+
+    def run_extras(self) -> None:
+        for name, candidate in self.running().items():
+            with self._ending_on_failure(name):
+                candidate.host_ms = self._median_of(self.stopwatch.host_ms, candidate)
+                candidate.cold_ms = self._median_of(self.stopwatch.cold_ms, candidate)
+
+    def _median_of(self, sample: Callable[[Callable[[], object]], float | None], candidate: _Candidate) -> float | None:
+        samples: list[float] = []
+        while len(samples) < _EXTRA_SAMPLES and self.clock() + candidate.sample_s() <= self.end_s:
+            sample_ms = sample(candidate.call)
+            if sample_ms is None:
+                return None
+            samples.append(sample_ms)
+        return statistics.median(samples) if samples else None
+
+    def running(self) -> dict[str, _Candidate]:
+        out = self.failures.keys() | self.dropped.keys() | self.retired
+        return {name: candidate for name, candidate in self.candidates.items() if name not in out}
+
+    def _settled(self) -> bool:
+        costs = {name: self.rules.costs(name, candidate.timing()) for name, candidate in self.running().items()}
+        out, is_open = self.rules.look(costs)
+        self.retired |= out
+        timings = {name: candidate.timing() for name, candidate in self.running().items()}
+        return not is_open and (self.rounds >= FINE_ROUNDS or self.rules.fine(timings))
+
+    def _next_round_fits(self) -> bool:
+        return self.clock() + sum(candidate.sample_s() for candidate in self.running().values()) <= self.end_s
+
+    def timings(self) -> dict[str, Timing]:
+        return {name: each.timing() for name, each in self.candidates.items() if name not in self.failures}
+
+    def _shuffled(self) -> list[tuple[str, _Candidate]]:
+        running = list(self.running().items())
+        self.order.shuffle(running)
+        return running
+
+    def _hopeless_among(self, times_ms: Mapping[str, float]) -> dict[str, float]:
+        costs_ms = {name: self.rules.cost(name, time_ms) for name, time_ms in times_ms.items()}
+        fastest_ms = min(costs_ms.values(), default=0.0)
+        ratios = {name: safe_ratio(cost, fastest_ms) for name, cost in costs_ms.items()}
+        most = {name: self.hopeless * (KEPT if name in self.rules.keep else 1.0) for name in ratios}
+        return {name: ratio for name, ratio in ratios.items() if ratio > most[name]}
+
+    @contextmanager
+    def _ending_on_failure(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a kernel under test may fail in any way
+            # The frames hold what the call had allocated, which the candidates still to come may need.
+            traceback.clear_frames(error.__traceback__)
+            self.failures[name] = error

@@ -1,0 +1,268 @@
+"""Registry x patterns x shapes x dtypes: a backend refuses, and forcing it says why, or it agrees with float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attn_dispatch.dispatch import attend
+from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.triton.work_list import visits_of
+from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.oracle import Gate
+from tests.conftest import INTERPRETED
+from tests.support.allocations import allocated_peak
+from tests.support.cases import CASES, DTYPES, Case, gate
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
+
+BACKENDS = registry.names()
+# What no CPU runs, and the code of the refusal that says so. Here only that is checked of them; what they compute is
+# checked in test_libraries.py with libraries made up, and where there is a device by test_on_cuda.
+ELSEWHERE = {
+    "flash": "device",
+    "xformers": "device",
+    "sdpa_cudnn": "device",
+    "sdpa_efficient": "device",
+    **({} if INTERPRETED else {"triton": "device", "triton_tiles": "device"}),
+}
+HERE = [name for name in BACKENDS if name not in ELSEWHERE]
+# Interpreted, Triton's kernels take 10 ms for each program. So they run a few cases in every way, and the others in
+# float32, forward and backward, with one batch row; those that another one contains are left out. On a GPU
+# `test_on_cuda` runs everything.
+SLOW = ("triton", "triton_tiles")
+EVERY_WAY = (
+    "dense-grouped",
+    "dense-head-dim-not-last",
+    "causal-both-masks",
+    "window-key-mask",
+    "longnet-short",
+    "neighborhood-key-mask",
+)
+CONTAINED = {
+    "longnet": "longnet-ragged",
+    "longnet-causal": "longnet-ragged-causal",
+    "longnet-heads-first": "longnet-head-dim-not-last",
+    "longnet-packed": "longnet-head-dim-not-last",
+    "longnet-key-mask": "longnet-both-masks",
+    "longnet-seq-lens": "longnet-both-masks",
+    "longnet-odd-heads": "longnet-split",
+    "rate-not-dividing": "rate-not-dividing-causal",
+}
+LEAST_SCALE = 1e-30  #: but for 0; the libraries that kernels call may take subnormal numbers for zero
+PROGRAMS = 16  #: that a random problem may take of a kernel
+
+
+def quick(case: Case, backend: str) -> bool:
+    return backend not in SLOW or case.id in EVERY_WAY
+
+
+def programs(problem: Problem, backend: str) -> int:
+    """How many programs the forward kernel runs."""
+    tiles = visits_of(problem, "queries", 64).most_tiles if backend == "triton" else -(-problem.q_len // 64)
+    return tiles * problem.heads * problem.batch
+
+
+def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, device: str = "cpu") -> None:
+    if device == "cpu" and not quick(case, backend_name):
+        case = replace(case, shape=(1, *case.shape[1:]))
+    problem = case.problem(dtype, needs_grad=needs_grad, device=device)
+    backend = registry.load(backend_name)
+    if backend.refusals(problem):
+        example = make(problem)
+        masks: dict[str, Any] = dict(example.masks)
+        with pytest.raises(NoBackend, match=f"{backend_name}: .{{10,}}"):
+            attend(example.q, example.k, example.v, problem.pattern, backend=backend_name, scale=problem.scale, **masks)
+        return
+    expected = gate(problem)
+    if device == "cuda":
+        found, peak = peak_bytes(lambda: expected.run(backend), problem.device)
+    else:
+        found, peak = allocated_peak(lambda: expected.run(backend))
+    assert expected.check(found).failures == (), (backend_name, dtype)
+    assert set(found) == {"out", "lse"} | ({"dq", "dk", "dv"} if needs_grad else set())
+    # What was allocated, results and gate's own gradient included, stays below what the backend announced.
+    announced = backend.workspace_bytes(problem) + problem.result_bytes + found["lse"].numel() * found["lse"].itemsize
+    assert peak is not None
+    assert peak <= announced
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize(
+    ("case", "dtype", "backend"),
+    [
+        pytest.param(case, dtype, backend, id=f"{case.id}-{dtype}-{backend}")
+        for case, dtype, backend in product(CASES, DTYPES, BACKENDS)
+        if quick(case, backend) or (dtype == torch.float32 and case.id not in CONTAINED)
+    ],
+)
+def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> None:
+    agrees(case, dtype, backend, True)
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, backend, id=f"{case.id}-{backend}")
+        for case, backend in product(CASES, BACKENDS)
+        if quick(case, backend)
+    ],
+)
+def test_forward_alone(case: Case, backend: str) -> None:
+    agrees(case, torch.float32, backend, False)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_on_cuda(case: Case) -> None:
+    for dtype in DTYPES:
+        for backend in BACKENDS:
+            if backend != "flex":  # compiles for half a minute each: test_flex.py takes a few
+                agrees(case, dtype, backend, True, "cuda")
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize("backend", HERE)
+def test_accepts_something(backend: str) -> None:
+    """One that refuses everything would pass all of the above: each takes half the cases in one dtype at least."""
+    refusals = registry.load(backend).refusals
+    accepted = [sum(not refusals(case.problem(dtype, needs_grad=True)) for case in CASES) for dtype in DTYPES]
+    assert max(accepted) >= len(CASES) // 2
+
+
+@pytest.mark.parametrize("backend", ELSEWHERE)
+def test_refuses_every_cpu(backend: str) -> None:
+    for case in CASES:
+        found = registry.load(backend).refusals(case.problem(torch.float16, needs_grad=True))
+        assert ELSEWHERE[backend] in {refusal.code for refusal in found}
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize("backend", HERE)
+def test_a_gradient_of_lse_alone(backend: str) -> None:
+    """lse is a result like out: a loss of nothing else must reach q and k, and leaves v alone."""
+    case = next(case for case in CASES if case.id == "longnet-ragged-causal")
+    problems = [case.problem(dtype, needs_grad=True) for dtype in DTYPES]
+    problem = next(each for each in problems if not registry.load(backend).refusals(each))
+    expected = gate(problem)
+    result = registry.load(backend).run(expected.example.q, expected.example.k, expected.example.v, problem)
+    assert isinstance(result, tuple)
+    inputs = (expected.example.q, expected.example.k, expected.example.v)
+    dq, dk, dv = torch.autograd.grad(result[1], inputs, expected.grad_lse, materialize_grads=True)
+    exact = grads_of_manual(expected)
+    assert not dv.any()
+    for found, right, name in ((dq, exact[0], "dq"), (dk, exact[1], "dk")):
+        assert float((found - right).abs().max()) <= expected.expected[name].tolerance
+
+
+def grads_of_manual(expected: Gate) -> tuple[Tensor, ...]:
+    """What the gate's gradient of lse alone gives dq and dk, in float64 by the plain formula."""
+    example = expected.example
+    q, k, v = (x.detach().double().requires_grad_() for x in (example.q, example.k, example.v))
+    result = registry.load("manual").run(q, k, v, replace(example.problem, dtype=torch.float64))
+    assert isinstance(result, tuple)
+    assert expected.grad_lse is not None
+    return torch.autograd.grad(result[1], (q, k), expected.grad_lse.double())
+
+
+def test_gradient_through_lse_of_manual_is_the_numerical_one() -> None:
+    problem = replace(Case("tiny", Dilated((4, 8), (1, 2), True), (1, 9, 2, 3)).problem(torch.float64, needs_grad=True))
+    example = make(problem)
+
+    def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = registry.load("manual").run(q, k, v, problem)
+        assert isinstance(result, tuple)
+        return result
+
+    assert torch.autograd.gradcheck(both, (example.q, example.k, example.v))
+
+
+def lengths() -> st.SearchStrategy[int]:
+    return st.integers(1, 70)
+
+
+@st.composite
+def patterns(draw: st.DrawFn, q_len: int, k_len: int) -> Pattern:
+    kinds = ["dense", "window"] + ["dilated", "dilated", "grid"] * (q_len == k_len)
+    kind = draw(st.sampled_from(kinds))
+    if kind == "dense":
+        return Dense(draw(st.booleans()))
+    if kind == "window":
+        side = st.none() | st.integers(0, 20)
+        return Window(draw(side), draw(side))
+    if kind == "dilated":
+        branches = draw(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 6)), min_size=1, max_size=4))
+        return Dilated(
+            tuple(w for w, _ in branches),
+            tuple(r for _, r in branches),
+            draw(st.booleans()),
+            draw(st.sampled_from(["mod", "block"])),
+            draw(st.sampled_from(["all", "split"])),
+        )
+    rows = draw(st.sampled_from([n for n in range(1, q_len + 1) if q_len % n == 0]))
+    grid = (rows, q_len // rows)
+    window = tuple(draw(st.sampled_from([1, 3, 5])) for _ in grid)
+    dilation = tuple(draw(st.integers(1, 3)) for _ in grid)
+    causal = tuple(draw(st.booleans()) for _ in grid)
+    try:
+        return Neighborhood(grid, window, dilation, causal, draw(st.sampled_from(["clip", "shift"])))
+    except InvalidInput:
+        assume(False)
+        raise
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
+    q_len = draw(lengths())
+    k_len = draw(st.just(q_len) | lengths())
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    square = q_len == k_len
+    order = st.sampled_from(["bnhd", "bhnd", "nbhd", "bnhd+gaps", "bndh"])
+    case = Case(
+        "random",
+        draw(patterns(q_len, k_len)),
+        (draw(st.integers(1, 3)), q_len, kv_heads * group, draw(st.integers(1, 20))),
+        k_len=k_len,
+        kv_heads=kv_heads,
+        seq_lens=square and draw(st.booleans()),
+        key_mask=draw(st.booleans()),
+        strides=(draw(order), draw(order), draw(order)),
+        scale=draw(st.none() | st.floats(-2, 2).filter(lambda scale: scale == 0 or abs(scale) >= LEAST_SCALE)),
+    )
+    return case, draw(st.sampled_from(DTYPES))
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+def test_random_problems(request: pytest.FixtureRequest) -> None:
+    """`--random-problems N` draws N of them."""
+    seen = dict.fromkeys(HERE, 0)
+
+    count = int(request.config.getoption("--random-problems") or 0)
+
+    @settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @given(random_cases(), st.booleans())
+    def every_backend_agrees(drawn: tuple[Case, torch.dtype], needs_grad: bool) -> None:
+        case, dtype = drawn
+        problem = case.problem(dtype, needs_grad=needs_grad)
+        expected = Gate.of(make(problem))
+        for name in HERE:
+            backend = registry.load(name)
+            if not backend.refusals(problem) and (name not in SLOW or programs(problem, name) <= PROGRAMS):
+                assert expected.check(expected.run(backend)).failures == (), name
+                seen[name] += 1
+
+    every_backend_agrees()
+    assert min(seen.values()) > 0

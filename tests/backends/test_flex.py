@@ -1,0 +1,389 @@
+"""The backend `flex`: what it refuses, what it keeps, and its kernels as compiled here.
+
+test_conformance.py holds its arithmetic to the definition without the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch.backends import flex
+from attn_dispatch.decisions import decide
+from attn_dispatch.dispatch import attend
+from attn_dispatch.errors import NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.oracle import Gate
+from tests.support.cases import Case, gate
+
+LONGNET = Dilated((64, 128, 256), (1, 2, 4), is_causal=True)
+
+
+def problem(pattern: Pattern = LONGNET, length: int = 256, **changes: Any) -> Problem:
+    plain = Case("flex", pattern, (2, length, 4, 16)).problem(torch.float32, needs_grad=False)
+    return replace(plain, **{"return_lse": False, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    flex.release()
+    yield
+    flex.release()
+
+
+@pytest.fixture(autouse=True)
+def _own_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder of compiled kernels for these tests."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def codes(of: Problem) -> set[str]:
+    return {refusal.code for refusal in flex.refusals(of)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"needs_grad": True}, "gradient", "its CPU kernel has no backward"),
+        ({"return_lse": True}, "lse", "its CPU kernel gives no lse"),
+        ({"dtype": torch.float64}, "dtype", "computes in bfloat16, float16, float32, not float64"),
+        ({"dropout_p": 0.25}, "dropout", "has no dropout, asked for 0.25"),
+        ({"ranks": 2}, "mesh", "runs on one rank, the sequence is sharded over 2"),
+    ],
+)
+def test_what_it_cannot_do_on_a_cpu(changes: dict[str, Any], code: str, text: str) -> None:
+    assert code not in codes(problem())
+    assert text in map(str, flex.refusals(problem(**changes)))
+
+
+def test_forced_it_says_why() -> None:
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    with pytest.raises(NoBackend, match=r"flex: .*its CPU kernel has no backward"):
+        attend(q, q, q, LONGNET, backend="flex")
+
+
+def test_tables_of_long_sequences() -> None:
+    """Their size goes by the square of the length: 1 GiB at a million tokens."""
+    million = 2**20
+    assert flex.table_bytes(problem(length=million)) == flex.TABLE_LIMIT
+    assert flex.table_bytes(problem(Dense(), length=million)) == 0
+    (refusal,) = (r for r in flex.refusals(problem(length=million + 1)) if r.code == "over_memory")
+    assert refusal.text == f"{LONGNET} needs block tables of 1.0 GiB, over 1.0 GiB"
+    split = replace(LONGNET, heads="split")
+    assert flex.table_bytes(problem(split, length=million // 2)) == flex.TABLE_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"CXX": "no-such-compiler"}, "compiles its CPU kernel with no-such-compiler, which is not on the PATH"),
+        ({"ATEN_CPU_CAPABILITY": "default"}, "which $ATEN_CPU_CAPABILITY=default turns off"),
+    ],
+)
+def test_a_machine_that_cannot_compile(
+    environment: dict[str, str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.touch(mode=0o755)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    for name, value in {"CXX": str(compiler), **environment}.items():
+        monkeypatch.setenv(name, value)
+    flex._missing_for_cpu.cache_clear()
+    try:
+        assert any(text in str(refusal) for refusal in flex.refusals(problem()))
+    finally:
+        flex._missing_for_cpu.cache_clear()
+
+
+def test_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    (refusal,) = (r for r in flex.refusals(problem()) if r.code == "release")
+    assert refusal.text == "its CPU kernel is used with torch 2.13 and newer, not 2.12.1+cpu"
+
+
+def test_it_comes_after_what_needs_no_compiler() -> None:
+    """The static choice must not be a backend whose first call takes seconds."""
+    names = registry.names()
+    assert names.index("sdpa") < names.index("sdpa_mask") < names.index("flex") < names.index("manual")
+
+
+# --- what it keeps ----------------------------------------------------------------------------------------------------
+
+
+class Compiler:
+    """In place of torch.compile: the function as it is, which it counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.functions: list[Any] = []
+        monkeypatch.setattr(torch, "compile", self)
+        monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+        monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", lambda q, *rest, **options: q)
+
+    def __call__(self, function: Any, **options: Any) -> Any:
+        assert options == {"fullgraph": True, "dynamic": False}
+        self.functions.append(function)
+        return function
+
+
+def call(of: Problem) -> None:
+    example = make(of)
+    masks: dict[str, Any] = example.masks
+    flex.run(example.q, example.k, example.v, of, **masks)
+
+
+def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(monkeypatch)
+    problems = [problem(length=n) for n in (8, 9)]
+    assert [flex.first_call_ms(each) for each in problems] == [flex.CPU_COMPILE_MS] * 2
+    for each in problems * 2:
+        call(each)
+    assert [flex.first_call_ms(each) for each in problems] == [0, 0]
+    assert len(compiler.functions) == 2
+    assert compiler.functions[0].__code__ is not compiler.functions[1].__code__  # the compiler's limit goes by these
+
+
+def test_what_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    Compiler(monkeypatch)
+    one, other = problem(length=8), problem(length=9)
+    call(one)
+    call(other)
+    flex.forget(one)
+    flex.forget(one)  # nothing there any more
+    assert [flex.first_call_ms(each) > 0 for each in (one, other)] == [True, False]
+    flex.release()
+    assert flex.first_call_ms(other) > 0
+
+
+def test_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Compiler(monkeypatch)
+    monkeypatch.setattr(flex, "MOST_KEPT", 2)
+    problems = [problem(length=n) for n in (8, 9, 10)]
+    for each in (problems[0], problems[1], problems[0], problems[2]):
+        call(each)
+    assert [kept for kept, _ in flex._kept] == [problems[0], problems[2]]
+    monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.table_bytes(problems[0]))
+    large = problem(length=129)  # four blocks
+    monkeypatch.setattr(flex, "MOST_KEPT", 9)
+    call(large)
+    assert [kept for kept, _ in flex._kept] == [large]
+
+
+def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    Compiler(monkeypatch)
+
+    def broken(*inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", broken)
+    with pytest.raises(RuntimeError, match="no"):
+        call(problem(length=8))
+    assert flex.first_call_ms(problem(length=8)) > 0
+
+
+def test_lse_is_asked_for_as_each_release_wants_it() -> None:
+    class Request(tuple[bool, ...]):
+        def __new__(cls, lse: bool) -> Request:
+            return super().__new__(cls, (lse,))
+
+    wants = problem(return_lse=True)
+    assert flex._lse_options(object(), wants) == {"return_lse": True}
+    newer = type("Newer", (), {"AuxRequest": Request})
+    assert flex._lse_options(newer, wants) == {"return_aux": Request(lse=True)}
+    assert flex._lse_options(newer, problem()) == {}
+
+
+def test_tables_are_those_of_torch() -> None:
+    """For a pattern whose blocks are known exactly, what torch makes of the whole mask."""
+    library = pytest.importorskip("torch.nn.attention.flex_attention")
+    ours = library.BlockMask(mask_mod=library.noop_mask, **flex._tables(problem(Window(300, 0), 500), None))
+
+    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (i - j <= 300) & (j <= i)
+
+    theirs = library.create_block_mask(mask, None, None, 500, 500, device="cpu", BLOCK_SIZE=flex.BLOCK)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "q_num_blocks", "q_indices", "full_q_indices"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert ours.shape == theirs.shape
+
+
+def test_a_compiler_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not hold every score instead."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with pytest.raises(RuntimeError, match=r"torch\.compile is turned off"):
+        call(problem(length=8))
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def compiled(of: Problem) -> tuple[Example, Gate]:
+    """An example that the compiled kernel agrees with."""
+    reasons = [str(refusal) for refusal in flex.refusals(of)]
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    example = make(of)
+    gate = Gate.of(example)
+    with decide.undisturbed(of.device):  # as a trial runs it
+        assert gate.check(gate.run(flex)).failures == ()
+    assert flex.first_call_ms(of) == 0
+    return example, gate
+
+
+def graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_compiled_dilated() -> None:
+    """Full, partial and missing blocks, keys that are seen more than once; compiled once whatever surrounds a call."""
+    before = graphs()
+    of = problem(length=300)
+    example, gate = compiled(of)
+    assert graphs() == before + 1
+    q, k, v = example.q, example.k, example.v
+    outs = [attend(q, k, v, LONGNET, backend="flex")]
+    with torch.inference_mode(), torch.device("meta"):
+        outs.append(attend(q, k, v, LONGNET, backend="flex"))
+    packed = torch.stack([q, k, v], dim=2).requires_grad_()
+    with torch.no_grad():
+        outs.append(flex.run(packed[:, :, 0], packed[:, :, 1], packed[:, :, 2], of))
+    for out in outs:
+        assert gate.check({"out": out}).failures == ()
+    assert graphs() == before + 1
+    flex.release()
+    assert flex.first_call_ms(of) > 0
+
+
+def test_compiled_with_masks() -> None:
+    """Masks are data: others take the same kernel. Grouped heads, and queries without a key."""
+    before = graphs()
+    grid = Neighborhood((5, 8, 8), (3, 5, 3), (1, 1, 2), (False, True, False), "shift")
+    plain = Case("masks", grid, (2, 320, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
+    of = replace(plain.problem(torch.float32, needs_grad=False), return_lse=False)
+    compiled(of)
+    other = make(of, seed=1)
+    other.masks["key_mask"][:, :40] = False
+    other.masks["seq_lens"][0] = 0
+    gate = Gate.of(other)
+    found = gate.run(flex)
+    assert gate.check(found).failures == ()
+    assert not found["out"][0].any()
+    assert graphs() == before + 1
+
+
+def test_traced_as_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU kernel lacks, lse and gradients, by the compiler's own steps up to the kernel."""
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend="aot_eager", **options))
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *inputs: None)
+    plain = Case("traced", LONGNET, (2, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
+    gate = Gate.of(make(plain.problem(torch.float32, needs_grad=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a backward pass is compiled by the first one
+        found = gate.run(flex)
+    assert gate.check(found).failures == ()
+    assert set(found) == {"out", "lse", "dq", "dk", "dv"}
+
+
+CUDA_CASES = (
+    Case("dilated", LONGNET, (2, 500, 8, 64), kv_heads=2),
+    Case("dilated-masks", LONGNET, (2, 300, 4, 32), key_mask=True, seq_lens=True),
+    Case("shift", Neighborhood((18, 20), (5, 7), (2, 1), (False, True), "shift"), (2, 360, 4, 64)),
+    Case("rows-without-keys", Dense(is_causal=True), (1, 600, 2, 64), k_len=200),
+    Case("odd-head-dim", Window(100, 30), (1, 333, 2, 33)),
+    Case("one-query", Window(700, 0), (2, 1, 8, 64), k_len=1500, kv_heads=2),
+)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.id)
+def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
+    of = case.problem(dtype, needs_grad=True, device="cuda")
+    assert flex.refusals(of) == []
+    gate = Gate.of(make(of))
+    gate.run(flex)
+    found, peak = peak_bytes(lambda: gate.run(flex), of.device)
+    assert gate.check(found).failures == ()
+    assert set(found) == {"out", "lse", "dq", "dk", "dv"}
+    lse_bytes = found["lse"].numel() * found["lse"].itemsize
+    assert peak is not None
+    assert peak <= flex.workspace_bytes(of) + of.result_bytes + lse_bytes
+
+
+# --- orders of tokens -------------------------------------------------------------------------------------------------
+
+IN_ORDER = [
+    ("hilbert", Neighborhood((9, 15), (5, 3))),
+    ("hilbert", Neighborhood((12, 13), (3, 5), (2, 1), (True, False), "shift")),
+    ("hilbert", Neighborhood((5, 6, 7), (3, 3, 5))),
+    ("residue", Dilated((64, 100), (2, 4), is_causal=True)),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("order", "pattern"), IN_ORDER)
+def test_results_in_another_order(
+    order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
+    case = Case("", pattern, (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
+    asked = case.problem(torch.float32, needs_grad=True)
+    assert order in flex.orders(asked)
+    expected = gate(asked)
+    assert expected.check(expected.run(flex, order)).failures == ()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("order", "pattern"), [*IN_ORDER, ("hilbert", Window(20, 3)), ("hilbert", IN_ORDER[3][1])])
+def test_tokens_that_are_kept_in_another_order(
+    order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is permuted; masks are about tokens as they lie."""
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
+    case = Case("", Reordered(pattern, order), (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
+    asked = case.problem(torch.float32, needs_grad=True)
+    assert flex.orders(asked) == ("natural",)
+    expected = gate(asked)
+    assert expected.check(expected.run(flex)).failures == ()
+
+
+def test_orders_too_long_to_look_for_blocks_in() -> None:
+    kept = problem(Reordered(Window(20, 3), "hilbert"), 2**16)
+    assert "pattern" in codes(kept)
+    assert "pattern" not in codes(replace(kept, pattern=Window(20, 3)))
+
+
+def test_a_compiled_kernel_in_hilbert_order() -> None:
+    asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
+    expected = gate(replace(asked, return_lse=False))
+    assert expected.check(expected.run(flex, "hilbert")).failures == ()
+
+
+def test_residue_order_is_offered_where_its_blocks_can_be_found() -> None:
+    def offered(tokens: int) -> tuple[str, ...]:
+        return flex.orders(
+            Case("", Dilated((4096,), (4,)), (1, tokens, 8, 16)).problem(torch.float32, needs_grad=False)
+        )
+
+    assert offered(8192) == ("natural", "residue")
+    assert offered(32768) == ("natural",)

@@ -1,0 +1,211 @@
+"""The adapters of other libraries and of PyTorch's CUDA ops, with made-up ones that run here: out, lse, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
+from attn_dispatch.kernels import dense
+from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.branches.backend import Branched, Variant
+from attn_dispatch.kernels.dense import CpuFlash
+from attn_dispatch.kernels.limits import ANY
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.oracle import Gate
+from tests.kernels.test_limits import installed
+from tests.support import libraries
+from tests.support.cases import CASES, Case, gate
+
+ADAPTERS = {
+    "flash2": flash.BACKEND.variants[3],
+    "flash3": flash.BACKEND.variants[2],
+    "flash4": flash.BACKEND.variants[1],
+    "xformers": xformers.BACKEND.variants[0],
+    "cudnn": sdpa_cudnn.BACKEND.variants[0],
+    "cudnn-before-2.9": sdpa_cudnn.BACKEND.variants[0],
+    "efficient": sdpa_efficient.BACKEND.variants[0],
+    "float32-efficient": sdpa_float32.BACKEND.variants[1],
+}
+DTYPES = (torch.float32, torch.float16)
+IDS = (
+    *("dense", "dense-odd-head-dim", "dense-grouped", "dense-cross", "dense-expanded", "dense-head-dim-not-last"),
+    *("causal", "causal-few-tokens", "causal-rows-without-keys", "scale-given", "large-scores"),
+    *("longnet-causal", "longnet-ragged", "longnet-ragged-causal", "longnet-grouped", "longnet-grouped-uneven"),
+    *("longnet-odd-heads", "longnet-packed", "longnet-head-dim-not-last", "longnet-split"),
+    *("segments-alone-causal-grouped", "rate-not-dividing-causal", "uncovered-rows"),
+    *("dense-key-mask", "causal-both-masks", "longnet-key-mask", "longnet-seq-lens", "longnet-both-masks"),
+    *("window-causal", "window-both-sides", "window-ahead", "window-rows-without-keys"),
+)
+CHOSEN = [case for case in CASES if case.id in IDS]
+FEW = [case for case in CHOSEN if case.id in ("dense-odd-head-dim", "causal", "longnet-ragged-causal", "window-causal")]
+NEWEST = {"flash-attn-4": "4.0.0b36", "flash_attn_3": "3.0.0", "flash-attn": "2.8.3", "xformers": "0.0.35"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tables: tuple[Any, ...] = (branched._prepared, branched._installed, branched._load_fault)
+    for table in tables:
+        table.cache_clear()
+    installed(monkeypatch, NEWEST)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    yield
+    torch.set_num_threads(threads)
+    for table in tables:
+        table.cache_clear()
+
+
+@pytest.fixture
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Puts the library of the test's `adapter` in place; what its backward passes are told."""
+    adapter: str = request.getfixturevalue("adapter")
+    seen: list[dict[str, Any]] = []
+    context: Any = nullcontext()
+    if adapter == "flash2":
+        libraries.flash_attn_2(monkeypatch, seen)
+    elif adapter == "flash3":
+        context = libraries.flash_attn_3(monkeypatch, seen)
+    elif adapter == "flash4":
+        libraries.flash_attn_4(monkeypatch, seen)
+    elif adapter == "xformers":
+        libraries.xformers(monkeypatch, seen)
+    elif adapter.startswith("cudnn"):
+        monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(3 if "before" in adapter else 4))
+    else:
+        monkeypatch.setattr(dense, "aten", libraries.efficient_ops())
+    with context:
+        yield seen
+
+
+def here(variant: Variant) -> Branched:
+    """A backend of one kernel, on the CPU and in any dtype that it is asked for."""
+    limits = replace(variant.limits, device="cpu", dtypes=dict.fromkeys(DTYPES, ANY), platforms=())
+    return Branched("adapter", (replace(variant, limits=limits),))
+
+
+def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> None:
+    backend, problem = here(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
+    if not backend.refusals(problem):
+        assert gate(problem).check(gate(problem).run(backend)).failures == ()
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.id)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[str, Any]]) -> None:
+    agrees(adapter, case, torch.float32, True)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_in_half_precision_and_without_gradients(
+    adapter: str, case: Case, calls: list[dict[str, Any]]
+) -> None:
+    agrees(adapter, case, torch.float16, True)
+    agrees(adapter, case, torch.float16, False)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_refuse_only_what_they_cannot(adapter: str, calls: list[dict[str, Any]]) -> None:
+    backend = here(ADAPTERS[adapter])
+    refused = {case.id: backend.refusals(case.problem(torch.float16, needs_grad=True)) for case in CHOSEN}
+    windows = {case.id for case in CHOSEN if isinstance(case.pattern, Window)}
+    masked = {case.id for case in CHOSEN if case.seq_lens or case.key_mask}
+    expected: set[str] = set() if adapter.startswith("flash") else set(windows)
+    expected |= set() if "efficient" in adapter else masked
+    # A tail of one token.
+    expected |= {"rate-not-dividing-causal"} if adapter.startswith("cudnn") else set()
+    assert {name for name, reasons in refused.items() if reasons} == expected
+
+
+@pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_is_told_what_is_asked(adapter: str, deterministic: bool, calls: list[dict[str, Any]]) -> None:
+    case = Case("", Window(5, None), (1, 40, 2, 16))
+    problem = replace(case.problem(torch.float16, needs_grad=True), deterministic=deterministic)
+    checked = Gate.of(make(problem))
+    assert checked.check(checked.run(here(ADAPTERS[adapter]))).failures == ()
+    assert calls == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
+
+
+@pytest.mark.parametrize(
+    ("capability", "there", "expected"),
+    [
+        ((8, 0), NEWEST, "Flash2"),
+        ((9, 0), NEWEST, "Flash4"),
+        ((9, 0), ("flash_attn_3", "flash-attn"), "Flash3"),
+        ((9, 0), ("flash-attn",), "Flash2"),
+        ((10, 0), NEWEST, "Flash4"),
+        ((12, 0), NEWEST, "Flash2"),
+    ],
+    ids=str,
+)
+def test_the_newest_generation_that_fits(
+    capability: tuple[int, int], there: Collection[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries.flash_attn_2(monkeypatch, [])
+    libraries.modules(monkeypatch, flash_attn_3={}, flash_attn_3___C={})
+    libraries.modules(monkeypatch, flash_attn__cute={}, flash_attn__cute__interface={})
+    installed(monkeypatch, {name: version for name, version in NEWEST.items() if name in there})
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr("sys.platform", "linux")
+    problem = CHOSEN[0].problem(torch.bfloat16, needs_grad=True, device="cuda:0")
+    assert flash.refusals(problem) == []
+    kernel, _, scratch = branched._prepared(flash.BACKEND, problem)
+    assert type(kernel).__name__ == expected
+    assert scratch > 0
+    assert flash.version() == ", ".join(
+        f"{name} {version}" for name, version in NEWEST.items() if name in there and name != "xformers"
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)
+def test_cudnn_reads_out_as_it_did_before(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up op keeps plans as PyTorch does, by q, k and v: out in another layout would be misread."""
+    monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(4))
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(shape) for _ in range(4))
+    kernel = sdpa_cudnn.Cudnn()
+    out, lse = kernel.forward(q, k, v, True, 0.3, None)
+    first = kernel.backward(grad, q, k, v, out, lse, True, 0.3, None)
+    for turn in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)):
+        turned = [x.permute(turn).contiguous().permute(torch.tensor(turn).argsort().tolist()) for x in (grad, out)]
+        again = kernel.backward(turned[0], q, k, v, turned[1], lse, True, 0.3, None)
+        assert all(torch.equal(one, other) for one, other in zip(first, again))
+
+
+@pytest.mark.parametrize("pattern", [Dense(True), Dilated((16, 32), (1, 2), True)], ids=str)
+def test_float32_is_not_narrowed_on_the_way(pattern: Pattern) -> None:
+    problem = Case("", pattern, (2, 64, 4, 16)).problem(torch.float16, needs_grad=False)
+    example = make(problem)
+    found = sdpa_float32.run(example.q, example.k, example.v, problem)
+    q, k, v = (x.float() for x in (example.q, example.k, example.v))
+    out, lse = sdpa.run(q, k, v, replace(problem, dtype=torch.float32))
+    assert torch.equal(found[0], out.half())
+    assert torch.equal(found[1], lse)
+
+
+def test_float32_gradients_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[torch.dtype] = set()
+
+    def backward(self: CpuFlash, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        seen.update(x.dtype for x in tensors if isinstance(x, torch.Tensor))
+        return real(self, *tensors)
+
+    real = CpuFlash.backward
+    monkeypatch.setattr(CpuFlash, "backward", backward)
+    for case in FEW:
+        if isinstance(case.pattern, Window):
+            continue
+        problem = case.problem(torch.bfloat16, needs_grad=True)
+        checked = gate(problem)
+        assert checked.check(checked.run(sdpa_float32.BACKEND)).failures == ()
+    assert seen == {torch.float32}

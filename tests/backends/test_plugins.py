@@ -1,0 +1,230 @@
+"""Backends from elsewhere: only what is right is chosen, and what is broken is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, explain, register
+from attn_dispatch.backends import manual
+from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from tests.support.calls import BUILT_IN, Plugin, close, formula, qkv, status
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def one_entry(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    out = out.clone()
+    out[0, -1, 1, 3] += 0.01
+    return out, lse
+
+
+def one_nan(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    out = out.clone()
+    out[0, -1, 1, 3] = math.nan
+    return out, lse
+
+
+def raising(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("out of\norder")
+
+
+def wrong_grad(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The right values; the gradient of another function."""
+    return out.detach() + 1.01 * (out - out.detach()), lse
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
+    "scaled": (lambda out, lse: (out * 1.01, lse), "incorrect", "out is off by"),
+    "one-entry": (one_entry, "incorrect", "out is off by"),
+    "nan": (one_nan, "incorrect", "out has NaN"),
+    "all-nan": (lambda out, lse: (out * math.nan, lse), "incorrect", "out has NaN"),
+    "lse": (lambda out, lse: (out, lse + 0.01), "incorrect", "lse is off by"),
+    "lse-base-2": (lambda out, lse: (out, lse / math.log(2)), "incorrect", "lse is off by"),
+    "lse-dtype": (lambda out, lse: (out, lse.double()), "incorrect", "lse is torch.float64, not torch.float32"),
+    "lse-shape": (lambda out, lse: (out, lse.mT), "incorrect", "lse has shape [1, 192, 2], not [1, 2, 192]"),
+    "no-lse": (lambda out, lse: out, "incorrect", "lse was asked for and not returned"),
+    "dtype": (lambda out, lse: (out.double(), lse), "incorrect", "out is torch.float64, not torch.float32"),
+    "shape": (lambda out, lse: (out.transpose(1, 2), lse), "incorrect", "out has shape [1, 2, 192, 8]"),
+    "raises": (raising, "failed", "RuntimeError: out of order"),
+    "none": (lambda out, lse: None, "failed", "TypeError"),
+}
+WRONG_GRADS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
+    "detached": (lambda out, lse: (out.detach(), lse), "failed", "RuntimeError"),
+    "gradient": (wrong_grad, "incorrect", "dq is off by"),
+}
+
+
+@pytest.mark.parametrize(("change", "expected", "reason"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_not_chosen(change: Callable[[Tensor, Tensor], Any], expected: str, reason: str) -> None:
+    register(Plugin(change))
+    q, k, v = qkv()
+    out, lse = attend(q, k, v, is_causal=True, return_lse=True)
+    exact = formula(q, k, v, Dense(is_causal=True))
+    assert close(out, exact[0])
+    assert close(lse, exact[1])
+    found = explain(q, k, v, is_causal=True, return_lse=True)
+    row = next(candidate for candidate in found.candidates if candidate.backend == "planted")
+    assert found.choice in BUILT_IN
+    assert row.status == expected
+    assert reason in row.reason
+    assert row.median_ms is None
+
+
+@pytest.mark.parametrize(("change", "expected", "reason"), WRONG_GRADS.values(), ids=WRONG_GRADS)
+def test_wrong_gradients_are_not_chosen(change: Callable[[Tensor, Tensor], Any], expected: str, reason: str) -> None:
+    register(Plugin(change))
+    q, k, v = qkv()
+    q.requires_grad_()
+    attend(q, k, v)
+    row = next(candidate for candidate in explain(q, k, v).candidates if candidate.backend == "planted")
+    assert row.status == expected
+    assert reason in row.reason
+
+
+def test_what_is_right_and_fastest_is_chosen() -> None:
+    register(Plugin())
+    q, k, v = qkv()
+    assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+    found = explain(q, k, v)
+    assert (found.choice, found.source) == ("planted", "measured")
+    assert status(found, "manual") == "slower"
+
+
+def test_out_alone_is_enough_where_lse_is_not_asked_for() -> None:
+    plugin = Plugin(lambda out, lse: out)
+    register(plugin)
+    q, k, v = qkv()
+    attend(q, k, v)
+    assert explain(q, k, v).choice == "planted"
+    assert torch.equal(attend(q, k, v, backend="planted"), plugin.known[id(q)][1])
+    mask = torch.ones(1, 16, dtype=torch.bool)
+    for key_mask in (None, mask):
+        with pytest.raises(BackendFailed, match="planted was asked for lse and did not return it"):
+            attend(q, k, v, backend="planted", return_lse=True, key_mask=key_mask)
+
+
+# --- plug-ins that refuse or fail -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["not_installed", "over_memory", "moon"])
+def test_a_refusal_is_a_status_and_a_reason(code: str) -> None:
+    register(Plugin(reasons=[Refusal(code, "is not here"), Refusal("other", "nor there")]))
+    found = explain(*qkv())
+    row = next(candidate for candidate in found.candidates if candidate.backend == "planted")
+    assert row.status == ("unsupported" if code == "moon" else code)
+    assert row.reason == "is not here; nor there"
+
+
+@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes"])
+def test_a_broken_plugin_does_not_take_the_call_along(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    plugin = Plugin()
+    monkeypatch.setattr(plugin, part, broken)
+    register(plugin)
+    q, k, v = qkv()
+    assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+    if part != "version":
+        assert status(explain(q, k, v), "planted") == "failed"
+
+
+def test_refusals_that_are_no_refusals() -> None:
+    register(Plugin(reasons=["no"]))  # type: ignore[list-item]
+    q, k, v = qkv()
+    attend(q, k, v)
+    assert status(explain(q, k, v), "planted") == "failed"
+
+
+def test_a_forced_backend_that_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(problem: Problem) -> None:
+        raise KeyError("broken")
+
+    plugin = Plugin()
+    monkeypatch.setattr(plugin, "refusals", broken)
+    register(plugin)
+    with pytest.raises(BackendFailed, match="planted cannot tell whether it can run") as raised:
+        attend(*qkv(), backend="planted")
+    assert isinstance(raised.value.__cause__, KeyError)
+    found = explain(*qkv(), backend="planted")
+    assert found.choice is None
+    assert status(found, "planted") == "failed"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_backend_that_raises(masked: bool) -> None:
+    register(Plugin(raising))
+    mask = torch.ones(1, 16, dtype=torch.bool) if masked else None
+    with pytest.raises(BackendFailed) as raised:
+        attend(*qkv(), backend="planted", key_mask=mask)
+    assert "planted failed on [1, 16, 2, 8]" in str(raised.value)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert str(raised.value.__cause__) == "out of\norder"
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "none": (lambda out, lse: None, "NoneType"),
+    "list": (lambda out, lse: [out, lse], "list"),
+    "dict": (lambda out, lse: {"out": out, "lse": lse}, "dict"),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "bhnd"}, {"return_lse": True}, {"layout": "bhnd", "return_lse": True}], ids=str
+)
+@pytest.mark.parametrize(("change", "kind"), RETURNED.values(), ids=RETURNED)
+def test_what_is_no_result(change: Callable[[Tensor, Tensor], Any], kind: str, options: dict[str, Any]) -> None:
+    register(Plugin(change))
+    q, k, v = qkv()
+    with pytest.raises(BackendFailed, match=f"planted returned a {kind}, neither out nor"):
+        attend(q, k, v, backend="planted", **options)
+
+
+# --- registering ------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_will_do() -> None:
+    module: Any = SimpleNamespace(**{name: getattr(manual, name) for name in registry.REQUIRED} | {"name": "module"})
+    register(module)
+    q, k, v = qkv()
+    assert torch.equal(attend(q, k, v, backend="module"), attend(q, k, v, backend="manual"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (SimpleNamespace(name="a", version=str, run=str), "lacks refusals, workspace_bytes; it needs name, version"),
+        (3, "lacks name, version, refusals, workspace_bytes, run"),
+        (Plugin(name="two words"), "backend.name must be an identifier, got 'two words'"),
+        (Plugin(name=""), "backend.name must be an identifier, got ''"),
+        (Plugin(name=7), "backend.name must be an identifier, got 7"),  # type: ignore[arg-type]
+        (Plugin(name="sdpa"), "a backend named 'sdpa' is there already: " + ", ".join(registry.BUILT_IN)),
+        (Plugin(name="manual"), "a backend named 'manual' is there already"),
+    ],
+    ids=["some-missing", "all-missing", "spaces", "empty", "number", "built-in", "last"],
+)
+def test_what_cannot_be_registered(backend: Any, message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        register(backend)
+    assert message in str(raised.value)
+    assert not registry._added
+
+
+def test_a_name_is_registered_once() -> None:
+    register(Plugin())
+    with pytest.raises(InvalidInput, match="a backend named 'planted' is there already"):
+        register(Plugin())

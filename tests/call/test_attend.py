@@ -1,0 +1,247 @@
+"""attend() and explain(): what a call takes, what comes out, and what is said when it cannot be run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, dispatch, explain, register
+from attn_dispatch.decisions import decide
+from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.orders import EXCHANGES, ORDERS
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.folder import cache_folder
+from tests.support.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, forget, formula, qkv
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+def test_lse_in_each_dtype() -> None:
+    for dtype, wide in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        q, k, v = qkv(dtype=dtype)
+        out, lse = attend(q, k, v, return_lse=True)
+        assert (out.dtype, lse.dtype, lse.shape) == (dtype, wide, (1, 2, 16))
+        assert isinstance(attend(q, k, v), Tensor)
+
+
+@pytest.mark.parametrize("seq_lens", [None, torch.tensor([9])], ids=["plain", "masked"])
+def test_the_other_layout(seq_lens: Tensor | None) -> None:
+    q, k, v = qkv()
+    options: dict[str, Any] = {"is_causal": True, "return_lse": True, "seq_lens": seq_lens}
+    out, lse = attend(q, k, v, **options)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out_swapped, lse_swapped = attend(q, k, v, layout="bhnd", **options)
+    assert torch.equal(out_swapped, out.transpose(1, 2))
+    assert torch.equal(lse_swapped, lse)
+    assert counted(measured=1)
+
+
+def test_masks_are_of_the_call_and_not_of_the_route() -> None:
+    q, k, v = qkv()
+    for length in (16, 3, 9):
+        out = attend(q, k, v, seq_lens=torch.tensor([length]))
+        assert close(out[:, :length], formula(q[:, :length], k[:, :length], v[:, :length], Dense())[0])
+        assert not out[:, length:].any()
+    with pytest.raises(InvalidInput, match="seq_lens must lie in"):
+        attend(q, k, v, seq_lens=torch.tensor([17]))
+    assert counted(measured=1)
+
+
+def test_what_is_no_result_is_said() -> None:
+    register(Plugin(change=lambda out, lse: (out,)))
+    with pytest.raises(BackendFailed, match="planted returned a tuple, neither out nor"):
+        attend(*qkv(), backend="planted")
+
+
+BRANCHES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "tuples": lambda: ((4, 8), (1, 2)),
+    "lists": lambda: ([4, 8], [1, 2]),
+    "other-order": lambda: ([8, 4], [2, 1]),
+    "numpy": lambda: (np.array([4, 8]), np.array([1, 2])),
+    "torch": lambda: (torch.tensor([4, 8]), torch.tensor([1, 2])),
+    "range": lambda: (range(4, 9, 4), range(1, 3)),
+    "iterators": lambda: (iter([4, 8]), iter([1, 2])),
+}
+
+
+@pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES)
+def test_any_sequence_of_branches(branches: Callable[[], tuple[Iterable[int], Iterable[int]]]) -> None:
+    q, k, v = qkv()
+    expected = attend(q, k, v, Dilated((4, 8), (1, 2)))
+    routes = []
+    for _ in range(2):
+        lengths, rates = branches()
+        assert torch.equal(attend(q, k, v, segment_lengths=lengths, dilation_rates=rates), expected)
+        routes.append(len(dispatch._routes))
+    assert counted(measured=1)
+    assert routes[0] == routes[1], "a call that was met leaves nothing behind"
+
+
+def test_one_branch_may_be_a_number() -> None:
+    q, k, v = qkv()
+    found = attend(q, k, v, segment_lengths=8, dilation_rates=np.array(2), backend="manual")  # type: ignore[arg-type]
+    assert torch.equal(found, attend(q, k, v, Dilated((8,), (2,)), backend="manual"))
+
+
+def test_meta_tensors_are_explained_and_not_run() -> None:
+    q, k, v = (x.to("meta") for x in qkv())
+    found = explain(q, k, v, segment_lengths=[4, 8], dilation_rates=[1, 2])
+    assert found.choice is not None
+    assert "Dilated((4, 8), (1, 2))" in found.problem
+    with pytest.raises(InvalidInput, match=r"meta device and hold no data; explain\(\) takes them"):
+        attend(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(1, 16, 2, 8).to_sparse(), None, np.zeros((1, 16, 2, 8))], ids=["sparse", "none", "numpy"]
+)
+def test_wrong_tensors_are_wrong_input(bad: Any) -> None:
+    q, k, v = qkv()
+    for tensors in ((bad, k, v), (q, bad, v), (q, k, bad)):
+        with pytest.raises(InvalidInput):
+            attend(*tensors)
+
+
+def test_wrong_input_stands_alone() -> None:
+    """What went wrong inside, looking for a route, is not the user's."""
+    with pytest.raises(InvalidInput) as raised:
+        attend(*qkv(), seq_lens=[1, 2])  # type: ignore[arg-type]
+    assert raised.value.__cause__ is None
+    assert raised.value.__context__ is None
+
+
+# --- one forced backend -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize("backend", RUN_HERE)
+def test_a_forced_backend_runs(backend: str, set_mode: Callable[[str], None]) -> None:
+    set_mode("locked")
+    q, k, v = qkv()
+    out, lse = attend(q, k, v, is_causal=True, backend=backend, order="natural", return_lse=True)
+    exact = formula(q, k, v, Dense(is_causal=True))
+    assert close(out, exact[0])
+    assert close(lse, exact[1])
+    found = explain(q, k, v, is_causal=True, backend=backend, order="natural")
+    assert (found.choice, found.order, found.source) == (backend, "natural", "forced")
+    assert [row.status for row in found.candidates] == ["chosen"]
+    assert counted(forced=1)
+    assert not cache_folder().exists()
+
+
+def test_the_natural_order_is_accepted_alone() -> None:
+    """By the order of preference, since nothing is measured for it; once something is, by that."""
+    q, k, v = qkv()
+    assert close(attend(q, k, v, order="natural"), formula(q, k, v, Dense())[0])
+    assert counted(forced=1)
+    assert explain(q, k, v, order="natural").choice == "sdpa"
+    forget()
+    out = attend(q, k, v)
+    assert torch.equal(attend(q, k, v, order="natural"), out)
+    assert explain(q, k, v, order="natural").choice == explain(q, k, v).choice
+
+
+def test_a_forced_backend_that_refuses() -> None:
+    with pytest.raises(NoBackend) as raised:
+        attend(*qkv(), Window(3, 0), dropout_p=0.5, backend="sdpa")
+    text = str(raised.value)
+    for part in (
+        "Window(left=3, right=0)",
+        "q [1, 16, 2, 8]",
+        "asked for 0.5",
+        "computes Dense, Dilated",
+        "backend=None",
+    ):
+        assert part in text
+    found = explain(*qkv(), Window(3, 0), dropout_p=0.5, backend="sdpa")
+    assert (found.choice, found.order, found.source) == (None, None, "forced")
+    assert [row.status for row in found.candidates] == ["unsupported"]
+    assert "asked for 0.5" in found.candidates[0].reason
+
+
+@pytest.mark.parametrize("call", [attend, explain])
+@pytest.mark.parametrize("backend", ["abacus", "", 3, ["sdpa"], "../manual"], ids=repr)
+def test_an_unknown_backend(call: Callable[..., Any], backend: Any) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        call(*qkv(), backend=backend)
+    assert str(raised.value) == f"backend must be None or one of {', '.join(BUILT_IN)}, got {backend!r}"
+
+
+@pytest.mark.parametrize("call", [attend, explain])
+@pytest.mark.parametrize("order", ["random", "", 3, ["natural"]], ids=repr)
+def test_an_unknown_order(call: Callable[..., Any], order: Any) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        call(*qkv(), order=order)
+    assert str(raised.value) == f"order must be None or one of {', '.join(map(repr, ORDERS))}, got {order!r}"
+
+
+@pytest.mark.parametrize("call", [attend, explain])
+@pytest.mark.parametrize("backend", [None, "manual", "native"], ids=str)
+@pytest.mark.parametrize("order", EXCHANGES)
+def test_an_exchange_without_ranks(call: Callable[..., Any], backend: str | None, order: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        call(*qkv(), backend=backend, order=order)
+    known = ", ".join(map(repr, ORDERS))
+    text = f"order must be None or one of {known}, got {order!r}: an exchange of rows between ranks, which needs mesh="
+    assert str(raised.value) == text
+
+
+def test_no_backend_at_all() -> None:
+    shared = replace(Problem.of(*qkv()), ranks=2)
+    with pytest.raises(NoBackend) as raised:
+        decide.decide(shared)
+    lines = str(raised.value).splitlines()
+    assert [line.strip().split(":")[0] for line in lines[2:]] == BUILT_IN
+    assert all("sharded over 2" in line for line in lines[2:])
+    assert issubclass(NoBackend, AttnDispatchError)
+    found = decide.explain_problem(shared)
+    assert found.choice is None
+    assert found.order is None
+
+
+# --- what explain says ------------------------------------------------------------------------------------------------
+
+
+def test_explain_runs_nothing() -> None:
+    found = explain(*qkv())
+    assert found.source == "heuristic"
+    assert counted()
+    assert not cache_folder().exists()
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_an_explanation_is_a_table(measured: bool) -> None:
+    q, k, v = qkv()
+    register(Plugin(reasons=[Refusal("moon", "not at full moon")]))
+    if measured:
+        attend(q, k, v)
+    found = explain(q, k, v)
+    assert [row.backend for row in found.candidates] == [*BUILT_IN[:-1], "planted", BUILT_IN[-1]]
+    lines = str(found).splitlines()
+    assert [line.split()[0] for line in lines[-len(found.candidates) :]] == [row.backend for row in found.candidates]
+    assert "unsupported: not at full moon" in lines[-2]
+    assert found.key in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["choice"] == found.choice
+
+
+def test_explain_takes_what_attend_takes() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        explain(*qkv(), colour="red")
+    with pytest.raises(InvalidInput, match="explain takes attend's arguments"):
+        explain(*qkv(), device="cpu")

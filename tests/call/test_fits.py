@@ -1,0 +1,414 @@
+"""A call is a hit where it is like one that was made before, in all that a decision can depend on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, dispatch, register, tensor_match
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.pattern import Window
+from attn_dispatch.spec.problem import Problem
+from tests.support.calls import qkv
+
+
+class Other(Tensor):
+    """A subclass that changes nothing."""
+
+
+class Seen:
+    """A backend that keeps the problems it is run with."""
+
+    name = "seen"
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def version(self) -> str:
+        return "1"
+
+    def refusals(self, problem: Problem) -> list[Any]:
+        return []
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        return 0
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        self.problems.append(problem)
+        return q, q[..., 0].transpose(1, 2)
+
+
+@pytest.fixture
+def seen() -> Seen:
+    backend = Seen()
+    register(backend)
+    return backend
+
+
+@pytest.fixture(params=["guards", "attributes"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With what PyTorch's compiler compares tensors by, and where that is missing."""
+    if request.param == "attributes":
+        monkeypatch.setattr(tensor_match, "_guards_work", lambda: False)
+    return str(request.param)
+
+
+@contextmanager
+def setting(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def threads() -> AbstractContextManager[None]:
+    return setting(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1)
+
+
+def precision(value: str) -> AbstractContextManager[None]:
+    return setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value)
+
+
+def deterministic() -> AbstractContextManager[None]:
+    return setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
+
+
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    with torch.autocast("cpu", dtype):
+        yield
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "threads": threads,
+    "high": lambda: precision("high"),
+    "medium": lambda: precision("medium"),
+    "deterministic": deterministic,
+    "autocast": lambda: autocast(torch.bfloat16),
+    "autocast-float16": lambda: autocast(torch.float16),
+    "no-grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "pattern": {"pattern": Window(4, 2)},
+    "branches": {"segment_lengths": (4, 8), "dilation_rates": (1, 2)},
+    "other-branches": {"segment_lengths": (4, 8), "dilation_rates": (1, 4)},
+    "other-lengths": {"segment_lengths": (4, 16), "dilation_rates": (1, 2)},
+    "causal": {"is_causal": True},
+    "dropout": {"dropout_p": 0.5},
+    "scale": {"scale": 0.5},
+    "lse": {"return_lse": True},
+    "order": {"order": "natural"},
+    "seq_lens": {"seq_lens": torch.tensor([9])},
+    "seq_lens-int32": {"seq_lens": torch.tensor([9], dtype=torch.int32)},
+    "key_mask": {"key_mask": torch.ones(1, 16, dtype=torch.bool)},
+}
+
+
+def run(tensors: Sequence[Any], **arguments: Any) -> Any:
+    q, k, v = tensors
+    return attend(q, k, v, backend="seen", **arguments)
+
+
+def problem_of(tensors: Sequence[Any], **arguments: Any) -> Problem:
+    q, k, v = tensors
+    return Problem.of(q, k, v, **arguments)
+
+
+def padded(x: Tensor) -> Tensor:
+    """The same values with other strides."""
+    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+
+def wanting(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "strides": padded,
+    "gradient": wanting,
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "subclass": lambda x: x.as_subclass(Other),
+}
+
+
+@pytest.mark.usefixtures("how")
+def test_every_setting_has_its_route(seen: Seen) -> None:
+    """Each is met amid the others, and again: the route must be its own, and the second time a hit."""
+    q, k, v = (wanting(x) for x in qkv())
+    expected: dict[str, Problem] = {}
+    for _ in range(2):
+        for name, change in {"plain": nullcontext, **SETTINGS}.items():
+            with change():
+                kept = len(seen.problems)
+                attend(q, k, v, backend="seen")
+                assert len(seen.problems) == kept + 1
+                assert seen.problems[-1] == Problem.of(q, k, v), name
+                assert expected.setdefault(name, seen.problems[-1]) is seen.problems[-1], f"{name} was no hit"
+    assert len(set(expected.values())) == len(expected) - 2, "threads and inference mode make no other problem"
+    assert expected["threads"] is not expected["plain"]
+
+
+@pytest.mark.usefixtures("how")
+def test_every_argument_has_its_route(seen: Seen) -> None:
+    tensors = qkv()
+    expected: dict[str, Problem] = {}
+    for _ in range(2):
+        for name, arguments in {"plain": {}, **ARGUMENTS}.items():
+            run(tensors, **arguments)
+            problem = problem_of(tensors, **{n: value for n, value in arguments.items() if n != "order"})
+            assert seen.problems[-1] == problem, name
+            assert expected.setdefault(name, seen.problems[-1]) is seen.problems[-1], f"{name} was no hit"
+
+
+def test_the_layout_is_told_apart(seen: Seen) -> None:
+    tensors = [torch.randn(1, 4, 4, 8) for _ in range(3)]
+    for layout in ("bnhd", "bhnd", "bnhd", "bhnd"):
+        run(tensors, layout=layout)
+        assert seen.problems[-1] == problem_of(tensors, layout=layout)
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_each_tensor_is_looked_at(change: Callable[[Tensor], Tensor], seen: Seen) -> None:
+    tensors = list(qkv())
+    for place in (None, 0, 1, 2, None):
+        changed = [change(x) if place == i else x for i, x in enumerate(tensors)]
+        for _ in range(2):
+            run(changed)
+            assert seen.problems[-1] == problem_of(changed)
+        assert seen.problems[-1] is seen.problems[-2]
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_wrong_stays_wrong_after_a_hit(place: int, seen: Seen) -> None:
+    """Another shape, dtype or device of one tensor alone is no valid call, and must not pass as one."""
+    tensors = list(qkv())
+    run(tensors)
+    x = tensors[place]
+    bad: list[Any] = [x[:, :8, :, :4], x.half(), x.to("meta"), x[0], x.tolist(), None, x.reshape(2, 8, 2, 8)]
+    for one in bad:
+        with pytest.raises(InvalidInput):
+            run([one if i == place else y for i, y in enumerate(tensors)])
+    run(tensors)
+    assert len(seen.problems) == 2
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "lengths-dtype": {"seq_lens": torch.tensor([9.0])},
+    "lengths-shape": {"seq_lens": torch.tensor([9, 9])},
+    "lengths-device": {"seq_lens": torch.tensor([9], device="meta")},
+    "mask-dtype": {"key_mask": torch.ones(1, 16)},
+    "mask-shape": {"key_mask": torch.ones(1, 8, dtype=torch.bool)},
+    "mask-device": {"key_mask": torch.ones(1, 16, dtype=torch.bool, device="meta")},
+    "scale": {"scale": torch.tensor(0.5)},
+    "order": {"order": "random"},
+    "layout": {"layout": "nbhd"},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_stay_wrong_after_a_hit(wrong: dict[str, Any], seen: Seen) -> None:
+    q, k, v = qkv()
+    for good in ("seq_lens", "key_mask"):
+        attend(q, k, v, backend="seen", **ARGUMENTS[good])
+    attend(q, k, v, backend="seen", scale=0.5)
+    attend(q, k, v, backend="seen")
+    with pytest.raises(InvalidInput):
+        attend(q, k, v, backend="seen", **wrong)
+
+
+@pytest.mark.usefixtures("how")
+def test_shapes_of_the_same_size(seen: Seen) -> None:
+    """As many entries, in another arrangement."""
+    shapes = [(1, 16, 2, 8), (2, 8, 2, 8), (1, 8, 4, 8), (1, 16, 4, 4), (1, 32, 1, 8)]
+    for _ in range(2):
+        for shape in shapes:
+            x, y, z = (torch.randn(shape) for _ in range(3))
+            attend(x, y, z, backend="seen")
+            assert seen.problems[-1] == Problem.of(x, y, z)
+    q = torch.randn(1, 16, 4, 8)
+    for _ in range(2):
+        for length, heads in ((16, 2), (8, 4), (32, 1)):
+            k, v = (torch.randn(1, length, heads, 8) for _ in range(2))
+            attend(q, k, v, backend="seen")
+            assert (seen.problems[-1].k_len, seen.problems[-1].kv_heads) == (length, heads)
+
+
+@pytest.mark.usefixtures("how")
+def test_a_tensor_changed_in_place(seen: Seen) -> None:
+    tensors = qkv()
+    run(tensors)
+    for x in tensors:
+        x.requires_grad_()
+        run(tensors)
+        assert seen.problems[-1].needs_grad
+        x.requires_grad_(False)
+        run(tensors)
+        assert not seen.problems[-1].needs_grad
+    for x in tensors:
+        x.resize_(1, 8, 2, 8)
+    run(tensors)
+    assert seen.problems[-1].q_len == 8
+    tensors[0].as_strided_((1, 8, 2, 8), (128, 8, 64, 1))
+    run(tensors)
+    assert seen.problems[-1] == problem_of(tensors)
+
+
+@pytest.mark.usefixtures("how")
+def test_one_tensor_as_two(seen: Seen) -> None:
+    x, y, z = qkv()
+    for q, k, v in ((x, x, x), (x, y, y), (x, y, x), (x, x, y), (x, y, z)):
+        attend(q, k, v, backend="seen")
+    met = len(seen.problems)
+    routes = chain()
+    for q, k, v in ((x, x, x), (x, y, y), (x, y, x), (x, x, y), (x, y, z)):
+        attend(q, k, v, backend="seen")
+    assert chain() == routes, "each was a hit"
+    assert len(seen.problems) == met + 5
+
+
+@pytest.mark.usefixtures("how")
+def test_each_of_two_that_are_one_is_looked_at() -> None:
+    x, y, _ = qkv()
+    for like in (tensor_match.fits(x, x, x), tensor_match.fits(x, y, y)):
+        assert like(x, y, x)
+        for changed in (padded(x), wanting(x), x.double(), x.as_subclass(Other)):
+            assert not like(changed, y, y)
+            assert not like(x, changed, y)
+            assert not like(x, y, changed)
+
+
+def test_the_backend_is_told_apart(seen: Seen) -> None:
+    q, k, v = qkv()
+    out = attend(q, k, v, backend="manual")
+    assert attend(q, k, v, backend="seen") is q
+    assert torch.equal(attend(q, k, v, backend="manual"), out)
+    assert not torch.equal(out, q)
+
+
+def chain() -> int:
+    """How many routes there are, those beside others too."""
+    total = 0
+    for route in dispatch._routes.values():
+        each: dispatch.Route | None = route
+        while each is not None:
+            total, each = total + 1, each.beside
+    return total
+
+
+@pytest.mark.usefixtures("how")
+def test_no_endless_row_of_routes(seen: Seen) -> None:
+    """Storage that is cut out of ever wider rows has ever other strides."""
+    for _ in range(2):
+        for width in range(8, 8 + 2 * dispatch.MOST_LIKE):
+            q, k, v = (torch.randn(1, 4, 2, width)[..., :8] for _ in range(3))
+            attend(q, k, v, backend="seen")
+            assert seen.problems[-1] == Problem.of(q, k, v)
+            assert chain() <= dispatch.MOST_LIKE
+
+
+@pytest.mark.usefixtures("how")
+def test_inside_a_transform(seen: Seen) -> None:
+    """What vmap hands over looks like an ordinary tensor of one axis less."""
+    q, k, v = (x.expand(3, *x.shape) for x in qkv())
+    for _ in range(2):
+        attend(q[0], k[0], v[0], backend="seen")
+        out = torch.vmap(lambda q, k, v: attend(q, k, v, backend="seen"))(q, k, v)
+        assert out.shape == q.shape
+        grad = torch.func.grad(lambda q: attend(q, k[0], v[0], backend="seen").sum())(q[0])
+        assert torch.equal(grad, torch.ones_like(q[0]))
+        assert seen.problems[-1].needs_grad
+
+
+@pytest.mark.usefixtures("how")
+def test_settings_are_of_a_thread(seen: Seen) -> None:
+    """Autocast and whether gradients are wanted are one thread's own."""
+    tensors = [wanting(x) for x in qkv()]
+    found: dict[str, bool] = {}
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            run(tensors)
+            assert (seen.problems[-1].dtype, seen.problems[-1].needs_grad) == (torch.bfloat16, False)
+            other = threading.Thread(target=lambda: found.update(out=run(tensors).requires_grad))
+            other.start()
+            other.join()
+        assert (seen.problems[-1].dtype, seen.problems[-1].needs_grad) == (torch.float32, True)
+        assert found.pop("out")
+
+
+def test_the_first_call_leaves_the_settings_alone(seen: Seen) -> None:
+    """How it is found out whether autocast is seen."""
+    with ExitStack() as stack:
+        for enabled in (False, True, False):
+            if enabled:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            else:
+                stack.close()
+            dispatch._routes.clear()
+            run(qkv())
+            assert torch.is_autocast_enabled("cpu") is enabled
+
+
+def test_arguments_without_a_hash(seen: Seen) -> None:
+    """Such a call cannot be remembered, and is none the worse."""
+    for _ in range(2):
+        run(qkv(), return_lse=[])
+    assert len(seen.problems) == 2
+    assert not dispatch._routes
+
+
+# --- where the guards are missing or different ------------------------------------------------------------------------
+
+
+def always(answer: bool) -> Callable[..., Any]:
+    return lambda *tensors, **more: SimpleNamespace(check=lambda *tensors: answer)
+
+
+def raising(*tensors: Tensor, **more: Any) -> Any:
+    raise TypeError("takes no such argument")
+
+
+GUARDS: dict[str, Any] = {
+    "missing": None,
+    "says-yes": SimpleNamespace(TensorGuards=always(True)),
+    "says-no": SimpleNamespace(TensorGuards=always(False)),
+    "raises": SimpleNamespace(TensorGuards=raising),
+    "renamed": SimpleNamespace(),
+}
+
+
+@pytest.mark.parametrize("guards", GUARDS.values(), ids=GUARDS)
+def test_guards_are_tried_before_they_are_trusted(guards: Any, monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+    tensor_match._guards_work.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch._C._dynamo.guards", guards)
+        assert not tensor_match._guards_work()
+        like = tensor_match.fits(*qkv())
+    tensor_match._guards_work.cache_clear()
+    assert like(*qkv())
+    assert not like(*qkv(8))
+
+
+def test_a_guard_that_does_not_see_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_match, "_guards_work", lambda: True)
+    monkeypatch.setattr("torch._C._dynamo.guards", SimpleNamespace(TensorGuards=always(True)))
+    like = tensor_match.fits(*qkv())
+    assert like(*qkv())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not like(*qkv())
+
+
+def test_there_are_guards_here() -> None:
+    """Else every hit takes twice as long: say so, if a new PyTorch has them no more."""
+    assert tensor_match._guards_work()

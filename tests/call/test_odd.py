@@ -1,0 +1,306 @@
+"""Plug-ins that say odd things, crash late or keep what they returned, and calls from odd places."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, explain, profile, register
+from attn_dispatch.backends import manual
+from attn_dispatch.decisions import decide as decisions
+from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.profiling import problem_of
+from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.tuning.hard_cases import hard_cases
+from tests.support import planted
+from tests.support.calls import close, counted, forget, formula, qkv, status
+from tests.support.planted import Planted
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there was no time for on a busy machine would be measured by the next call."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
+
+
+def planted_row() -> Any:
+    return next(row for row in explain(*qkv()).candidates if row.backend == "planted")
+
+
+# --- odd answers ------------------------------------------------------------------------------------------------------
+
+
+class Version(str):
+    """As torch's own."""
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raising(*_: object) -> Any:
+    raise Untold
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "version-class": {"version": lambda: Version("1.2")},
+    "version-number": {"version": lambda: 5},
+    "version-surrogate": {"version": lambda: "\ud800"},
+    "version-raises": {"version": raising},
+    "workspace-none": {"workspace_bytes": lambda problem: None},
+    "workspace-float": {"workspace_bytes": lambda problem: 1.5},
+    "workspace-negative": {"workspace_bytes": lambda problem: -1},
+    "flops-raises": {"flops": raising},
+    "flops-nan": {"flops": lambda problem: math.nan},
+    "flops-huge": {"flops": lambda problem: 10**400},
+    "flops-none": {"flops": lambda problem: None},
+    "first-call-raises": {"first_call_ms": raising},
+    "first-call-negative": {"first_call_ms": lambda problem: -1e9},
+    "first-call-inf": {"first_call_ms": lambda problem: math.inf},
+    "refusals-generator": {"refusals": lambda problem: iter(())},
+    "refusal-surrogate": {"refusals": lambda problem: [Refusal("moon", "\ud800")]},
+    "run-untold": {"run": raising},
+    "release-raises": {"release": raising},
+}
+
+
+@pytest.mark.parametrize("changes", ODD.values(), ids=ODD)
+def test_odd_answers_do_not_reach_the_caller(changes: dict[str, Any]) -> None:
+    backend = Planted()
+    for name, value in changes.items():
+        setattr(backend, name, value)
+    register(backend)
+    q, k, v = qkv()
+    assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+    assert len(list(Store(cache_folder()).all())) == 1, "what was measured is kept"
+    forget()
+    attend(q, k, v)
+    assert counted(loaded=1)
+    assert planted_row().status != "chosen" or changes.keys() & {
+        "version",
+        "flops",
+        "first_call_ms",
+        "refusals",
+        "release",
+    }
+
+
+@pytest.mark.parametrize("budget", ["inf", "0", "1e300"])
+def test_budgets_without_end_or_beginning_are_kept(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
+    monkeypatch.setattr(registry, "names", lambda: ("sdpa", "manual"))
+    attend(*qkv())
+    forget()
+    attend(*qkv())
+    assert counted(loaded=1)
+
+
+def test_what_is_no_problem() -> None:
+    with pytest.raises(InvalidInput, match="problems must be Problems"):
+        profile(["dense"], progress=False)  # type: ignore[list-item]
+
+
+# --- for a while ------------------------------------------------------------------------------------------------------
+
+
+def test_what_lacked_memory_is_tried_when_there_is_some() -> None:
+    backend = Planted()
+    reasons = [Refusal("over_memory", "too much for now")]
+    backend.refusals = lambda problem: reasons  # type: ignore[method-assign]
+    register(backend)
+    attend(*qkv())
+    assert planted_row().status == "over_memory"
+    reasons.clear()
+    forget()
+    attend(*qkv())
+    assert counted(measured=1)
+    assert planted_row().status in ("chosen", "slower", "tie")
+
+
+@pytest.mark.parametrize("fault", [planted.wrong_out, planted.lies])
+def test_what_was_lifted_is_tried_again(fault: planted.Fault) -> None:
+    backend = Planted(fault)
+    register(backend)
+    attend(*qkv())
+    assert planted_row().status in ("incorrect", "quarantined")
+    backend.fault = planted.right
+    assert Quarantine(cache_folder(), silicon("cpu")).lift("planted")
+    forget()
+    attend(*qkv())
+    assert planted_row().status in ("chosen", "slower", "tie")
+
+
+# --- what was returned before -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Keeper(Planted):
+    kept: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class OneBuffer(Keeper):
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        out, lse = manual.run(q, k, v, problem, **tensors)
+        return self.kept.setdefault(out.shape, torch.empty_like(out)).copy_(out), lse
+
+
+class Memo(Keeper):
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape
+        if key not in self.kept:
+            self.kept[key] = manual.run(q, k, v, problem, **tensors)
+        return self.kept[key]
+
+
+@pytest.mark.parametrize(("kind", "said"), [(OneBuffer, "has changed"), (Memo, "out is off by")])
+def test_results_that_are_shared_or_stale(kind: type[Keeper], said: str) -> None:
+    register(kind())
+    attend(*qkv())
+    row = planted_row()
+    assert row.status == "incorrect"
+    assert said in row.reason
+
+
+# --- crashes that come late -------------------------------------------------------------------------------------------
+
+LATE = """
+import os, sys, torch
+from attn_dispatch import attend, explain, register
+from tests.support.planted import Planted
+torch.set_num_threads(1)
+class Late(Planted):
+    seen = 0
+    def run(self, q, k, v, problem, **tensors):
+        Late.seen += q.shape[1] == 48
+        if Late.seen > 1:
+            os.abort()
+        return super().run(q, k, v, problem, **tensors)
+    def prepare(self):
+        if {prepare}:
+            os.abort()
+register(Late())
+q = torch.randn(1, 48, 2, 8)
+attend(q, q, q)
+rows = explain(q, q, q).candidates
+print(*(row.backend for row in rows if row.status == "quarantined"))
+"""
+
+
+@pytest.mark.parametrize("prepare", [False, True], ids=["race", "prepare"])
+def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
+    """Only the one whose turn it was is kept out."""
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", LATE.format(prepare=prepare)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert run().returncode < 0
+    second = run()
+    assert (second.returncode, second.stdout.strip()) == (0, "planted"), second.stderr
+
+
+# --- odd places -------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_fork_while_another_thread_decides() -> None:
+    """The child has no such thread, and must not wait for it."""
+    taken, over = threading.Event(), threading.Event()
+
+    def decide() -> None:
+        with decisions.lock:
+            taken.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=decide)
+    thread.start()
+    taken.wait(60)
+    child = os.fork()
+    if not child:
+        os._exit(0 if decisions.lock.acquire(timeout=5) else 1)
+    over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_inside_torch_func_nothing_is_measured() -> None:
+    q, k, v = qkv()
+
+    def loss(x: Tensor) -> Tensor:
+        out: Tensor = attend(x, k, v, is_causal=True)
+        return out.sum()
+
+    with pytest.raises(BackendFailed):  # PyTorch's own function has no rule for it
+        torch.func.grad(loss)(q)
+    assert counted(heuristic=1)
+    attend(q.clone().requires_grad_(), k, v, is_causal=True)
+    assert counted(heuristic=1, measured=1)
+
+
+def test_other_threads_random_numbers_go_on() -> None:
+    register(Drawing())
+    torch.manual_seed(0)
+    attend(*qkv())
+    drawn = torch.rand(())
+    torch.manual_seed(0)
+    assert drawn not in [torch.rand(()) for _ in range(Drawing.count)]
+
+
+class Drawing(Planted):
+    """Stands for another thread, that draws while a trial runs."""
+
+    count = 0
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        torch.rand(())
+        Drawing.count += 1
+        return super().run(q, k, v, problem, **tensors)
+
+
+def test_memory_limits_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "0.5")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    register(Planted(planted.hangs))
+    attend(*qkv())
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert status(explain(*qkv()), "planted") == "quarantined"
+
+
+# --- the gate is not too strict ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [72, 128, 255])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa_mask", "native", "manual"])
+def test_right_backends_pass_the_hard_cases(backend: str, dtype: torch.dtype, head_dim: int) -> None:
+    loaded = registry.load(backend)
+    for pattern in (Dense(is_causal=True), Dilated((64, 128), (1, 2))):
+        for heads in (1, 2):
+            problem = problem_of((1, 256, heads, head_dim), pattern, dtype, CPU, backward=True)
+            if loaded.refusals(problem):
+                continue
+            for case in hard_cases(problem):
+                assert case.refused_by(loaded) or case.check(case.run(loaded)).failures == ()

@@ -1,0 +1,223 @@
+"""Calls amid what else torch does: autocast, its settings, autograd, checkpoints and torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attn_dispatch import attend, counters, dispatch, explain
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from tests.support.calls import close, counted, formula, qkv
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    q, k, v = qkv()
+    expected = attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attend(q, k, v), attend(q, k, v, return_lse=True)[1]
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, expected)
+    assert attend(q, k, v).dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    expected = attend(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend(q, k, v), expected)
+    assert counted(measured=1)
+
+
+def test_gradients_pass_through_autocast() -> None:
+    q, k, v = qkv()
+    q.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        attend(q, k, v).sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+    assert q.grad.any()
+
+
+def test_autocast_does_not_reach_the_trial() -> None:
+    """It would compute what should be in float32 in bfloat16, and correct backends would be thought wrong."""
+    with torch.autocast("cpu", torch.bfloat16):
+        attend(*qkv())
+        found = explain(*qkv())
+    assert {row.backend: row.status for row in found.candidates if row.status in ("incorrect", "failed")} == {}
+
+
+# --- settings of the caller -------------------------------------------------------------------------------------------
+
+
+def test_settings_that_make_another_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    attend(q, k, v)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        attend(q, k, v)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert counted(measured=2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert counted(measured=3)
+    attend(q, k, v)
+    assert counted(measured=3)
+
+
+def test_settings_of_the_newer_matmul_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it was used, torch refuses to answer by the older one."""
+    code = (
+        "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; from attn_dispatch import attend, explain;"
+        "x = torch.randn(1, 8, 2, 4); attend(x, x, x); attend(x, x, x); print(explain(x, x, x).problem)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "matmul high" in done.stdout
+
+
+def test_the_default_device_does_not_reach_the_trial() -> None:
+    q, k, v = qkv()
+    torch.set_default_device("meta")
+    try:
+        out = attend(q, k, v)
+    finally:
+        torch.set_default_device(None)
+    assert close(out, formula(q, k, v, Dense())[0])
+    assert counted(measured=1)
+
+
+def test_a_trial_leaves_random_numbers_alone() -> None:
+    """A run that measures and one that does not must draw the same."""
+    q, k, v = qkv()
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        dispatch._routes.clear()
+        drawn.append((attend(q, k, v, dropout_p=0.5), torch.rand(3)))
+    assert counted(measured=1)
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradients(run: Callable[..., Tensor], pattern: Pattern) -> list[Tensor]:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out = run(q, k, v, pattern)
+    torch.autograd.backward(out.square().sum())
+    found = [x.grad for x in (q, k, v)]
+    assert all(grad is not None for grad in found)
+    return [grad for grad in found if grad is not None]
+
+
+def exact_gradients(pattern: Pattern) -> list[Tensor]:
+    return gradients(lambda q, k, v, pattern: formula(q, k, v, pattern)[0], pattern)
+
+
+def non_leaf(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    found: Tensor = attend(q * 1, k * 1, v * 1, pattern)
+    return found
+
+
+def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
+    def run(*arguments: Any) -> Tensor:
+        found: Tensor = checkpoint(attend, *arguments, use_reentrant=use_reentrant)
+        return found
+
+    return run
+
+
+RUNS: dict[str, Callable[..., Tensor]] = {
+    "leaf": attend,
+    "non-leaf": non_leaf,
+    "checkpoint": checkpointed(use_reentrant=False),
+    "checkpoint-reentrant": checkpointed(use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Window(4, 2), Dilated((4, 16), (1, 2))], ids=str)
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_gradients(run: Callable[..., Tensor], pattern: Pattern) -> None:
+    """The first call measures, wherever it is made."""
+    for found, exact in zip(gradients(run, pattern), exact_gradients(pattern), strict=True):
+        assert close(found, exact.double())
+    assert counters()["measured"] == (2 if run is RUNS["checkpoint-reentrant"] else 1)
+
+
+def test_inference_mode_then_training() -> None:
+    with torch.inference_mode():
+        q, k, v = qkv()
+        assert close(attend(q, k, v, Window(4, 2)), formula(q, k, v, Window(4, 2))[0])
+    for found, exact in zip(gradients(attend, Window(4, 2)), exact_gradients(Window(4, 2)), strict=True):
+        assert close(found, exact.double())
+
+
+def test_no_grad_is_another_problem() -> None:
+    q, k, v = qkv()
+    q.requires_grad_()
+    assert attend(q, k, v).requires_grad
+    with torch.no_grad():
+        assert not attend(q, k, v).requires_grad
+    assert counted(measured=2)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inward(x).unflatten(-1, (2, 3, 8)).unbind(-2)
+        found: Tensor = self.outward(attend(q, k, v, Window(4, 0)).flatten(-2))
+        return found
+
+
+def test_a_compiled_function() -> None:
+    q, k, v = qkv()
+
+    def doubled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = attend(q + q, k, v, segment_lengths=(4, 8), dilation_rates=(1, 2), return_lse=True)
+        found: Tensor = out * 2 + lse.sum()
+        return found
+
+    compiled: Callable[..., Tensor] = torch.compile(doubled, backend="eager")
+    assert torch.equal(compiled(q, k, v), doubled(q, k, v))
+    assert counted(measured=1)
+
+
+# The compiler hides this one by a filter of its own, which is not asked where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_module_with_gradients() -> None:
+    torch.manual_seed(0)
+    layer = Layer()
+    twin = copy.deepcopy(layer)
+    found = backward(torch.compile(twin, backend="eager"), twin)
+    assert len(found) == 5
+    assert all(torch.equal(one, other) for one, other in zip(found, backward(layer, layer), strict=True))
+
+
+def backward(run: Callable[[Tensor], Tensor], layer: Layer) -> list[Any]:
+    x = qkv()[0].flatten(-2).requires_grad_()
+    torch.autograd.backward(run(x).square().sum())
+    return [x.grad, *(parameter.grad for parameter in layer.parameters())]

@@ -1,0 +1,181 @@
+"""Calls that are traced into a graph, or seen by a dispatch mode: right for other inputs, and nothing is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from attn_dispatch import attend, counters, dispatch
+from attn_dispatch.decisions import decide
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from tests.support.calls import close, counted, formula, qkv
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+PATTERNS = (Dense(), Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2)), Neighborhood((4, 4), (3, 3)))
+
+Function = Callable[..., Any]
+
+
+class Module(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def exported(function: Function, *tensors: Tensor) -> Function:
+    return torch.export.export(Module(function), tensors, strict=False).module()
+
+
+TRACERS: dict[str, Callable[..., Function]] = {
+    "real": lambda function, *tensors: make_fx(function)(*tensors),
+    "fake": lambda function, *tensors: make_fx(function, tracing_mode="fake")(*tensors),
+    "early": lambda function, *tensors: make_fx(function, pre_dispatch=True)(*tensors),
+    "exported": exported,
+}
+
+
+exact: Function = formula
+attended: Function = attend
+selective: Function = create_selective_checkpoint_contexts
+
+
+def others() -> tuple[Tensor, ...]:
+    return tuple(x.flip(1) * 0.7 for x in qkv())
+
+
+@pytest.fixture(params=["unseen", "decided"])
+def decided(request: pytest.FixtureRequest) -> bool:
+    """Whether plain calls go to `native` already, the fastest here or not."""
+    found: bool = request.param == "decided"
+    return found
+
+
+def settle(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Route plain calls by a decision for `native`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(decide, "decide", lambda problem: decide.force(problem, "native", None))
+        attend(*qkv(), pattern)
+        attend(*qkv(), pattern, return_lse=True)
+    assert {route.backend.split()[0] for route in dispatch._routes.values()} == {"native"}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_a_graph_holds_for_other_inputs(
+    pattern: Pattern, tracer: str, decided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if decided:
+        settle(pattern, monkeypatch)
+    before = dict(decide._decided)
+    for return_lse in (False, True):
+        graph = TRACERS[tracer](lambda q, k, v: attend(q, k, v, pattern, return_lse=return_lse), *qkv())  # noqa: B023
+        found, expected = graph(*others()), exact(*others(), pattern)
+        assert all(map(close, found if return_lse else [found], expected))
+    assert counters()["measured"] == 0
+    assert decide._decided == before
+    assert len(dispatch._routes) == 2 * decided
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
+    """Through lse too, traced with and without gradients."""
+    for wanted in (False, True):
+        inputs = [x.requires_grad_(wanted) for x in qkv()]
+        for return_lse in (False, True):
+            graph = TRACERS[tracer](lambda q, k, v: attend(q, k, v, pattern, return_lse=return_lse), *inputs)  # noqa: B023
+            x = [each.detach().requires_grad_() for each in others()]
+            found, expected = graph(*x), exact(*x, pattern)
+            results = zip(found, expected) if return_lse else [(found, expected[0])]
+            totals = [sum(each.double().square().sum() for each in side) for side in zip(*results)]
+            pairs = zip(*(torch.autograd.grad(total, x) for total in totals))
+            assert all(close(one, other.double()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_masks_of_other_values(tracer: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, key_mask: Tensor) -> Tensor:
+        found: Tensor = attend(q, k, v, Window(4, 2), seq_lens=lens, key_mask=key_mask)
+        return found
+
+    mask = torch.arange(16)[None] % 5 > 0
+    graph = TRACERS[tracer](function, *qkv(), torch.tensor([16]), mask)
+    arguments = (*others(), torch.tensor([9]), ~mask | (torch.arange(16) > 3))
+    assert torch.allclose(graph(*arguments), function(*arguments), atol=1e-6)
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_forced_backend_that_cannot_be_traced(tracer: str) -> None:
+    for backend in ("native", "tiles", "sdpa_mask"):
+        attend(*qkv(), backend=backend)
+        with pytest.raises(NoBackend, match=f"{backend} cannot be traced"):
+            TRACERS[tracer](lambda q, k, v: attend(q, k, v, backend=backend), *qkv())  # noqa: B023
+
+
+def test_dropout_cannot_be_traced() -> None:
+    with pytest.raises(NoBackend, match="no graph"):
+        make_fx(lambda q, k, v: attend(q, k, v, dropout_p=0.5))(*qkv())
+
+
+def test_sizes_that_are_symbols() -> None:
+    with pytest.raises(InvalidInput, match="q must have sizes that are numbers"):
+        make_fx(lambda q, k, v: attend(q, k, v), tracing_mode="symbolic")(*qkv())
+
+
+def test_locked_mode_holds_for_graphs(set_mode: Callable[[str], None]) -> None:
+    set_mode("locked")
+    with pytest.raises(NotDecided):
+        make_fx(lambda q, k, v: attend(q, k, v))(*qkv())
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    for pattern in PATTERNS:
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(x) for x in qkv()]
+            assert attended(*fake, pattern).shape == fake[0].shape
+        if not isinstance(pattern, Dense):  # sdpa has no tensors of its own
+            with pytest.raises(BackendFailed, match="FakeTensor"):
+                attended(*fake, pattern)
+        assert len(dispatch._routes) == 0
+    assert counters()["measured"] == 0
+    for pattern in PATTERNS:
+        assert close(attend(*qkv(), pattern), formula(*qkv(), pattern)[0])
+    assert counters()["measured"] == len(PATTERNS)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_a_mode_that_counts(pattern: Pattern, decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of PyTorch's are run, so that there is something to count; a forced backend is run."""
+    if decided:
+        settle(pattern, monkeypatch)
+    with FlopCounterMode(display=False) as counter:
+        assert close(attend(*qkv(), pattern), formula(*qkv(), pattern)[0])
+        assert close(attend(*qkv(), pattern, backend="native"), formula(*qkv(), pattern)[0])
+    assert counter.get_total_flops() > 0
+    assert counters()["measured"] == 0
+
+
+def test_selective_checkpoints_are_plain_calls() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+
+    def contexts() -> Any:
+        return selective(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    out = checkpoint(attend, q, k, v, Window(4, 2), use_reentrant=False, context_fn=contexts)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(formula(q, k, v, Window(4, 2))[0].square().sum(), (q, k, v))
+    assert all(close(one, other.double()) for one, other in zip(found, wanted))
+    assert counted(measured=1)

@@ -1,0 +1,350 @@
+"""The command line, mostly from outside: what it prints, where, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attn_dispatch
+from attn_dispatch.cli import COMMANDS
+from attn_dispatch.cli.tables import print_json, table
+from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.store.folder import Store
+from tests.support.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
+from tools.lib import planted
+
+NAMES = (("a", "natural"), ("b", "natural"))
+TOO_LONG = ("--shape", "1,8589934592,8,64", "--device", "cpu")  #: q alone takes 16 TiB
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.glob("v2/*/*/*.json")
+    return path
+
+
+# --- help and wrong usage ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(name: str, tmp_path: Path) -> None:
+    done = command(tmp_path, name, "--help")
+    assert done.returncode == 0
+    assert f"examples:\n  attn-dispatch {name}" in done.stdout
+    assert "--json" in done.stdout
+
+
+def test_help_names_the_commands(tmp_path: Path) -> None:
+    done = command(tmp_path, "--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+    assert command(tmp_path, "--version").stdout.strip() == attn_dispatch.__version__
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect",),
+        ("inspect", "--json"),
+        ("inspect", "--regret"),
+        ("doctor", "--lift", "all", "--json"),
+        *((name, "--help") for name in COMMANDS),
+    ],
+)
+def test_no_torch(arguments: tuple[str, ...], measured: tuple[Path, dict[str, Any]]) -> None:
+    code = (
+        "import sys\nfrom attn_dispatch.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "print('attn_dispatch.cli' in sys.modules, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    env = surroundings(measured[0])
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout
+    assert done.stderr.split()[-2:] == ["True", "False"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "COMMAND"),
+        (("profiel",), "invalid choice"),
+        (("profile",), "--quick"),
+        (("profile", "--quick", "--causal"), "--shape"),
+        (("profile", "--quick", "--full"), "not allowed with"),
+        (("profile", *SMALL, "--budget", "0"), "expected a number of seconds > 0, got '0'"),
+        (("profile", *SMALL, "--from", "x"), "leave --shape away"),
+        (("profile", "--from", "no-such-file"), "--from no-such-file: cannot be read"),
+        (("profile", *SMALL, "--tokens", "3"), "unrecognized arguments"),
+        (("inspect", "--regret", "--key", "3f"), "not allowed with"),
+        (("explain",), "say how long the sequence is"),
+        (("explain", "--lengths", "4k:2k"), "expected A:B with A <= B, got '4k:2k'"),
+        (("explain", "--lengths", "-4"), "got '-4'"),
+        (("explain", "--lengths", "4x"), "expected an integer >= 1 such as 4096 or 4k, got '4x'"),
+        (("explain", "--shape", "1,64,2"), "expected batch,length,heads,head_dim"),
+        (("explain", *SMALL, "--dtype", "int8"), "expected some of float16, bfloat16, float32, float64"),
+        (("explain", *SMALL, "--segments", "16"), "--segments and --dilations go together"),
+        (("explain", *SMALL, "--segments", "16", "--dilations", "1", "--window", "3"), "give one of them"),
+        (("explain", *SMALL, "--grid", "8,8"), "--grid needs --window"),
+        (("explain", *SMALL, "--window", "1,2,3"), "LEFT,RIGHT, got 3 numbers"),
+        (("explain", *SMALL, "--window", "8", "--causal"), "RIGHT = 0 is causal"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "said"),
+    [
+        (("profile", *SMALL), {"ATTN_DISPATCH_MODE": "fast"}, "$ATTN_DISPATCH_MODE must be one of"),
+        (("doctor",), {"ATTN_DISPATCH_BUDGET_MS": "long"}, "$ATTN_DISPATCH_BUDGET_MS must be a number"),
+        (("explain", *SMALL, "--backend", "fast"), {}, "got 'fast'"),
+        (("explain", "--lengths", "64", "--device", "abacus"), {}, "device must be one of cpu"),
+    ],
+)
+def test_wrong_settings(arguments: tuple[str, ...], more: dict[str, str], said: str, tmp_path: Path) -> None:
+    done = command(tmp_path, *arguments, **more)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- profile, inspect, explain ----------------------------------------------------------------------------------------
+
+
+def test_profile_tells_what_it_decided(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    assert printed["folder"] == str(folder)
+    assert printed["interrupted"] is False
+    titles = [decision["problem"] for decision in printed["decisions"]]
+    assert ["Dense()" in titles[0], "Dense(causal)" in titles[1]] == [True, True]
+    for decision in printed["decisions"]:
+        assert decision["source"] == "measured"
+        chosen = [row for row in decision["candidates"] if row["status"] == "chosen"]
+        assert [row["backend"] for row in chosen] == [decision["choice"]]
+        assert chosen[0]["median_ms"] > 0
+
+
+def test_inspect_and_explain_agree_with_profile(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    seen = plain(command(folder, "inspect", "--json"))
+    assert seen["folder"] == str(folder)
+    by_key = {decision["key"]: decision for decision in seen["decisions"]}
+    assert len(by_key) == 2
+    for decision in printed["decisions"]:
+        found = by_key[decision["key"]]
+        assert {name: found[name] for name in decision} == decision
+        assert set(found) - set(decision) == {"silicon", "created", "path"}
+        assert Path(found["path"]).is_file()
+    assert plain(command(folder, "explain", *TWO, "--json")) == {"decisions": printed["decisions"]}
+
+
+def test_profile_measures_once(tmp_path: Path) -> None:
+    first = command(tmp_path, "profile", *SMALL)
+    assert first.returncode == 0
+    assert "measured" in first.stdout
+    assert f"kept in   {only_file(tmp_path).parent.parent}" in first.stdout
+    assert "measuring" in first.stderr
+    before = only_file(tmp_path).read_bytes(), only_file(tmp_path).stat().st_ino
+    again = command(tmp_path, "profile", *SMALL)
+    assert again.stdout == first.stdout
+    assert only_file(tmp_path).stat().st_ino == before[1]  # not written again
+    forced = command(tmp_path, "profile", *SMALL, "--force", "--budget", "1")
+    assert forced.returncode == 0
+    assert only_file(tmp_path).read_bytes() != before[0]
+
+
+def test_profile_from_a_record(tmp_path: Path) -> None:
+    record = tmp_path / "problems.jsonl"
+    found = problems("--shape", "1,32,2,8", "--window", "4")
+    record.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in found))
+    done = plain(command(tmp_path, "profile", "--from", str(record), "--quick", "--json"))
+    assert [decision["problem"] for decision in done["decisions"]] == [str(problem) for problem in found]
+    record.write_text("{}\n")
+    broken = command(tmp_path, "profile", "--from", str(record))
+    assert (broken.returncode, f"{record}, line 1" in broken.stderr) == (2, True)
+
+
+def test_what_nothing_can_run(tmp_path: Path) -> None:
+    done = command(tmp_path, "profile", *TOO_LONG, "--causal", "both")
+    assert done.returncode == 1
+    assert "no backend can run it" in done.stdout
+    assert done.stdout.count("no backend can run [1, 8589934592, 8, 64]") == 2
+    assert "sdpa: needs" in done.stdout
+    assert "kept      nothing" in done.stdout
+    assert not list(tmp_path.iterdir())
+    (decision,) = plain(command(tmp_path, "explain", *TOO_LONG, "--json"), code=1)["decisions"]
+    assert (decision["choice"], decision["order"]) == (None, None)
+    assert {row["status"] for row in decision["candidates"]} <= {"over_memory", "unsupported", "not_installed"}
+    assert {row["status"] for row in decision["candidates"] if row["backend"] == "sdpa"} == {"over_memory"}
+
+
+def test_explain_runs_nothing(tmp_path: Path) -> None:
+    done = command(tmp_path, "explain", *SMALL)
+    assert done.returncode == 0
+    assert "(heuristic)" in done.stdout
+    forced = command(tmp_path, "explain", *SMALL, "--backend", "manual")
+    assert "manual in natural order (forced)" in forced.stdout
+    refused = command(tmp_path, "explain", *SMALL, "--window", "3", "--backend", "sdpa")
+    assert (refused.returncode, refused.stderr) == (1, "")
+    assert "unsupported: computes Dense, Dilated, not Window(left=3, right=0)" in refused.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
+    lengths = ",".join(["64", *map(str, range(1500, 1510))])
+    arguments = ("profile", "--shape", "1,1,8,64", "--lengths", lengths, "--device", "cpu", "--full", "--json")
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], env=surroundings(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("v2/*/*/*.json")) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in stderr
+    assert "of 11 problems are decided" in stderr
+    printed = json.loads(stdout)
+    assert printed["interrupted"] is True
+    kept = {path.stem for path in tmp_path.glob("v2/*/*/*.json")}
+    told = {decision["key"] for decision in printed["decisions"]}
+    # A decision is kept a moment before it is told of.
+    assert told <= kept
+    assert 1 <= len(kept) < 11
+
+
+def test_inspect_for_a_person(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    done = command(folder, "inspect")
+    assert done.returncode == 0
+    rows = done.stdout.splitlines()
+    for decision in printed["decisions"]:
+        (row,) = [row for row in rows if row.startswith(decision["key"][:10])]
+        assert f"   {decision['choice']}" in row
+    (device,) = [row for row in rows if row.startswith("device")]
+    assert device.removeprefix("device").strip() == printed["decisions"][0]["device"]
+    assert any(row.startswith(f"kept in   {folder}/v2/") for row in rows)
+
+
+def test_inspect_one(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    decision = printed["decisions"][0]
+    done = command(folder, "inspect", "--key", decision["key"][:12].upper())
+    assert done.returncode == 0
+    assert f"problem   {decision['problem']}" in done.stdout
+    assert all(row["backend"] in done.stdout for row in decision["candidates"])
+    assert f"{decision['key']}.json" in done.stdout
+    unknown = command(folder, "inspect", "--key", "xyz")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "no key in" in unknown.stderr
+    assert plain(command(folder, "inspect", "--key", "xyz", "--json"), code=1)["decisions"] == []
+
+
+def test_inspect_nothing_and_rubbish(tmp_path: Path) -> None:
+    empty = command(tmp_path, "inspect")
+    assert empty.returncode == 0
+    assert "attn-dispatch profile --quick" in empty.stdout
+    damaged = tmp_path / "v2" / "cpu-x" / ("0" * 12) / f"{'0' * 20}.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text('{"schema": 1, ')
+    done = command(tmp_path, "inspect", "--json")
+    assert plain(done) == {"folder": str(tmp_path), "decisions": []}
+    assert f"ignored {damaged}" in done.stderr
+
+
+def plant(folder: Path, *medians: tuple[int, float, float]) -> None:
+    """Decisions at these lengths, with the times of the backends a and b."""
+    for length, *times in medians:
+        Store(folder).put(planted.decision(planted.problem_at(length), dict(zip(NAMES, times))))
+
+
+def test_inspect_regret(tmp_path: Path) -> None:
+    plant(tmp_path, (1000, 1.0, 2.0), (1001, 1.0, 2.0), (1002, 1.25, 1.0))
+    printed = plain(command(tmp_path, "inspect", "--regret", "--json"))
+    (group,) = printed["groups"]
+    assert group["title"] == "float32 d64 Dense() forward"
+    assert (group["count"], group["alone"], group["hits"]) == (3, 0, 2)
+    assert group["mean"] == pytest.approx(0.25 / 3)
+    assert group["worst"] == group["p95"] == pytest.approx(0.25)
+    assert group["worst_key"] in {path.stem for path in tmp_path.rglob("*.json")}
+    assert printed["total"]["mean"] == group["mean"]
+    done = command(tmp_path, "inspect", "--regret")
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if group["title"] in line]
+    assert line.split("   ")[-1].strip() == f"{100 * group['confidence']:.0f} %"
+    assert ["8.3 %", "25.0 %", "25.0 %", group["worst_key"][:10], "67 %"] == re.split(r"\s{2,}", line)[3:8]
+    assert "too little evidence in 1 of 1 groups" in done.stdout
+
+
+def test_inspect_regret_needs_evidence(tmp_path: Path) -> None:
+    for medians in ((), ((1000, 1.0, 2.0),)):
+        plant(tmp_path, *medians)
+        done = command(tmp_path, "inspect", "--regret")
+        assert done.returncode == 0
+        assert "too little evidence" in done.stdout
+        printed = plain(command(tmp_path, "inspect", "--regret", "--json"))
+        assert (printed["total"]["count"], printed["total"]["alone"]) == (0, len(medians))
+        assert printed["total"]["mean"] is None
+
+
+def test_a_reader_that_leaves(measured: tuple[Path, dict[str, Any]]) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "inspect"], env=surroundings(measured[0]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def row(backend: str, status: str, median_ms: float | None = None, reason: str = "") -> CandidateReport:
+    return CandidateReport(backend, "natural", status, reason, median_ms, median_ms, median_ms)
+
+
+def line(*rows: CandidateReport, choice: str | None = "a", source: str = "measured") -> str:
+    key, order = "0123456789abcdef0123", None if choice is None else "natural"
+    return table([Explanation(choice, order, source, key, rows, "[1]   float32", "cpu")])[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (line(row("a", "chosen", 2.0), row("b", "slower", 5.0), row("c", "slower", 3.0)), "2 ms     1.50x   c 3 ms"),
+        (line(row("a", "chosen", 2.0), row("b", "tie", 1.9)), "2 ms     0.95x   b 1.9 ms, within noise"),
+        (line(row("a", "chosen", 2.0), row("b", "incorrect", 1.0)), "2 ms         -   b incorrect"),
+        (
+            line(row("a", "chosen", 2.0), row("b", "not_measured"), row("c", "not_measured"), row("d", "failed")),
+            "2 ms         -   b, c not measured; d failed",
+        ),
+        (line(row("a", "chosen", 0.0), row("b", "tie", 1.0)), "0 us         -   b 1 ms, within noise"),
+        (line(row("a", "chosen", 2.0)), "2 ms         -   no other backend"),
+        (line(row("a", "chosen"), source="heuristic"), "a         heuristic        -         -   not measured"),
+        (line(row("a", "over_memory"), choice=None), "none      -             -         -   no backend can run it"),
+    ],
+)
+def test_table(text: str, expected: str) -> None:
+    assert text.startswith("0123456789   [1] float32   ")
+    assert text.endswith(expected)
+
+
+def test_json_holds_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [math.inf, (-math.inf, 1.5)], "b": {"c": math.nan}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": None}}

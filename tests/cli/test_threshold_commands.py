@@ -1,0 +1,316 @@
+"""`inspect --thresholds`, its plots, and `profile --thresholds`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from attn_dispatch import profiling
+from attn_dispatch.cli import main
+from attn_dispatch.cli import options as shapes
+from attn_dispatch.cli.plots import HEIGHT, WIDTH, curve
+from attn_dispatch.cli.thresholds import said
+from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.learning.thresholds import Threshold
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.spec.pattern import Dilated, Neighborhood
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Decision
+from attn_dispatch.store.folder import Store
+from tests.support.crossovers import HILBERT, LENGTHS, NATURAL, crossing, measured, planted
+from tools.lib import planted as made_up
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ATTN_DISPATCH_MODE", raising=False)
+    return tmp_path
+
+
+def keep(folder: Path, *decisions: Decision) -> None:
+    for decision in decisions:
+        Store(folder).put(decision)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(arguments) == code
+    return capsys.readouterr().out
+
+
+def some(folder: Path) -> None:
+    """A crossover at 3,000 tokens, one length alone, one that never wins."""
+    keep(folder, *planted(crossing(3000, 0.3), 1))
+    keep(folder, measured(1024, {NATURAL: 2.0, HILBERT: 1.0}, window=31))
+    keep(folder, *(measured(n, {NATURAL: 0.5, HILBERT: 1.0}, window=7) for n in LENGTHS[:3]))
+
+
+# --- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some(folder)
+    lines = told(capsys, "inspect", "--thresholds").splitlines()
+    rows = [re.split(r"\s{3,}", line) for line in lines if line.startswith("Neighborhood") and "   " in line]
+    assert [row[:6] for row in rows] == [
+        [f"Neighborhood(window={w},{w})", "float32", "64", "forward", "hilbert", n]
+        for w, n in ((13, "10"), (31, "1"), (7, "3"))
+    ]
+    above, unknown, never = (row[-1] for row in rows)
+    assert re.fullmatch(r"above (2,\d00|3,\d00) tokens \(2,048 - 4,096\)", above)
+    assert unknown == "needs more lengths: 2 at least"
+    assert never == "never (up to 1,024 measured)"
+    assert lines[0] == f"silicon   {made_up.SILICON}"
+    assert sum("tokens" in line and line.startswith("   ") for line in lines) == 2  # plots
+    assert sum("^" in line for line in lines) == 1
+    assert max(map(len, lines)) <= 150
+
+
+def test_inspect_for_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some(folder)
+    printed = json.loads(told(capsys, "inspect", "--thresholds", "--json"))
+    assert printed["folder"] == str(folder)
+    above, unknown, never = printed["thresholds"]
+    assert [each["verdict"] for each in (above, unknown, never)] == ["above", "unknown", "never"]
+    assert (above["low"], above["high"], above["measured_to"]) == (2048, 4096, LENGTHS[-1])
+    assert 2048 < above["tokens"] <= 4096
+    assert (never["tokens"], never["low"], never["high"]) == (None, 1024, None)
+    assert (unknown["tokens"], unknown["low"], unknown["high"]) == (None, None, None)
+    assert above["pattern"] == {
+        "kind": "Neighborhood",
+        "window": [13, 13],
+        "dilation": [1, 1],
+        "is_causal": [False, False],
+        "edges": "clip",
+    }
+    assert (above["dtype"], above["head_dim"], above["direction"]) == ("float32", 64, "forward")
+    assert (above["order"], above["silicon"]) == ("hilbert", made_up.SILICON)
+    kept = {path.stem for path in folder.glob("v2/*/*/*.json")}
+    assert {each["key"] for series in printed["thresholds"] for each in series["points"]} == kept
+    assert [each["tokens"] for each in above["points"]] == list(LENGTHS)
+    assert all(each["low"] <= each["gain"] <= each["high"] for each in above["points"])
+
+
+def test_inspect_without_any(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(folder, made_up.decision(made_up.problem_at(1024), {NATURAL: 1.0}))
+    assert "attn-dispatch profile --thresholds" in told(capsys, "inspect", "--thresholds")
+    assert json.loads(told(capsys, "inspect", "--thresholds", "--json"))["thresholds"] == []
+
+
+def test_what_else_makes_a_group_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more: dict[str, Any] = {"needs_grad": True, "has_key_mask": True, "dropout_p": 0.5, "ranks": 2}
+    keep(folder, *(measured(n, {NATURAL: 2.0, HILBERT: 1.0}, **more) for n in LENGTHS[:2]))
+    (series,) = json.loads(told(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
+    assert series["direction"] == "forward + backward key_mask dropout ranks 2"
+
+
+def test_wrong_usage(folder: Path) -> None:
+    for arguments in (("--thresholds", "--regret"), ("--thresholds", "--key", "3f")):
+        with pytest.raises(SystemExit, match="2"):
+            main(("inspect", *arguments))
+
+
+def test_no_torch(folder: Path) -> None:
+    some(folder)
+    for command in (("inspect", "--thresholds"), ("profile", "--help")):
+        code = (
+            f"import sys\nfrom attn_dispatch.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
+            "print('attn_dispatch.learning.thresholds' in sys.modules, 'torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        assert done.stdout.split()[-2:] == ["True", "False"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((3147, 2048, 4096), "above 3,100 tokens (2,048 - 4,096)"),
+        ((2049, 2048, 4096), "above 2,049 tokens (2,048 - 4,096)"),
+        ((4096, 4095, 4096), "above 4,096 tokens (4,095 - 4,096)"),
+        ((7, 4, 9), "above 7 tokens (4 - 9)"),
+        ((1024, None, 1024), "from 1,024 tokens on, the shortest measured"),
+        ((None, 65_536, None), "never (up to 65,536 measured)"),
+    ],
+)
+def test_a_threshold_in_words(values: Any, expected: str) -> None:
+    tokens, low, high = values
+    assert said(Threshold("hilbert", {}, tokens, low, high, ())) == expected
+
+
+def alike(head_dim: int, *windows: int) -> list[Decision]:
+    return [measured(512, {NATURAL: 2.0, HILBERT: 1.0}, window=window, head_dim=head_dim) for window in windows]
+
+
+def test_a_pattern_stands_together_whatever_its_groups(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(folder, *alike(64, 7, 13), *alike(32, 7, 13), *alike(128, 7, 13))
+    found = json.loads(told(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
+    assert [each["pattern"]["window"] for each in found] == [[13, 13]] * 3 + [[7, 7]] * 3
+    rows = [line.split() for line in told(capsys, "inspect", "--thresholds").splitlines() if "hilbert" in line]
+    assert [int(row[2]) for row in rows] == [each["head_dim"] for each in found] == [32, 64, 128] * 2
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def columns(lines: list[str]) -> list[str]:
+    """What stands in each column, from the top."""
+    return ["".join(each) for each in zip(*(line[10:].ljust(WIDTH + 1) for line in lines[:HEIGHT]))]
+
+
+def test_a_plot() -> None:
+    lines = curve([(1000, 0.4, 0.5, 0.8), (2000, 0.8, 1.0, 1.5), (4000, 1.5, 2.0, 2.5)], 2000)
+    first, middle, last = (columns(lines)[at] for at in (0, WIDTH // 2, WIDTH))
+    assert (first.count("o"), middle.count("o"), last.count("o")) == (1, 1, 1)
+    one = next(row for row, line in enumerate(lines) if line.lstrip().startswith("1.00x"))
+    assert middle[one] == "o"
+    assert first.index("o") > one > last.index("o")
+    assert middle.strip("|o ") == ""
+    assert lines[0].startswith("  2.50x")
+    assert lines[HEIGHT - 1].startswith("  0.40x")
+    assert lines[HEIGHT][10 + WIDTH // 2] == "^"
+    assert lines[HEIGHT][10] == lines[HEIGHT][10 + WIDTH] == "+"
+    assert lines[HEIGHT + 1].split() == ["1,000", "2,000", "4,000", "tokens"]
+    assert len(lines) == HEIGHT + 2
+
+
+def test_an_interval_without_end_leaves_the_rest_to_be_seen() -> None:
+    lines = curve([(1000, 0.9, 1.0, 1.1), (2000, 1e-9, 1.5, 1e9)])
+    assert columns(lines)[WIDTH].startswith("A")
+    assert columns(lines)[WIDTH].endswith("v")
+    assert lines[0].startswith("  2.25x")
+
+
+@pytest.mark.parametrize(
+    "points", [[(5, 1.0, 1.0, 1.0)], [(5, 1.0, 1.0, 1.0), (6, 1.0, 1.0, 1.0)], [(1, 0.1, 0.2, 9.0)]]
+)
+def test_a_plot_of_little(points: Any) -> None:
+    lines = curve(points, 1 << 40)
+    assert "".join(lines[:HEIGHT]).count("o") == len(points)
+
+
+def test_labels_keep_apart() -> None:
+    lines = curve([(n, 0.9, 1.0, 1.1) for n in range(100_000, 100_100)])
+    labels = lines[-1].split()
+    assert labels[0] == "100,000"
+    assert len(labels) < 12
+    assert set(labels[:-1]) <= {f"{n:,}" for n in range(100_000, 100_100)}
+
+
+# --- profile ----------------------------------------------------------------------------------------------------------
+
+
+def problems(*arguments: str) -> list[Problem]:
+    parser = argparse.ArgumentParser()
+    shapes.add_options(parser)
+    return shapes.problems_of(parser.parse_args(["--device", "cpu", *arguments]))
+
+
+def test_a_grid_grows_to_lengths() -> None:
+    found = problems("--grid", "64,64", "--window", "13,7", "--lengths", "1k:64k", "--causal")
+    grids = [each.pattern.grid for each in found if isinstance(each.pattern, Neighborhood)]
+    assert grids == [(n, n) for n in (32, 45, 64, 91, 128, 181, 256)]
+    assert {each.pattern for each in found} == {Neighborhood(g, (13, 7), is_causal=(True,)) for g in grids}
+    assert all(abs(math.log2(each.q_len / n)) < 0.1 for each, n in zip(found, (1024 << i for i in range(7))))
+
+
+@pytest.mark.parametrize(
+    ("grid", "tokens", "expected"),
+    [
+        ((64, 64), 4096, (64, 64)),
+        ((16, 64), 4096, (32, 128)),
+        ((8, 64, 64), 4096, (4, 32, 32)),
+        ((100,), 7, (7,)),
+        ((1, 64), 1, (1, 8)),
+    ],
+)
+def test_a_grid_keeps_its_form(grid: tuple[int, ...], tokens: int, expected: tuple[int, ...]) -> None:
+    assert shapes.scaled(grid, tokens) == expected
+
+
+def test_a_window_that_a_small_grid_clips_is_whole_in_a_large_one() -> None:
+    found = problems("--grid", "4,4", "--window", "13", "--lengths", "16,1024")
+    assert [each.pattern for each in found] == [Neighborhood((4, 4), (7, 7)), Neighborhood((32, 32), (13, 13))]
+
+
+def test_lengths_without_a_grid_are_as_before() -> None:
+    found = problems("--segments", "64,128", "--dilations", "1,2", "--lengths", "256:1k")
+    assert [(each.q_len, each.pattern) for each in found] == [(n, Dilated((64, 128), (1, 2))) for n in (256, 512, 1024)]
+
+
+@pytest.fixture
+def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """The problems that would be measured; hilbert gains from 2,000 tokens on."""
+    found: list[Problem] = []
+
+    def profile(problems: list[Problem], *, report: Any, **options: Any) -> None:
+        for index, problem in enumerate(problems):
+            found.append(problem)
+            times = {NATURAL: math.sqrt(problem.q_len / 2000), HILBERT: 1.0}
+            where = silicon(problem.device)
+            decision = made_up.decision(problem.to_dict(), times, silicon=where, key=problem.key(where))
+            keep(folder, decision)
+            report(index, Explanation.of(decision))
+
+    monkeypatch.setattr(profiling, "profile", profile)
+    return found
+
+
+ASKED = ("profile", "--thresholds", "--grid", "64,64", "--window", "13", "--shape", "1,1,2,16", "--device", "cpu")
+
+
+def test_profile_measures_lengths_and_tells(
+    asked: list[Problem], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = silicon(torch.device("cpu"))
+    keep(folder, *planted(crossing(3000)))  # on another machine
+    keep(folder, *(replace(each, silicon=here) for each in alike(16, 7)))  # of another family
+    printed = told(capsys, *ASKED, "--lengths", "8k,1k,2k", "--causal", "both")
+    assert [each.q_len for each in asked] == [n * n for n in (32, 32, 45, 45, 91, 91)]
+    assert "kept in   " in printed
+    rows = [line for line in printed.splitlines() if line.startswith("Neighborhood") and "   " in line]
+    assert len(rows) == 2
+    assert all(re.search(r"above \d,\d00 tokens \(2,025 - 8,281\)$", row) for row in rows)
+    assert all(row.split("(")[1].startswith("window=13,13") for row in rows)
+    assert made_up.SILICON not in printed
+
+
+def test_profile_for_a_machine_takes_usual_lengths(asked: list[Problem], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(told(capsys, *ASKED, "--json"))
+    assert [each.q_len for each in asked] == [n * n for n in (32, 45, 64, 91, 128, 181, 256)]
+    (series,) = printed["thresholds"]
+    assert series["verdict"] == "above"
+    assert abs(math.log2(series["tokens"] / 2000)) < 1
+    assert len(printed["decisions"]) == 7
+
+
+def test_profile_leaves_thresholds_out_unless_asked(asked: list[Problem], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [each for each in ASKED if each != "--thresholds"]
+    assert "thresholds" not in json.loads(told(capsys, *arguments, "--lengths", "1k,2k", "--json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "--grid H,W with --window, or --segments"),
+        (("--lengths", "1k:4k", "--window", "9"), "--grid H,W with --window, or --segments"),
+        (("--grid", "8,8", "--window", "3", "--lengths", "1k"), "at least 2 lengths"),
+        (("--grid", "8,8", "--window", "3", "--lengths", "1024,1025"), "at least 2 lengths"),
+        (("--from", "x"), "leave --from away"),
+    ],
+)
+def test_what_cannot_tell_a_threshold(
+    arguments: tuple[str, ...], why: str, asked: list[Problem], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(("profile", "--thresholds", "--device", "cpu", *arguments)) == 2
+    assert why in capsys.readouterr().err
+    assert asked == []

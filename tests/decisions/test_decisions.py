@@ -1,0 +1,256 @@
+"""When a call measures, when it looks up, and when a decision no longer holds: modes, budgets and the folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, explain, profile, register
+from attn_dispatch.errors import InvalidInput, NotDecided
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.pattern import Dense, Window
+from attn_dispatch.store.folder import Store, cache_folder
+from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+
+# --- measured once ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_measures_and_the_second_looks_up() -> None:
+    q, k, v = qkv()
+    first = attend(q, k, v)
+    assert counted(measured=1)
+    assert torch.equal(attend(q, k, v), first)
+    assert torch.equal(attend(q.clone(), k, v), first)
+    assert counted(measured=1)
+    assert len(list(Store(cache_folder()).all())) == 1
+
+
+SECOND = """
+import json, torch, attn_dispatch
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(16)
+q, k, v = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
+before = attn_dispatch.explain(q, k, v)
+out = attn_dispatch.attend(q, k, v)
+print(json.dumps([before.source, before.choice, before.key, attn_dispatch.counters(), out.tolist()]))
+"""
+
+
+def test_a_second_process_does_not_measure() -> None:
+    q, k, v = qkv()
+    out = attend(q, k, v)
+    done = subprocess.run([sys.executable, "-c", SECOND], check=True, capture_output=True, text=True, timeout=120)
+    source, choice, key, counts, values = json.loads(done.stdout)
+    found = explain(q, k, v)
+    assert (source, choice, key) == ("measured", found.choice, found.key)
+    assert counts == {"measured": 0, "loaded": 1, "shipped": 0, "learned": 0, "heuristic": 0, "forced": 0}
+    assert torch.equal(torch.tensor(values), out)
+    assert done.stderr == ""
+
+
+def test_threads_that_meet_a_problem_together_measure_it_once() -> None:
+    q, k, v = qkv(24)
+    start = Barrier(4)
+
+    def first_call(_: int) -> Tensor:
+        start.wait(timeout=60)
+        out: Tensor = attend(q, k, v, is_causal=True)
+        return out
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(first_call, range(4)))
+    assert counted(measured=1)
+    assert all(torch.equal(out, found[0]) for out in found)
+    assert close(found[0], formula(q, k, v, Dense(is_causal=True))[0])
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "file" / "below"))
+    q, k, v = qkv()
+    for _ in range(2):
+        attend(q, k, v)
+    assert counted(measured=1)
+    warnings = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(warnings) == 3  # reading quarantines, writing a decision and a marker
+
+
+# --- modes and budgets ------------------------------------------------------------------------------------------------
+
+
+def test_predict_never_measures(set_mode: Callable[[str], None]) -> None:
+    set_mode("predict")
+    q, k, v = qkv()
+    assert close(attend(q, k, v, Window(3, 2)), formula(q, k, v, Window(3, 2))[0])
+    found = explain(q, k, v, Window(3, 2))
+    assert (found.source, found.choice) == ("heuristic", "sdpa_mask")
+    statuses = {row.backend: row.status for row in found.candidates}
+    assert statuses["sdpa"] == "unsupported"
+    assert [name for name, status in statuses.items() if status == "chosen"] == ["sdpa_mask"]
+    assert {statuses[name] for name in ("native", "flex", "manual")} == {"not_measured"}
+    assert counted(heuristic=1)
+    assert not cache_folder().exists()
+
+
+@pytest.mark.parametrize("mode", ["predict", "locked"])
+def test_what_was_measured_is_used(mode: str, set_mode: Callable[[str], None]) -> None:
+    q, k, v = qkv()
+    out = attend(q, k, v)
+    forget()
+    set_mode(mode)
+    assert torch.equal(attend(q, k, v), out)
+    assert counted(loaded=1)
+    assert explain(q, k, v).source == "measured"
+
+
+def test_locked_raises_on_a_miss(set_mode: Callable[[str], None]) -> None:
+    set_mode("locked")
+    q, k, v = qkv(dtype=torch.bfloat16)
+    with pytest.raises(NotDecided) as raised:
+        attend(q, k, v, is_causal=True)
+    assert "ATTN_DISPATCH_MODE=locked" in str(raised.value)
+    assert "[1, 16, 2, 8]   bfloat16   Dense(causal)   forward" in str(raised.value)
+    assert counted()
+    assert not cache_folder().exists()
+    found = explain(q, k, v, is_causal=True)
+    assert (found.choice, found.order) == (None, None)
+    assert "locked mode, and nothing is decided" in str(found)
+    assert attend(q, k, v, is_causal=True, backend="manual").shape == q.shape
+
+
+def test_off_touches_no_disk(set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    attend(q, k, v)
+    forget()
+    set_mode("off")
+
+    def touched(*args: object) -> None:
+        raise AssertionError("the store was asked")
+
+    monkeypatch.setattr(Store, "get", touched)
+    monkeypatch.setattr(Store, "put", touched)
+    attend(q, k, v)
+    assert explain(q, k, v).source == "heuristic"
+    assert counted(heuristic=1)
+
+
+def test_off_makes_no_folder(set_mode: Callable[[str], None]) -> None:
+    set_mode("off")
+    attend(*qkv())
+    explain(*qkv())
+    assert not cache_folder().exists()
+
+
+def test_profile_has_nowhere_to_write_when_off(set_mode: Callable[[str], None]) -> None:
+    set_mode("off")
+    with pytest.raises(InvalidInput, match="touches no disk"):
+        profile([], progress=False)
+
+
+@pytest.mark.parametrize("mode", ["fast", "TUNE", " tune"])
+def test_a_wrong_mode(mode: str, set_mode: Callable[[str], None]) -> None:
+    set_mode(mode)
+    with pytest.raises(InvalidInput) as raised:
+        attend(*qkv())
+    assert str(raised.value) == f"$ATTN_DISPATCH_MODE must be one of tune, predict, locked, off, got {mode!r}"
+
+
+@pytest.mark.parametrize("budget", ["-1", "soon", "nan", "1s"])
+def test_a_wrong_budget(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
+    with pytest.raises(InvalidInput) as raised:
+        attend(*qkv())
+    assert str(raised.value) == f"$ATTN_DISPATCH_BUDGET_MS must be a number >= 0, got {budget!r}"
+
+
+@pytest.mark.parametrize("budget", ["0", "", "1e2"])
+def test_budgets_that_will_do(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
+    attend(*qkv())
+    assert counted(measured=1)
+
+
+# --- decisions that do not hold now -----------------------------------------------------------------------------------
+
+
+def test_a_plugin_that_is_gone_or_renewed_makes_decisions_stale(set_mode: Callable[[str], None]) -> None:
+    plugin = Plugin()
+    register(plugin)
+    q, k, v = qkv()
+    attend(q, k, v)
+    set_mode("predict")
+    forget()
+    assert explain(q, k, v).source == "measured"
+    plugin.release_name = "2"
+    found = explain(q, k, v)
+    assert (found.source, found.choice in BUILT_IN) == ("measured", True)
+    assert "measured with version 1, which has changed" in next(
+        row.reason for row in found.candidates if row.backend == "planted"
+    )
+    attend(q, k, v)
+    assert counted(loaded=1)
+    plugin.release_name = "1"
+    forget()
+    assert explain(q, k, v).choice == "planted"
+    registry._added.clear()
+    assert explain(q, k, v).choice == found.choice
+
+
+def test_a_choice_that_refuses_by_now_is_not_taken(set_mode: Callable[[str], None]) -> None:
+    plugin = Plugin()
+    register(plugin)
+    q, k, v = qkv()
+    attend(q, k, v)
+    forget()
+    plugin.reasons = [Refusal("moon", "not at full moon")]
+    set_mode("predict")
+    found = explain(q, k, v)
+    assert (found.source, status(found, "planted")) == ("measured", "unsupported")
+    assert found.choice in BUILT_IN
+
+
+def test_a_decision_that_cannot_run_now_is_kept(set_mode: Callable[[str], None], tmp_path: Path) -> None:
+    plugin = Plugin()
+    register(plugin)
+    q, k, v = qkv()
+    attend(q, k, v)
+    forget()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    assert len(before) == 1
+    plugin.reasons = [Refusal("over_memory", "too much for now")]
+    for setting in ("locked", "tune"):
+        set_mode(setting)
+        forget()
+        assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+        assert counted(loaded=1)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+
+
+def test_another_number_of_threads_is_another_machine() -> None:
+    q, k, v = qkv()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        attend(q, k, v)
+        torch.set_num_threads(2)
+        assert explain(q, k, v).source == "heuristic"
+        attend(q, k, v)
+        assert counted(measured=2)
+    finally:
+        torch.set_num_threads(threads)

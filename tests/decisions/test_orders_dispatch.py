@@ -1,0 +1,402 @@
+"""A candidate is a backend in an order of tokens: measured, chosen, kept, forced and kept out as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from attn_dispatch import attend, explain, profile
+from attn_dispatch.cli import main
+from attn_dispatch.decisions import drift
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal, runner
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.quarantine import Quarantine
+from tests.support.calls import counted, forget, qkv
+from tests.support.ordered import HILBERT, NATURAL, OTHER, RESIDUE, House, kept, right, rows
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(monkeypatch)
+
+
+# --- measured and kept ------------------------------------------------------------------------------------------------
+
+
+def test_both_orders_are_measured_and_the_faster_is_taken(house: House) -> None:
+    q, k, v = qkv()
+    assert right(attend(q, k, v), q, k, v)
+    assert kept().chosen == HILBERT
+    assert set(rows()) == {OTHER, NATURAL, HILBERT}
+    assert all(row.median_ms is not None and row.error is not None for row in rows().values())
+    assert [rows()[name].status for name in (OTHER, NATURAL)] == ["slower", "slower"]
+    house.restart()
+    attend(q, k, v)
+    attend(q, k, v)
+    assert house.tiled.handed == [{"order": "hilbert"}] * 2
+    assert counted(loaded=1)
+    assert house.other.handed == []
+
+
+def test_the_natural_order_goes_without_saying(house: House) -> None:
+    """So does any order of a backend that has no `orders`."""
+    house.tiled.paces_ms = {"natural": 1, "hilbert": 6}
+    attend(*qkv())
+    assert kept().chosen == NATURAL
+    assert house.tiled.orders_run() == {None, "hilbert"}
+    assert not any("order" in each for each in house.other.handed)
+    house.restart()
+    attend(*qkv())
+    assert house.tiled.handed == [{}]
+
+
+def test_with_gradients_masks_and_the_other_layout(house: House) -> None:
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in qkv())
+    options: dict[str, Any] = {"layout": "bhnd", "key_mask": torch.ones(1, 16, dtype=torch.bool)}
+    out = attend(q, k, v, **options)
+    assert kept().chosen == HILBERT
+    assert house.tiled.handed[-1].keys() == {"order", "key_mask"}
+    out.sum().backward()
+    found, q.grad = q.grad, None
+    attend(q, k, v, **options, backend="other").sum().backward()
+    assert found is not None
+    assert q.grad is not None
+    assert torch.allclose(found, q.grad)
+
+
+def test_what_is_done_once_for_a_backend(house: House) -> None:
+    """It prepares once; what it made for the problem that it won is left alone, whatever its other orders did."""
+    q, k, v = qkv()
+    attend(q, k, v)
+    assert house.tiled.prepared == 1
+    assert house.tiled.forgotten
+    assert Problem.of(q, k, v) not in house.tiled.forgotten
+
+
+def test_an_upgrade_measures_all_orders_again(house: House) -> None:
+    attend(*qkv())
+    house.restart()
+    house.tiled.edition = "2"
+    house.tiled.paces_ms = {"natural": 2, "hilbert": 8}
+    attend(*qkv())
+    assert counted(measured=1)
+    assert house.tiled.orders_run() == {None, "hilbert"}
+    assert (kept().chosen, rows()[HILBERT].version, rows()[NATURAL].version) == (NATURAL, "2", "2")
+
+
+def test_one_more_order_is_measured_by_itself(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend offers is asked again where something is installed or changed."""
+    house.tiled.offered = lambda problem: ("natural",)
+    attend(*qkv())
+    assert kept().chosen == OTHER
+    before = rows()[NATURAL]
+    house.restart()
+    house.tiled.offered = lambda problem: ("natural", "hilbert")
+    monkeypatch.setenv("CUDA_HOME", "/elsewhere")
+    attend(*qkv())
+    assert counted(measured=1)
+    assert house.tiled.orders_run() == {"hilbert"}
+    assert kept().chosen == HILBERT
+    assert rows()[NATURAL].measured == before.measured
+
+
+def test_an_order_that_is_no_longer_offered(house: House, set_mode: Callable[[str], None]) -> None:
+    attend(*qkv())
+    set_mode("predict")
+    house.restart()
+    house.tiled.offered = lambda problem: ("natural",)
+    attend(*qkv())
+    assert house.tiled.handed == []
+    found = explain(*qkv())
+    assert (found.choice, found.order, found.source) == (*OTHER, "measured")
+    assert counted(loaded=1)
+
+
+def test_locked_by_order(house: House, set_mode: Callable[[str], None]) -> None:
+    attend(*qkv())
+    set_mode("locked")
+    house.restart()
+    attend(*qkv())
+    assert house.tiled.last() == "hilbert"
+
+
+def test_what_there_was_no_time_for_is_of_an_order(house: House) -> None:
+    attend(*qkv())
+    late = [msgspec.structs.replace(row, status="not_measured", median_ms=None, low_ms=None, high_ms=None, need_ms=1)
+            if row.id == NATURAL else row for row in kept().candidates]  # fmt: skip
+    decision = msgspec.structs.replace(kept(), candidates=tuple(late))
+    for path, _ in list(Store(cache_folder()).all()):
+        path.unlink()
+    Store(cache_folder()).put(decision)
+    house.restart()
+    attend(*qkv())
+    assert house.tiled.orders_run() == {None, "hilbert"}
+    assert house.other.handed == []
+    assert rows()[NATURAL].median_ms is not None
+
+
+def test_profile_measures_every_order_again(house: House) -> None:
+    q, k, v = qkv()
+    attend(q, k, v)
+    attend(q, k, v, order="natural")
+    assert house.other.handed[-1] == {}
+    house.restart()
+    house.tiled.paces_ms = {"natural": 1, "hilbert": 6}
+    attend(q, k, v, order="natural")
+    (found,) = profile([Problem.of(q, k, v)], budget_s=3.0, progress=False, force=True)
+    assert (found.choice, found.order) == NATURAL
+    count = len(house.tiled.handed)
+    attend(q, k, v, order="natural")
+    assert len(house.tiled.handed) == count + 1, "what is forced goes by what was measured by request"
+
+
+def test_a_neighbour_is_predicted_in_its_order(house: House, set_mode: Callable[[str], None]) -> None:
+    attend(*qkv(16))
+    set_mode("predict")
+    house.restart()
+    attend(*qkv(17))
+    assert counted(learned=1)
+    assert house.tiled.last() == "hilbert"
+    found = explain(*qkv(17))
+    assert (found.choice, found.order, found.source) == (*HILBERT, "learned")
+
+
+def test_export_and_import(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend(*qkv())
+    before = kept()
+    assert main(["export", str(tmp_path / "all.json")]) == 0
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "elsewhere"))
+    for _ in range(2):
+        assert main(["import", str(tmp_path / "all.json")]) == 0
+        assert kept() == before
+    house.restart()
+    attend(*qkv())
+    assert (counted(loaded=1), house.tiled.last()) == (True, "hilbert")
+
+
+def test_live_calls_are_held_against_the_row_of_the_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend(*qkv())
+    monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
+    watch: Any = drift.watched(runner(house.tiled, "hilbert"), Problem.of(*qkv()), kept())
+    assert watch._row == rows()[HILBERT]
+
+
+# --- forced -----------------------------------------------------------------------------------------------------------
+
+
+def taken(house: House, **options: Any) -> tuple[str, str]:
+    """Who runs a call, which must be right and what explain() says of it."""
+    q, k, v = qkv()
+    for backend in (house.other, house.tiled):
+        backend.handed.clear()
+    assert right(attend(q, k, v, **options), q, k, v)
+    runs = {backend.name: backend.handed for backend in (house.other, house.tiled) if backend.handed}
+    ((name, handed),) = runs.items()
+    ((order,),) = [[each.get("order", "natural") for each in handed]]
+    found = explain(q, k, v, **options)
+    assert (found.choice, found.order, found.source) == (name, order, "forced")
+    assert [(row.backend, row.order) for row in found.candidates if row.status == "chosen"] == [(name, order)]
+    return name, order
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "measured"),
+    [
+        ({"order": "hilbert"}, HILBERT, HILBERT),
+        ({"order": "natural"}, OTHER, OTHER),
+        ({"backend": "tiled"}, NATURAL, HILBERT),
+        ({"backend": "other"}, OTHER, OTHER),
+        ({"backend": "tiled", "order": "natural"}, NATURAL, NATURAL),
+        ({"backend": "tiled", "order": "hilbert"}, HILBERT, HILBERT),
+        ({"backend": "tiled", "order": "residue"}, RESIDUE, RESIDUE),
+    ],
+    ids=str,
+)
+def test_what_is_forced_and_what_is_left_open(
+    options: dict[str, Any], expected: tuple[str, str], measured: tuple[str, str], house: House
+) -> None:
+    """Nothing is measured for it: first by the order of preference, then by what another call measured."""
+    assert taken(house, **options) == expected
+    assert counted(forced=1)
+    assert not cache_folder().exists()
+    forget()
+    attend(*qkv())
+    assert taken(house, **options) == measured
+    forget()
+    assert taken(house, **options) == measured
+    assert counted(forced=1)
+
+
+def test_the_fastest_in_the_forced_order_need_not_be_the_fastest(house: House) -> None:
+    house.tiled.paces_ms = {"natural": 2, "hilbert": 1}
+    attend(*qkv())
+    assert kept().chosen == HILBERT
+    forget()
+    assert taken(house, order="natural") == NATURAL
+    found = explain(*qkv(), order="natural")
+    assert [(row.backend, row.order, row.status) for row in found.candidates] == [
+        (*OTHER, "slower"),
+        (*NATURAL, "chosen"),
+    ]
+    assert all(row.median_ms is not None for row in found.candidates)
+
+
+def test_a_forced_order_goes_the_same_way_throughout_a_process(house: House) -> None:
+    house.tiled.paces_ms = {"natural": 1, "hilbert": 6}
+    assert taken(house, order="natural") == OTHER
+    attend(*qkv())
+    assert kept().chosen == NATURAL
+    assert taken(house, order="natural") == OTHER
+    assert taken(house, order="natural", layout="bnhd", scale=8**-0.5) == OTHER
+
+
+def test_an_order_that_nobody_offers(house: House) -> None:
+    q, k, v = qkv()
+    with pytest.raises(NoBackend) as raised:
+        attend(q, k, v, order="residue")
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "no backend can run Dense() in residue order on cpu in float32:"
+    assert lines[2:] == [
+        "  other: computes in natural order only",
+        "  tiled: does not offer itself in residue order: backend='tiled' beside it forces that",
+        "Pass order=None to let every order be tried.",
+    ]
+    found = explain(q, k, v, order="residue")
+    assert (found.choice, found.order, found.source) == (None, None, "forced")
+    assert [(row.order, row.status) for row in found.candidates] == [("residue", "unsupported")] * 2
+
+
+def test_an_order_that_the_backend_lacks(house: House) -> None:
+    q, k, v = qkv()
+    house.tiled.all_orders = ()
+    for backend, reason in (("other", "natural order only"), ("tiled", "natural and hilbert order only")):
+        with pytest.raises(NoBackend, match=f"{backend}: computes in {reason}"):
+            attend(q, k, v, backend=backend, order="residue")
+        row = explain(q, k, v, backend=backend, order="residue").candidates[0]
+        assert (row.order, row.status, row.reason) == ("residue", "unsupported", f"computes in {reason}")
+
+
+def test_a_forced_order_of_what_refuses(house: House) -> None:
+    house.tiled.reasons = [Refusal("moon", "not at full moon")]
+    both: list[dict[str, Any]] = [{"order": "hilbert"}, {"order": "hilbert", "backend": "tiled"}]
+    for options in both:
+        with pytest.raises(NoBackend, match="tiled: not at full moon"):
+            attend(*qkv(), **options)
+    assert taken(house, order="natural") == OTHER
+
+
+@pytest.mark.parametrize("order", ["random", "natural ", 3])
+def test_a_wrong_order_is_told_first(order: Any, house: House) -> None:
+    for backend in (None, "other"):
+        with pytest.raises(InvalidInput, match="order must be None or one of"):
+            attend(*qkv(), order=order, backend=backend)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_every_candidate_says_its_order(house: House) -> None:
+    assert [(row.backend, row.order) for row in explain(*qkv()).candidates] == [OTHER, NATURAL, HILBERT]
+    attend(*qkv())
+    found = explain(*qkv())
+    lines = str(found).splitlines()[-3:]
+    assert [tuple(line.split()[:2]) for line in lines] == [OTHER, NATURAL, HILBERT]
+    assert "choice    tiled in hilbert order (measured)" in str(found)
+    assert found.to_dict()["candidates"][2]["order"] == "hilbert"
+
+
+def test_what_cannot_run_by_now_says_so_in_every_order(house: House) -> None:
+    house.tiled.paces_ms = {"natural": 6, "hilbert": 7}
+    attend(*qkv())
+    house.restart()
+    house.tiled.reasons = [Refusal("moon", "not at full moon")]
+    found = {(row.backend, row.order): row for row in explain(*qkv()).candidates}
+    assert {found[name].status for name in (NATURAL, HILBERT)} == {"unsupported"}
+    assert found[OTHER].status == "chosen"
+
+
+def test_inspect_names_the_order(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    attend(*qkv())
+    assert main(["inspect"]) == 0
+    assert "tiled@hilbert" in capsys.readouterr().out
+
+
+def test_what_fails_says_in_which_order(house: House, set_mode: Callable[[str], None]) -> None:
+    del house.tiled.paces_ms["hilbert"]
+    with pytest.raises(BackendFailed, match=r"tiled@hilbert failed on \[1, 16, 2, 8\]"):
+        attend(*qkv(), order="hilbert")
+
+
+# --- kept out ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["natural", "hilbert"])
+def test_what_is_wrong_in_one_order_is_kept_out_in_all(wrong: str, house: House) -> None:
+    """A quarantine is of a version."""
+    house.tiled.wrong_in = wrong
+    q, k, v = qkv()
+    assert right(attend(q, k, v), q, k, v)
+    assert kept().chosen == OTHER
+    bad, good = (NATURAL, HILBERT) if wrong == "natural" else (HILBERT, NATURAL)
+    assert (rows()[bad].status, rows()[good].status) == ("incorrect", "quarantined")
+    assert "out is off by" in rows()[bad].reason
+    assert rows()[bad].reason in rows()[good].reason
+    entry = Quarantine(cache_folder(), kept().silicon).find("tiled", "1", kept().group)
+    assert entry is not None
+    assert ("hilbert order" in entry.title) == (wrong == "hilbert")
+    house.restart()
+    attend(q, k, v)
+    assert counted(loaded=1)
+    assert house.tiled.handed == []
+
+
+def test_hard_cases_are_run_in_the_order_where_it_is_offered(house: House) -> None:
+    house.tiled.offered = lambda problem: ("natural", "hilbert") if problem.q_len in (16, 77) else ("natural",)
+    attend(*qkv())
+    by_order: dict[str | None, set[int]] = {}
+    for handed, problem in zip(house.tiled.handed, house.tiled.seen, strict=True):
+        by_order.setdefault(handed.get("order"), set()).add(problem.q_len)
+    assert by_order["hilbert"] == {16, 77}
+    assert by_order[None] > {16, 77, 192}
+
+
+@pytest.mark.parametrize(
+    ("offered", "status", "reason"),
+    [
+        (lambda problem: ("natural", "spiral"), "failed", "not 'spiral'"),
+        (lambda problem: 1 / 0, "failed", "ZeroDivisionError"),
+        (lambda problem: (), "unsupported", "offers itself in no order"),
+    ],
+    ids=["unknown", "raises", "none"],
+)
+def test_orders_that_are_none(offered: Callable[[Problem], Any], status: str, reason: str, house: House) -> None:
+    house.tiled.offered = offered
+    attend(*qkv())
+    assert kept().chosen == OTHER
+    found = {(row.backend, row.order): row for row in explain(*qkv()).candidates}
+    assert found.keys() == {OTHER, NATURAL}
+    assert found[NATURAL].status == status
+    assert reason in found[NATURAL].reason
+
+
+def test_one_that_offers_no_natural_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static choice is in natural order, but better another than none."""
+    monkeypatch.setattr(registry, "names", lambda: ("tiled", "other"))
+    house.tiled.offered = lambda problem: ("hilbert",)
+    assert explain(*qkv()).choice == "other"
+    house.other.reasons = [Refusal("moon", "not at full moon")]
+    found = explain(*qkv())
+    assert (found.choice, found.order, found.source) == (*HILBERT, "heuristic")

@@ -1,0 +1,141 @@
+"""Drift: live calls against what was measured, with a clock of our own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch import attend, explain
+from attn_dispatch.decisions import drift as sentinel
+from attn_dispatch.profiling import problem_of
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.store.decision import Decision
+from attn_dispatch.store.folder import Store, cache_folder
+from tests.support.calls import forget, later, qkv
+
+LOW, MEDIAN, HIGH = 9.0, 10.0, 11.0
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> Decision:
+    """One call's decision, with other figures."""
+    import msgspec
+
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "300")
+    attend(*qkv())
+    ((_, decision),) = Store(cache_folder()).all()
+    rows = tuple(
+        msgspec.structs.replace(row, median_ms=MEDIAN, low_ms=LOW, high_ms=HIGH)
+        if row.backend == decision.choice
+        else row
+        for row in decision.candidates
+    )
+    return msgspec.structs.replace(decision, candidates=rows)
+
+
+class Calls:
+    """A backend's run that takes what the clock says it takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call_ms: Callable[[], float]) -> None:
+        self.now, self.count, self.call_ms = 0.0, 0, call_ms
+        monkeypatch.setattr("attn_dispatch.decisions.drift.time.perf_counter", lambda: self.now)
+
+    def run(self, *args: Any, **tensors: Any) -> str:
+        self.count += 1
+        self.now += self.call_ms() / 1e3
+        return "result"
+
+
+def watch(
+    monkeypatch: pytest.MonkeyPatch, decision: Decision, call_ms: Callable[[], float], share: str = "1", **more: bool
+) -> tuple[Calls, sentinel.Run]:
+    monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", share)
+    calls = Calls(monkeypatch, call_ms)
+    problem = problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"), **more)
+    return calls, sentinel.watched(calls.run, problem, decision)
+
+
+def drift() -> Any:
+    ((_, decision),) = Store(cache_folder()).all()
+    return decision.drift
+
+
+@pytest.mark.parametrize("call_ms", [MEDIAN, LOW * 0.95, HIGH * 1.05])
+def test_no_drift_near_what_was_measured(call_ms: float, decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = random.Random(0)
+    _, run = watch(monkeypatch, decided, lambda: call_ms * noise.gauss(1, 0.02))
+    for _ in range(200):
+        assert run() == "result"
+    assert drift() is None
+
+
+@pytest.mark.parametrize("call_ms", [LOW * 0.8, HIGH * 1.2])
+def test_drift_is_marked_and_shown(call_ms: float, decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = random.Random(0)
+    calls, run = watch(monkeypatch, decided, lambda: call_ms * noise.gauss(1, 0.02))
+    for _ in range(sentinel.FIRST + sentinel.SAMPLES - 1):
+        run()
+    assert drift() is None
+    run()
+    found = drift()
+    assert found.samples == sentinel.SAMPLES
+    assert found.low_ms <= found.median_ms <= found.high_ms
+    assert found.median_ms == pytest.approx(call_ms, rel=0.05)
+    assert calls.count == sentinel.FIRST + sentinel.SAMPLES
+    forget()
+    assert "drift     live calls take" in str(explain(*qkv()))
+    assert explain(*qkv()).drift is not None
+
+
+def test_what_is_built_first_and_single_outliers_do_not_count(
+    decided: Decision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([5000.0] * sentinel.FIRST + [MEDIAN, MEDIAN, MEDIAN, 500.0] * 100)
+    _, run = watch(monkeypatch, decided, lambda: next(times))
+    for _ in range(300):
+        run()
+    assert drift() is None
+
+
+def test_a_share_of_the_calls_is_timed(decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentinel, "SAMPLES", 10**6)
+    _, run = watch(monkeypatch, decided, lambda: MEDIAN, share="0.1")
+    for _ in range(2000):
+        run()
+    assert 120 <= len(run._seen) + sentinel.FIRST <= 280  # type: ignore[attr-defined]
+
+
+def test_off_by_default_and_where_there_is_nothing_to_compare(
+    decided: Decision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import msgspec
+
+    calls, run = watch(monkeypatch, decided, lambda: MEDIAN, share="0")
+    assert run == calls.run
+    calls, run = watch(monkeypatch, decided, lambda: MEDIAN, backward=True)
+    assert run == calls.run
+    calls, run = watch(monkeypatch, msgspec.structs.replace(decided, source="shipped"), lambda: MEDIAN)
+    assert run == calls.run
+
+
+def test_attend_is_watched(decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way: calls that are much slower than what is stored mark the decision."""
+    import msgspec
+
+    rows = tuple(
+        msgspec.structs.replace(row, median_ms=1e-6, low_ms=1e-6, high_ms=1e-6) if row.median_ms is not None else row
+        for row in decided.candidates
+    )
+    path = Store(cache_folder()).put(msgspec.structs.replace(decided, candidates=rows, created=later()))
+    assert path is not None
+    monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
+    monkeypatch.setenv("ATTN_DISPATCH_MODE", "locked")  # a machine under load would go on measuring
+    forget()
+    for _ in range(sentinel.FIRST + sentinel.SAMPLES + 1):
+        attend(*qkv())
+    assert drift() is not None
+    assert explain(*qkv()).drift is not None, "in the process that saw it too"

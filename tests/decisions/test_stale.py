@@ -1,0 +1,240 @@
+"""Only what changed is measured again: upgrades, new and lost backends, and what there was no time for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, explain, profile
+from attn_dispatch.decisions import look_up
+from attn_dispatch.errors import NotDecided
+from attn_dispatch.kernels import registry
+from attn_dispatch.profiling import problem_of
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Decision, Drift, Row
+from attn_dispatch.store.folder import Store, cache_folder
+from tests.support.calls import counted, forget, later, qkv, status
+from tests.support.planted import Planted
+
+MS = 1e-3
+BUDGET_MS = 3000.0  #: enough to measure all of them on a busy machine; a race that is resolved takes a tenth of it
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", str(BUDGET_MS))
+
+
+@dataclass
+class Paced(Planted):
+    """The reference, that takes as long as it is told."""
+
+    takes_s: float = 0.0
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        time.sleep(self.takes_s)
+        return super().run(q, k, v, problem, **tensors)
+
+
+class House:
+    """Backends of ours alone, which come, go and change; `restart` is what a new process would know."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.backends: dict[str, Paced] = {}
+        monkeypatch.setattr(registry, "names", lambda: tuple(self.backends))
+        for name, takes_ms in (("a", 4), ("b", 6), ("c", 7)):
+            self.add(name, takes_ms)
+
+    def add(self, name: str, takes_ms: float, edition: str = "1") -> None:
+        registry._added.pop(name, None)
+        backend = Paced(name=name, edition=edition, takes_s=takes_ms * MS)
+        registry._added[name] = self.backends[name] = backend
+
+    def remove(self, name: str) -> None:
+        del registry._added[name], self.backends[name]
+
+    def restart(self) -> None:
+        forget()
+        for backend in self.backends.values():
+            backend.calls = 0
+
+    def called(self) -> set[str]:
+        return {name for name, backend in self.backends.items() if backend.calls > 1}
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    """After its first call, in a new process."""
+    found = House(monkeypatch)
+    attend(*qkv())
+    assert kept().choice == "a"
+    assert all(row.median_ms is not None for row in kept().candidates)
+    found.restart()
+    return found
+
+
+def kept() -> Decision:
+    ((_, decision),) = Store(cache_folder()).all()
+    return decision
+
+
+def row(name: str) -> Row:
+    return next(row for row in kept().candidates if row.backend == name)
+
+
+def test_nothing_changed(house: House) -> None:
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert house.called() == set()
+
+
+def test_an_upgrade_that_is_faster(house: House) -> None:
+    before = row("c")
+    house.add("b", 1, "2")
+    attend(*qkv())
+    assert counted(measured=1)
+    assert house.called() == {"a", "b"}
+    assert explain(*qkv()).choice == "b"
+    assert (row("b").version, row("b").status) == ("2", "chosen")
+    assert (row("c").measured, row("c").median_ms, row("c").status) == (before.measured, before.median_ms, "slower")
+
+
+def test_an_upgrade_that_is_slower(house: House) -> None:
+    """What was chosen lost its measurement: it is held against the best of the others."""
+    house.add("a", 30, "2")
+    attend(*qkv())
+    assert house.called() == {"a", "b"}
+    assert explain(*qkv()).choice == "b"
+    assert (row("a").version, row("a").status) == ("2", "slower")
+
+
+def test_an_upgrade_that_changes_nothing(house: House) -> None:
+    house.add("c", 7, "2")
+    attend(*qkv())
+    assert house.called() == {"a", "c"}
+    assert explain(*qkv()).choice == "a"
+    house.restart()
+    attend(*qkv())
+    assert counted(loaded=1)
+
+
+def test_one_more(house: House) -> None:
+    house.add("d", 1)
+    attend(*qkv())
+    assert house.called() == {"a", "d"}
+    assert explain(*qkv()).choice == "d"
+    assert {row.backend for row in kept().candidates} == {"a", "b", "c", "d"}
+
+
+def test_one_less_is_decided_anew_from_what_is_stored(house: House) -> None:
+    house.remove("a")
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert house.called() == set()
+    assert explain(*qkv()).choice == "b"
+    assert row("a").status == "chosen", "the process that still has it finds its decision as it was"
+
+
+def test_two_programs_with_other_plug_ins_do_not_measure_in_turns(house: House) -> None:
+    """Each adds its row to the decision once."""
+    house.remove("c")
+    house.add("d", 16)
+    attend(*qkv())
+    assert counted(measured=1)
+    for gone, there in (("d", "c"), ("c", "d")):
+        house.restart()
+        house.remove(gone)
+        house.add(there, 7)
+        attend(*qkv())
+        assert counted(loaded=1)
+
+
+def test_stale_rows_are_priors_where_nothing_is_measured(house: House, set_mode: Callable[[str], None]) -> None:
+    set_mode("predict")
+    house.add("a", 4, "2")
+    house.add("c", 7, "2")
+    attend(*qkv())
+    assert house.called() == set()
+    found = explain(*qkv())
+    assert found.choice == "b", "the best of what is known as it is now"
+    reasons = {candidate.backend: candidate.reason for candidate in found.candidates}
+    assert "measured with version 1, which has changed" in reasons["a"]
+    assert "measured with version 1, which has changed" in reasons["c"]
+    assert reasons["b"] == ""
+
+
+def test_locked_with_another_version(house: House, set_mode: Callable[[str], None]) -> None:
+    set_mode("locked")
+    house.add("c", 7, "2")
+    attend(*qkv())
+    assert counted(loaded=1)
+    forget()
+    house.add("a", 4, "2")
+    with pytest.raises(NotDecided, match="a, as was decided, has another version now"):
+        attend(*qkv())
+
+
+@pytest.mark.parametrize(("need_ms", "tried"), [(BUDGET_MS - 1, True), (BUDGET_MS + 1, False)])
+def test_what_there_was_no_time_for(need_ms: float, tried: bool, house: House) -> None:
+    """It is measured as soon as the budget would do."""
+    rows = tuple(
+        Row(backend="b", order="natural", status="not_measured", version="1", need_ms=need_ms, measured=later())
+        if row.backend == "b"
+        else row
+        for row in kept().candidates
+    )
+    Store(cache_folder()).put(msgspec.structs.replace(kept(), candidates=rows, created=later()))
+    house.add("b", 1)
+    attend(*qkv())
+    assert ("b" in house.called()) == tried
+
+
+def problem() -> Problem:
+    return problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))
+
+
+def test_profile_measures_what_drifted_and_what_it_is_told_to(house: House) -> None:
+    profile([problem()], budget_s=3.0, progress=False)
+    assert house.called() == set()
+    drift = Drift(median_ms=1.0, low_ms=0.9, high_ms=1.1, samples=25, seen=later())
+    Store(cache_folder()).amend(kept(), drift=drift)
+    house.restart()
+    profile([problem()], budget_s=3.0, progress=False)
+    assert house.called() == {"a", "b", "c"}
+    assert kept().drift is None
+    house.restart()
+    profile([problem()], budget_s=3.0, progress=False, force=True)
+    assert house.called() == {"a", "b", "c"}
+
+
+def test_other_surroundings_and_the_same_versions(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at once; then it holds for them too."""
+    monkeypatch.setenv("CUDA_HOME", "/elsewhere")
+    before = kept().environment
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert kept().environment != before
+    asked: list[object] = []
+    monkeypatch.setattr(look_up, "candidates", asked.append)
+    house.restart()
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert asked == []
+
+
+def test_a_decision_never_changes_in_a_process_unless_asked(house: House) -> None:
+    attend(*qkv())
+    house.add("b", 0, "2")
+    attend(*qkv())
+    attend(*qkv()[:2], qkv()[2].clone().transpose(1, 2).contiguous().transpose(1, 2))  # another problem
+    assert status(explain(*qkv()), "a") == "chosen"
+    profile([problem()], budget_s=3.0, progress=False)
+    assert explain(*qkv()).choice == "b"

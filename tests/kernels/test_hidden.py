@@ -1,0 +1,150 @@
+"""What no query sees never matters, whatever its bits: NaN and infinity there reach no result and no gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.hidden import unseen
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.tuning.example import Example, make
+from tests.backends.test_conformance import lengths, patterns
+from tests.conftest import INTERPRETED
+from tests.support.cases import Case
+
+GRID = Neighborhood((6, 10), (3, 5), (1, 2))
+PATTERNS = {
+    "causal": Dense(is_causal=True),
+    "window": Window(7, 0),
+    "dilated": Dilated((15, 60), (1, 2), is_causal=True),
+    "neighborhood": GRID,
+    "reordered": Reordered(GRID, "hilbert"),
+}
+MASKED = [
+    Case(f"{name}-{'-'.join(masks)}", pattern, (2, 60, 4, 8), None, 2, "seq_lens" in masks, "key_mask" in masks)
+    for (name, pattern), masks in product(PATTERNS.items(), [("key_mask",), ("seq_lens",), ("key_mask", "seq_lens")])
+]
+#: Keys that a pattern shows to no query.
+UNSEEN = [
+    Case("uncovered", Dilated((30,), (3,)), (2, 60, 2, 8)),
+    Case("uncovered-grouped", Dilated((20, 60), (4, 6), is_causal=True), (2, 60, 8, 8), kv_heads=4),
+    Case("split", Dilated((15, 60), (2, 3), heads="split"), (2, 60, 4, 8)),
+    Case("uncovered-lengths", Dilated((30,), (3,)), (2, 60, 2, 8), seq_lens=True),
+    Case("uncovered-reordered", Reordered(Dilated((30,), (3,)), "residue"), (2, 60, 2, 8)),
+    Case("longer-keys", Window(7, 0), (2, 20, 4, 8), k_len=90, kv_heads=2),
+    Case("longer-keys-masked", Window(7, 2), (2, 20, 2, 8), k_len=90, key_mask=True),
+    Case("one-query", Window(7, 0), (2, 1, 2, 8), k_len=90),
+    Case("negative-scale", Window(7, 0), (2, 20, 2, 8), k_len=90, scale=-0.3),
+]
+BACKENDS = ("manual", "sdpa", "sdpa_mask", "sdpa_float32", "native", "tiles", "flex")
+BITS = (math.nan, math.inf, -math.inf)
+
+
+def hidden_parts(example: Example) -> dict[str, Tensor]:
+    """By the definition: what of k and v no query sees, and which queries are padding."""
+    problem = example.problem
+    masks: dict[str, Any] = example.masks
+    counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **masks)
+    counts = counts.expand(problem.batch, *counts.shape[-3:])
+    seen = counts.sum(2).view(problem.batch, problem.kv_heads, -1, problem.k_len).sum(2).transpose(1, 2) > 0
+    lens = example.masks.get("seq_lens", torch.tensor(problem.q_len))
+    padding = torch.arange(problem.q_len) >= lens.reshape(-1, 1)
+    return {"keys": ~seen, "queries": padding.expand(problem.batch, -1)}
+
+
+def holding(example: Example, bits: float) -> Example:
+    """The same tensors but for what is hidden, which holds these bits, as does the gradient of padding."""
+    hidden = hidden_parts(example)
+    q, k, v = (x.detach().clone() for x in (example.q, example.k, example.v))
+    for x in (k, v):
+        x[hidden["keys"]] = bits
+    q[hidden["queries"]] = bits
+    grad = None if example.grad is None else example.grad.masked_fill(hidden["queries"][:, :, None, None], bits)
+    q, k, v = (x.requires_grad_(example.problem.needs_grad) for x in (q, k, v))
+    return replace(example, q=q, k=k, v=v, grad=grad)
+
+
+def computed(backend: str, example: Example) -> dict[str, Tensor]:
+    out, lse = registry.load(backend).run(example.q, example.k, example.v, example.problem, **example.masks)
+    found = {"out": out, "lse": lse}
+    if example.grad is not None:
+        # NaN in the gradient of padding's lse, too.
+        padding = hidden_parts(example)["queries"][:, None, :]
+        grad_lse = torch.linspace(-1, 1, lse.numel()).view(lse.shape).to(lse.dtype)
+        grad_lse = torch.where(padding, example.grad[0, -1, 0, 0] * 0 + 1, grad_lse).to(lse.dtype)
+        inputs = (example.q, example.k, example.v)
+        found |= zip(("dq", "dk", "dv"), torch.autograd.grad((out, lse), inputs, (example.grad, grad_lse)))
+    return {name: x.detach() for name, x in found.items()}
+
+
+def check(backend: str, case: Case, dtype: torch.dtype, *, needs_grad: bool = True) -> None:
+    problem = case.problem(dtype, needs_grad=needs_grad)
+    if registry.load(backend).refusals(problem):
+        pytest.skip(f"{backend} refuses it")
+    example = make(problem)
+    hidden = hidden_parts(example)
+    assert any(part.any() for part in hidden.values())
+    expected = computed(backend, holding(example, 0.0))
+    assert all(not x.isnan().any() for x in expected.values())
+    for bits in BITS:
+        found = computed(backend, holding(example, bits))
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (name, bits)
+        for name in ("dk", "dv") if needs_grad else ():
+            assert not found[name][hidden["keys"]].any(), (name, bits)
+        for name in ("out", "dq") if needs_grad else ("out",):
+            assert not found[name][hidden["queries"]].any(), (name, bits)
+        assert (found["lse"].transpose(1, 2)[hidden["queries"]] == -math.inf).all()
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    q_len = draw(lengths())
+    k_len = draw(st.just(q_len) | lengths())
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    pattern = draw(patterns(q_len, k_len))
+    case = Case("any", pattern, (1, q_len, kv_heads * group, 4), k_len=k_len, kv_heads=kv_heads)
+    return case.problem(torch.float32, needs_grad=False)
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize("case", MASKED + UNSEEN, ids=lambda case: case.id)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_no_query_sees_never_matters(backend: str, case: Case) -> None:
+    check(backend, case, torch.bfloat16 if backend == "sdpa_float32" else torch.float32)
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize("backend", ["manual", "sdpa", "sdpa_mask", "native", "tiles", "flex"])
+def test_without_gradients(backend: str) -> None:
+    check(backend, MASKED[2], torch.float16, needs_grad=False)
+
+
+@given(problems())
+def test_unseen_keys_are_those_of_the_definition(problem: Problem) -> None:
+    counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
+    expected = counts.sum(1).view(problem.kv_heads, -1, problem.k_len).sum(1).T == 0
+    found = unseen(problem)
+    assert (found is None) == (not expected.any())
+    if found is not None:
+        assert torch.equal(found[0, :, :, 0].expand_as(expected), expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter for Triton's kernels")
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("case", [*MASKED[2::3], *UNSEEN], ids=lambda case: case.id)
+@pytest.mark.parametrize("backend", ["triton", "triton_tiles"])
+def test_triton(backend: str, case: Case) -> None:
+    check(backend, case, torch.float32)

@@ -1,0 +1,139 @@
+"""The dense kernels' adapters: what they work around on the CPU; on meta tensors, that the CUDA ops take the calls."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import pytest
+import torch
+
+from attn_dispatch.backends import manual
+from attn_dispatch.backends.sdpa_cudnn import Cudnn
+from attn_dispatch.kernels import dense, registry
+from attn_dispatch.kernels.dense import CpuFlash, CudaEfficient, CudaFlash, Kernel
+from attn_dispatch.spec.pattern import Dilated
+from tests.support.allocations import allocated_peak
+from tests.support.cases import Case
+
+SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
+
+
+@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient(), Cudnn()], ids=["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
+def test_cuda_ops_take_the_calls(kernel: Kernel, shape: tuple[int, ...], is_causal: bool) -> None:
+    """Arguments, padding and shapes only: a meta tensor holds no values."""
+    q, k, v, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    out, lse = kernel.forward(q, k, v, is_causal, 0.5, None)
+    assert tuple(out.shape) == shape
+    assert tuple(lse.shape) == (shape[0], shape[2], shape[1])
+    grads = kernel.backward(grad, q, k, v, out, lse, is_causal, 0.5, None)
+    assert [tuple(x.shape) for x in grads] == [shape] * 3
+
+
+@pytest.mark.parametrize("mask_shape", [(1, 1, 33, 33), (2, 1, 1, 33)], ids=["bias", "keys"])
+def test_cuda_mask_is_spread_and_aligned(mask_shape: tuple[int, ...]) -> None:
+    shape = (2, 33, 3, 16)
+    q, k, v, grad = (torch.empty(shape, dtype=torch.float16, device="meta") for _ in range(4))
+    mask = torch.empty(mask_shape, device="meta")
+    kernel = CudaEfficient()
+    out, lse = kernel.forward(q, k, v, False, 0.5, mask)
+    grads = kernel.backward(grad, q, k, v, out, lse, False, 0.5, mask)
+    assert [tuple(x.shape) for x in grads] == [shape] * 3
+
+
+def test_efficient_backward_is_handed_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op takes the rows of lse and out as neighbours: a branch's views of the whole are not."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def op(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, out: torch.Tensor,
+           lse: torch.Tensor, *rest: object, **named: object) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        seen.update(q=q, k=k, v=v, grad=grad, out=out, lse=lse)
+        return q, k, v, q
+
+    monkeypatch.setattr(dense, "aten", types.SimpleNamespace(_scaled_dot_product_efficient_attention_backward=op))
+    whole = torch.randn(1, 128, 8, 16)
+    part = whole[:, 1::2, 1::2]
+    lse = torch.randn(1, 128, 8)[:, 1::2, 1::2].transpose(1, 2)
+    CudaEfficient().backward(part, part, part, part, part, lse, False, 0.5, None)
+    assert seen["lse"].is_contiguous()
+    assert seen["out"].transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(seen["out"].transpose(1, 2), part, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.randn(1, 40, 2, 65)[..., :64],
+        torch.randn(1, 40, 2, 64)[:, :, :1].expand(1, 40, 2, 64),
+        torch.randn(40 * 2 * 64 + 1)[1:].view(1, 40, 2, 64),
+        torch.randn(1, 40, 64, 2).transpose(2, 3),
+    ],
+    ids=["odd rows", "expanded", "odd start", "turned"],
+)
+def test_cuda_rows_start_on_whole_vectors(view: torch.Tensor) -> None:
+    aligned = dense.aligned(view)
+    assert aligned.data_ptr() % 16 == 0
+    assert all(stride * 4 % 16 == 0 and stride > 0 for stride in aligned.stride()[:-1])
+    torch.testing.assert_close(aligned, view, rtol=0, atol=0)
+    assert dense.aligned(aligned) is aligned
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_float32", "sdpa_mask", "manual"])
+def test_large_gradients_through_lse_in_float16(name: str) -> None:
+    """As a gradient scaler makes them: what float32 can hold must not overflow on the way."""
+    problem = Case("half", Dilated((8, 16), (1, 2), True), (1, 24, 2, 8)).problem(torch.float16, needs_grad=True)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 24, 2, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    result = registry.load(name).run(q, k, v, problem)
+    assert isinstance(result, tuple)
+    (dq,) = torch.autograd.grad((result[1] * 1e5).sum(), q, retain_graph=True)
+    (small,) = torch.autograd.grad(result[1].sum(), q)
+    assert bool(dq.isfinite().any())
+    finite = dq.isfinite()
+    size = float(dq[finite].abs().max())
+    assert float((dq - small.float() * 1e5)[finite].abs().max()) < 8 * torch.finfo(torch.float16).eps * size
+
+
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "grad"])
+def test_cpu_rows_need_not_be_contiguous(tensor: str) -> None:
+    """The op itself reads such rows wrongly and says nothing."""
+    torch.manual_seed(0)
+    given = {name: torch.randn(1, 20, 2, 8) for name in ("q", "k", "v", "grad")}
+    turned = dict(given)
+    turned[tensor] = given[tensor].transpose(1, 3).contiguous().transpose(1, 3)
+    kernel = CpuFlash()
+
+    def results(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        out, lse = kernel.forward(x["q"], x["k"], x["v"], True, 0.3, None)
+        return [out, lse, *kernel.backward(x["grad"], x["q"], x["k"], x["v"], out, lse, True, 0.3, None)]
+
+    for one, other in zip(results(given), results(turned)):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_cpu_rows_without_keys_weigh_nothing() -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 6, 1, 8) for _ in range(4))
+    mask = torch.zeros(1, 1, 6, 6)
+    mask[:, :, 2] = -math.inf
+    kernel = CpuFlash()
+    out, lse = kernel.forward(q, k, v, False, 0.3, mask)
+    assert bool((out[:, 2] == 0).all())
+    lse = lse.clone()
+    lse[:, :, 2] = math.inf
+    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, False, 0.3, mask)
+    assert bool((dq[:, 2] == 0).all())
+    assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("free", [2**22, 2**24], ids=["4MiB", "16MiB"])
+def test_manual_stays_within_what_is_free(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("long", Dilated((256, 1024), (1, 2)), (1, 2048, 4, 8))
+    monkeypatch.setattr(manual, "available_bytes", lambda device: free)
+    problem = case.problem(torch.float32, needs_grad=False)
+    q, k, v = (torch.randn(1, 2048, 4, 8) for _ in range(3))
+    (out, lse), peak = allocated_peak(lambda: manual.run(q, k, v, problem))
+    assert peak - (out.numel() + lse.numel()) * 4 <= free
+    assert peak <= manual.workspace_bytes(problem) + problem.result_bytes

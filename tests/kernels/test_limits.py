@@ -1,0 +1,376 @@
+"""What backends refuse, by the limits that they declare: on made-up devices, and word for word."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch.backends import flash, sdpa, sdpa_cudnn
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.branches import backend
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
+from attn_dispatch.kernels.branches.plan import plan_of
+from attn_dispatch.kernels.dense import CpuFlash
+from attn_dispatch.kernels.limits import ANY, HALF, Limits
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import DTYPES, Problem
+from tests.support.cases import Case
+
+PASCAL, TURING, AMPERE, HOPPER, BLACKWELL = (6, 1), (7, 5), (8, 0), (9, 0), (10, 0)
+HEAD_DIM = 64
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """Kernels, packages and imports are looked up once."""
+    tables: tuple[Any, ...] = (backend._prepared, backend._installed, backend._load_fault)
+    for table in tables:
+        table.cache_clear()
+    yield
+    for table in tables:
+        table.cache_clear()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Makes cuda:0 a device of a compute capability, with a cuDNN."""
+
+    def make(capability: tuple[int, int], cudnn: int = 91501) -> None:
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
+        monkeypatch.setattr("torch.backends.cudnn.version", lambda: cudnn)
+
+    return make
+
+
+def problem(
+    dtype: torch.dtype = F16, pattern: Pattern | None = None, *, needs_grad: bool = True, **changes: Any
+) -> Problem:
+    """8 heads of 64 on cuda:0, 128 tokens."""
+    case = Case("", Dense() if pattern is None else pattern, (1, 128, 8, HEAD_DIM))
+    made = replace(case.problem(dtype, needs_grad=needs_grad, device="cuda:0"), return_lse=False)
+    return replace(made, **changes)
+
+
+def texts(name: str, asked: Problem) -> list[str]:
+    return [refusal.text for refusal in registry.load(name).refusals(asked)]
+
+
+# --- which kernel a device gets ---------------------------------------------------------------------------------------
+
+# What runs, by capability and dtype, of the backends that come with PyTorch.
+CHOICES = {
+    (PASCAL, F16): ("sdpa", "sdpa_float32"),
+    (PASCAL, BF16): ("sdpa_float32",),
+    (PASCAL, F32): ("sdpa",),
+    (TURING, F16): ("sdpa", "sdpa_float32"),
+    (TURING, BF16): ("sdpa_float32",),
+    (TURING, F32): ("sdpa",),
+    (AMPERE, F16): ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32"),
+    (AMPERE, BF16): ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32"),
+    (AMPERE, F32): ("sdpa",),
+    (HOPPER, BF16): ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32"),
+    (HOPPER, F32): ("sdpa",),
+    (HOPPER, F64): (),
+    (BLACKWELL, F16): ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32"),
+}
+
+
+@pytest.mark.parametrize(("capability", "dtype"), CHOICES, ids=str)
+@pytest.mark.parametrize("pattern", [Dense(True), Dilated((32, 64), (1, 2), True)], ids=str)
+def test_what_runs_on_a_device(
+    capability: tuple[int, int], dtype: torch.dtype, pattern: Pattern, device: Callable[..., None]
+) -> None:
+    device(capability)
+    asked = problem(dtype, pattern)
+    found = [name for name in ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32") if not texts(name, asked)]
+    assert tuple(found) == CHOICES[capability, dtype]
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "expected"),
+    [
+        (HOPPER, {}, "CudaFlash"),
+        (AMPERE, {"head_dim": 256}, "CudaFlash"),
+        (AMPERE, {"head_dim": 264}, "CudaEfficient"),
+        (AMPERE, {"head_dim": 256, "return_lse": True}, "CudaEfficient"),
+        (AMPERE, {"head_dim": 256, "return_lse": True, "needs_grad": False}, "CudaFlash"),
+        (AMPERE, {"dtype": F32}, "CudaEfficient"),
+        (TURING, {}, "CudaEfficient"),
+    ],
+    ids=str,
+)
+def test_which_kernel_sdpa_takes(
+    capability: tuple[int, int], changes: dict[str, Any], expected: str, device: Callable[..., None]
+) -> None:
+    device(capability)
+    kernel, _, _ = backend._prepared(sdpa.BACKEND, replace(problem(), **changes))
+    assert type(kernel).__name__ == expected
+    same = [refusal.code for refusal in registry.load("sdpa_efficient").refusals(replace(problem(), **changes))]
+    assert same == ([] if expected == "CudaFlash" else ["same_kernel"])
+
+
+# --- every reason, with its number ------------------------------------------------------------------------------------
+
+REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
+    "sdpa-old-device": (
+        "sdpa",
+        TURING,
+        problem(BF16),
+        [
+            "flash: needs compute capability 8.0 or higher, cuda:0 has 7.5",
+            "memory-efficient: needs compute capability 8.0 or higher for bfloat16, cuda:0 has 7.5",
+        ],
+    ),
+    "sdpa-pattern": (
+        "sdpa",
+        HOPPER,
+        problem(F16, Window(3, 0)),
+        ["computes Dense, Dilated, not Window(left=3, right=0)"],
+    ),
+    "sdpa-masks": (
+        "sdpa",
+        HOPPER,
+        problem(has_key_mask=True),
+        ["takes no mask, which seq_lens and key_mask need"],
+    ),
+    "efficient-same": (
+        "sdpa_efficient",
+        HOPPER,
+        problem(head_dim=320),
+        ["sdpa runs this kernel here, since PyTorch's flash kernel takes a head_dim up to 256, not 320"],
+    ),
+    "cudnn-everything": (
+        "sdpa_cudnn",
+        PASCAL,
+        problem(F32, Window(3, 0), head_dim=136, has_seq_lens=True, deterministic=True, dropout_p=0.25, ranks=2),
+        [
+            "runs on one rank, the sequence is sharded over 2",
+            "has no dropout, asked for 0.25",
+            "needs compute capability 8.0 or higher, cuda:0 has 6.1",
+            "computes in bfloat16, float16, not float32",
+            "takes a head_dim up to 128, not 136",
+            "has no deterministic backward pass",
+            "takes no mask, which seq_lens and key_mask need",
+            "computes Dense, Dilated, not Window(left=3, right=0)",
+        ],
+    ),
+    "cudnn-new-device": (
+        "sdpa_cudnn",
+        (13, 0),
+        problem(),
+        ["needs compute capability 12.1 or lower, cuda:0 has 13.0"],
+    ),
+    "cudnn-one-key": (
+        "sdpa_cudnn",
+        HOPPER,
+        problem(F16, Dilated((32, 127), (1, 2)), q_len=129, k_len=129),
+        ["takes 2 keys or more, a part of the pattern has 1"],
+    ),
+    "cudnn-lse-column": (
+        "sdpa_cudnn",
+        HOPPER,
+        problem(head_dim=128, return_lse=True),
+        ["takes a head_dim up to 128, not 128, and one more for the gradient of lse"],
+    ),
+    "mask-old-device": (
+        "sdpa_mask",
+        TURING,
+        problem(BF16, Window(3, 0)),
+        ["needs compute capability 8.0 or higher for bfloat16, cuda:0 has 7.5"],
+    ),
+    "float32-wide": (
+        "sdpa_float32",
+        HOPPER,
+        problem(F32),
+        ["widens float16 and bfloat16 to float32, float32 is not half precision"],
+    ),
+    "many-segments": (
+        "sdpa_efficient",
+        HOPPER,
+        problem(F16, Dilated((8,), (1,)), q_len=8 * 65536, k_len=8 * 65536, batch=1, heads=1, kv_heads=1),
+        ["takes 65535 batch rows at once, the pattern's segments make 65536"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "capability", "asked", "expected"), REASONS.values(), ids=REASONS)
+def test_every_reason_is_given(
+    name: str, capability: tuple[int, int], asked: Problem, expected: list[str], device: Callable[..., None]
+) -> None:
+    device(capability)
+    assert texts(name, asked) == expected
+
+
+def test_an_old_cudnn(device: Callable[..., None]) -> None:
+    device(HOPPER, cudnn=8907)
+    assert texts("sdpa_cudnn", problem()) == ["needs cuDNN 90000 or newer, this PyTorch has 8907"]
+    assert sdpa_cudnn.version() == f"{torch.__version__} cuDNN 8907"
+
+
+def test_a_device_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    for name in ("sdpa_efficient", "sdpa_cudnn"):
+        assert "cuda:0 is not there" in texts(name, problem())
+
+
+def test_rocm_is_not_taken_for_cuda(device: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    device(HOPPER)
+    monkeypatch.setattr("torch.version.hip", "6.2")
+    assert texts("sdpa_cudnn", problem())[0] == "needs CUDA, this PyTorch has ROCm 6.2"
+    assert texts("sdpa", problem()) == []
+
+
+# --- the limits that no backend has yet -------------------------------------------------------------------------------
+
+CPU = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
+
+
+def on_cpu(dtype: torch.dtype = F16, **changes: Any) -> Problem:
+    return problem(dtype, device=torch.device("cpu"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("limits", "changes", "expected"),
+    [
+        (replace(CPU, gradients=False), {}, ["has no backward pass"]),
+        (replace(CPU, gradients=False), {"needs_grad": False}, []),
+        (replace(CPU, platforms=("plan9",)), {}, [f"runs on plan9, not {sys.platform}"]),
+        (replace(CPU, platforms=("plan9", sys.platform)), {}, []),
+        (replace(CPU, grad_head_dim=32), {}, ["takes a head_dim up to 32 where gradients are needed, not 64"]),
+        (replace(CPU, grad_head_dim=32), {"needs_grad": False}, []),
+        (replace(CPU, repeatable_head_dim=32), {}, []),
+        (
+            replace(CPU, repeatable_head_dim=32),
+            {"deterministic": True},
+            ["has no deterministic backward pass past a head_dim of 32"],
+        ),
+        (replace(CPU, repeatable_head_dim=0), {"deterministic": True, "needs_grad": False}, []),
+        (replace(CPU, dtypes=dict.fromkeys(HALF, ANY)), {"dtype": F64}, ["computes in bfloat16, float16, not float64"]),
+    ],
+    ids=str,
+)
+def test_limits(limits: Limits, changes: dict[str, Any], expected: list[str]) -> None:
+    found = Variant(limits, lambda problem: CpuFlash()).refusals(replace(on_cpu(), **changes))
+    assert [refusal.text for refusal in found] == expected
+
+
+# --- packages ---------------------------------------------------------------------------------------------------------
+
+
+def package(**changes: Any) -> Package:
+    return replace(Package("abacus", "pip install abacus", "abacus", (1, 2)), **changes)
+
+
+def of_package(package: Package | None, *, title: str = "", limits: Limits = CPU) -> Variant:
+    return Variant(limits, lambda problem: CpuFlash(), title, package)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """These distributions and no others, and no module of theirs."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, {})
+    found = Branched("", (of_package(package()),), package().version).refusals(problem(has_key_mask=True))
+    assert [(refusal.code, refusal.text) for refusal in found] == [
+        ("not_installed", "package abacus is not installed (pip install abacus)"),
+        ("device", "runs on cpu, not cuda"),
+    ]
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        package().version()
+
+
+@pytest.mark.parametrize("version", ["0.9", "1", "1.1.9+cu128", "1.1rc3", "unknown"])
+def test_a_package_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, {"abacus": version})
+    (found,) = of_package(package()).refusals(on_cpu())
+    assert found.code == "not_installed"
+    assert found.text == f"package abacus is {version}, needs 1.2 or newer (pip install abacus)"
+
+
+@pytest.mark.parametrize("version", ["1.2", "1.2.0b3", "1.10", "2"])
+def test_a_package_is_imported_last(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import takes seconds and memory: not for a problem that another limit forbids."""
+    installed(monkeypatch, {"abacus": version})
+    monkeypatch.delitem(sys.modules, "abacus", raising=False)
+    assert [refusal.code for refusal in of_package(package()).refusals(problem(F16))] == ["device"]
+    (found,) = of_package(package()).refusals(on_cpu())
+    assert found.code == "not_installed"
+    assert found.text == "package abacus cannot be used: ModuleNotFoundError: No module named 'abacus'"
+
+
+def test_a_package_that_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, {"abacus": "1.2"})
+    monkeypatch.setitem(sys.modules, "abacus", ModuleType("abacus"))
+    assert of_package(package()).refusals(on_cpu()) == []
+    (found,) = of_package(package(fault=lambda module: f"{module.__name__} lacks beads")).refusals(on_cpu())
+    assert found.text == "package abacus cannot be used: abacus lacks beads"
+
+
+def test_of_several_kernels_those_that_are_there_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, {"abacus": "2"})
+    narrow = replace(CPU, head_dim=32, dtypes={F16: ANY})
+    variants = (
+        of_package(package(), title="two", limits=narrow),
+        of_package(package(distribution="quipu"), title="one"),
+        of_package(None, title="cuda", limits=replace(CPU, device="cuda", head_dim=16)),
+        of_package(package(), title="three", limits=replace(narrow, head_dim=48)),
+    )
+    found = Branched("", variants).refusals(on_cpu(F32))
+    assert [refusal.text for refusal in found] == [
+        "computes in float16, not float32",
+        "two: takes a head_dim up to 32, not 64",
+        "three: takes a head_dim up to 48, not 64",
+    ]
+    assert Branched("", (*variants, of_package(None))).refusals(on_cpu(F32)) == []
+
+
+def test_a_window_is_little_work(device: Callable[..., None]) -> None:
+    """What a trial is told to cost decides whether it is started."""
+    device(HOPPER)
+    windowed = Branched("", (replace(sdpa.BACKEND.variants[1], patterns=(Dense, Window)),))
+    whole, part = (
+        windowed.flops(problem(needs_grad=False)),
+        windowed.flops(problem(F16, Window(7, 0), needs_grad=False)),
+    )
+    assert part * 16 == whole
+    assert windowed.flops(problem(F16, Window(None, 5), needs_grad=False)) == whole
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("mask", ["key_mask", "seq_lens"])
+def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[..., None]) -> None:
+    """`sdpa` leaves them to the kernel that takes a bias, whichever it would run itself."""
+    device(HOPPER)
+    asked = problem(dtype, has_key_mask=mask == "key_mask", has_seq_lens=mask == "seq_lens")
+    assert texts("sdpa_efficient", asked) == []
+    assert "takes no mask" in texts("sdpa", asked)[-1]
+
+
+def test_a_deterministic_backward_takes_more_memory(device: Callable[..., None], monkeypatch: Any) -> None:
+    """flash-attn gives every processor a dq of its own where one row of blocks is all there is."""
+    device(AMPERE)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
+    asked = problem(heads=1, kv_heads=1, q_len=1000, k_len=1000)
+    plan = plan_of(asked, True)
+    assert plan is not None
+    columns, rows = 128, 1024
+    assert flash.scratch_bytes(asked, plan) == rows * columns * 4
+    assert flash.scratch_bytes(replace(asked, deterministic=True), plan) == 109 * rows * columns * 4

@@ -1,0 +1,282 @@
+"""The native kernel: its tiles against the definition, its compiler, and the ways its work is split."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_dispatch.backends import native
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels.native import library
+from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, table_bytes, tiles_of
+from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.oracle import Gate
+from tests.support.cases import CASES, CAUSAL, Case, gate
+
+
+def problem(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int = 3) -> Problem:
+    return Case("", pattern, (1, q_len, heads, 4), k_len=k_len).problem(torch.float32, needs_grad=False)
+
+
+def counts_of_tiles(asked: Problem) -> torch.Tensor:
+    """How often the tables let each query of each head see each key."""
+    found = torch.zeros(asked.heads, asked.q_len, asked.k_len, dtype=torch.int64)
+    tables = tiles_of(asked)
+    first_tile = tables.first_tile.tolist()
+    for head, kind in enumerate(tables.head_class.tolist()):
+        for query, step, count, first_run, runs in tables.tiles[first_tile[kind] : first_tile[kind + 1]].tolist():
+            assert 1 <= count <= TILE
+            q = query + step * torch.arange(count)
+            for key, k_step, keys, lo, hi in tables.runs[first_run : first_run + runs].tolist():
+                k = key + k_step * torch.arange(keys)
+                seen = (k - q[:, None] >= lo) & (k - q[:, None] <= hi)
+                found[head, q[:, None], k] += seen
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
+def test_tiles_are_the_pattern(case: Case) -> None:
+    asked = case.problem(torch.float32, needs_grad=False)
+    expected = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
+    assert torch.equal(counts_of_tiles(asked), expected.expand(asked.heads, -1, -1).long())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
+def test_tables_are_no_larger_than_announced(case: Case) -> None:
+    asked = case.problem(torch.float32, needs_grad=False)
+    tables = tiles_of(asked)
+    assert tables.tiles.nbytes + tables.runs.nbytes <= table_bytes(asked) / 3
+
+
+@given(st.data())
+def test_tiles_of_any_dilation(data: st.DataObject) -> None:
+    rates = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
+    branches = data.draw(st.lists(st.tuples(st.integers(1, 60), rates), min_size=1, max_size=4))
+    pattern = Dilated(
+        tuple(w for w, _ in branches),
+        tuple(r for _, r in branches),
+        data.draw(st.booleans()),
+        data.draw(st.sampled_from(["mod", "block"])),
+        data.draw(st.sampled_from(["all", "split"])),
+    )
+    asked = problem(pattern, data.draw(st.integers(1, 150)))
+    expected = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
+    assert torch.equal(counts_of_tiles(asked), expected.expand(asked.heads, -1, -1).long())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "q_len", "k_len"),
+    [
+        (Dense(), 500, 300),
+        (Dense(is_causal=True), 300, 500),
+        (Dense(is_causal=True), 500, 300),
+        (Window(100, 0), 700, 700),
+        (Window(10, 200), 300, 700),
+        (Dilated((128, 256, 512), (1, 2, 4)), 1500, 1500),
+        (Dilated((128, 256, 512), (1, 2, 4), is_causal=True), 1500, 1500),
+    ],
+)
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [20, 64, 72])
+def test_more_than_one_block_of_keys(
+    pattern: Pattern, q_len: int, k_len: int, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Lengths past a tile and past the keys between two rescalings, which the small cases never reach."""
+    case = Case("", pattern, (1, q_len, 4, head_dim), k_len=k_len, kv_heads=2)
+    expected = gate(case.problem(dtype, needs_grad=True))
+    assert expected.check(expected.run(native)).failures == ()
+
+
+@pytest.fixture
+def _three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_threads_that_share_a_key_head(kv_heads: int) -> None:
+    """Each has sums of its own, and the same ones every time."""
+    asked = Case("", Dense(is_causal=True), (1, 400, 4, 24), kv_heads=kv_heads).problem(torch.float32, needs_grad=True)
+    expected = Gate.of(make(asked))
+    first = expected.run(native)
+    assert expected.check(first).failures == ()
+    again = expected.run(native)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_growing_scores() -> None:
+    """Every block of keys raises the maximum, so that every block fades what came before."""
+    asked = Case("", Dense(), (1, 70, 1, 16)).problem(torch.float32, needs_grad=False)
+    asked = replace(asked, k_len=1000, scale=1.0, return_lse=True)
+    k = torch.arange(1000.0).view(1, 1000, 1, 1).expand(1, 1000, 1, 16) / 64
+    example = replace(make(asked), q=torch.ones(1, 70, 1, 16), k=k)
+    expected = Gate.of(example)
+    assert expected.check(expected.run(native)).failures == ()
+
+
+def test_refusals() -> None:
+    plain = problem(Dense(), 8)
+    assert native.refusals(plain) == []
+    assert [str(r) for r in native.refusals(replace(plain, dtype=torch.float64))] == [
+        "computes in bfloat16, float16, float32, not float64"
+    ]
+    rates = problem(Dilated((64, 64), (9, 8)), 128)
+    assert [str(r) for r in native.refusals(rates)] == [f"its rates come round every 72 tokens, over {PERIOD_LIMIT}"]
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library.digest.cache_clear()
+    assert [r.code for r in native.refusals(problem(Dense(), 8))] == ["not_installed"]
+    with pytest.raises(ImportError, match="no C\\+\\+ compiler"):
+        native.version()
+    library.digest.cache_clear()
+
+
+def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run in a process of its own, whose library is not loaded yet."""
+    whole = "import torch\nfrom attn_dispatch import attend\nfrom attn_dispatch.kernels.native import library\n" + code
+    environment = {**os.environ, **variables}
+    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, env=environment, check=False)
+
+
+CALL = "print(attend(*(torch.ones(1, 2, 1, 4),) * 3, backend='native').sum().item())"
+
+
+def test_it_is_compiled_once(tmp_path: Path) -> None:
+    code = f"print(library.is_built())\n{CALL}\nprint(library.is_built())"
+    first = script(code, XDG_CACHE_HOME=str(tmp_path))
+    assert first.stdout.split() == ["False", "8.0", "True"], first.stderr
+    built = list((tmp_path / "attn-dispatch" / "native").iterdir())
+    assert [path.suffix for path in built] == [".so"]
+    assert script(code, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["True", "8.0", "True"]
+    # One that others may have written is not loaded, but made again.
+    built[0].chmod(0o777)
+    assert script(code, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["False", "8.0", "True"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "attn-dispatch").write_text("in the way")
+    assert script(CALL, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["8.0"]
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    cxx = tmp_path / "c++"
+    cxx.write_text("#!/bin/sh\necho 'attention.cpp:1: error: no such flag' >&2\nexit 1\n")
+    cxx.chmod(0o755)
+    done = script(CALL, XDG_CACHE_HOME=str(tmp_path), CXX=str(cxx))
+    assert BackendFailed.__name__ in done.stderr
+    assert "no such flag" in done.stderr
+
+
+# --- what is around a call --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_is_not_ours(dtype: torch.dtype) -> None:
+    expected = gate(Case("", Dilated((16, 32), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = expected.run(native)
+    finally:
+        torch.set_default_dtype(before)
+    assert expected.check(found).failures == ()
+
+
+def test_the_default_device_is_not_ours() -> None:
+    expected = gate(Case("", Dilated((17, 33), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
+    tiles_of.cache_clear()
+    with torch.device("meta"):
+        found = expected.run(native)
+    assert expected.check(found).failures == ()
+    nowhere = torch.empty(1, 8, 3, 4, device="meta")
+    with pytest.raises(TypeError, match="plain tensors"):
+        native.run(nowhere, nowhere, nowhere, problem(Dense(), 8))
+
+
+def test_a_transform_that_fails_leaves_nothing_behind() -> None:
+    asked = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
+    expected = gate(asked)
+    tiles_of.cache_clear()
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        result = native.run(q, expected.example.k, expected.example.v, asked)
+        return result[0].sum()
+
+    with pytest.raises(RuntimeError):
+        torch.func.grad(loss)(expected.example.q.detach())
+    assert expected.check(expected.run(native)).failures == ()
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+def test_what_takes_no_part_may_hold_anything(dtype: torch.dtype) -> None:
+    """NaN in padding and in keys that a mask takes away reaches neither results nor gradients."""
+    asked = Case("", CAUSAL, (2, 150, 4, 16), kv_heads=2, seq_lens=True, key_mask=True).problem(dtype, needs_grad=True)
+    expected = gate(asked)
+    example, grad = expected.example, expected.grad
+    assert grad is not None
+    padding = torch.arange(150) >= example.masks["seq_lens"][:, None]
+    hidden = padding | ~example.masks["key_mask"]
+
+    def spoilt(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        return x.detach().clone().masked_fill_(where[:, :, None, None], torch.nan).requires_grad_(x.requires_grad)
+
+    poisoned = replace(example, q=spoilt(example.q, padding), k=spoilt(example.k, hidden), v=spoilt(example.v, hidden))
+    found = replace(expected, example=poisoned, grad=spoilt(grad, padding)).run(native)
+    assert expected.check(found).failures == ()
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_that_takes_part_is_not_swallowed(dtype: torch.dtype, name: str) -> None:
+    asked = Case("", Dense(), (1, 70, 1, 16)).problem(dtype, needs_grad=False)
+    example = make(asked)
+    tensor: torch.Tensor = getattr(example, name)
+    tensor[0, 3, 0, 5] = torch.nan
+    out, _ = native.run(example.q, example.k, example.v, asked)
+    assert out[0, 3].isnan().any()
+    assert out.isnan().any(-1).all() or name == "q"
+
+
+def test_a_mask_changed_before_the_backward_pass_is_an_error() -> None:
+    asked = Case("", Dense(), (1, 12, 1, 8), key_mask=True).problem(torch.float32, needs_grad=True)
+    example = make(asked)
+    masks: dict[str, Any] = example.masks
+    out, _ = native.run(example.q, example.k, example.v, asked, **masks)
+    masks["key_mask"].fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), example.q)
+
+
+def test_large_scores_over_many_keys_in_bfloat16() -> None:
+    """The maximum stays what it is from block to block, and nothing fades that should not."""
+    asked = Case("", Dense(), (1, 16, 1, 16)).problem(torch.bfloat16, needs_grad=False)
+    asked = replace(asked, k_len=20_000, scale=1.0, return_lse=True)
+    q = torch.full((1, 16, 1, 16), 7.875).bfloat16()
+    v = torch.randn(1, 20_000, 1, 16).bfloat16()
+    expected = Gate.of(replace(make(asked), q=q, k=q[:, :1].expand(1, 20_000, 1, 16), v=v))
+    assert expected.check(expected.run(native)).failures == ()
+
+
+def test_compilers_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -m64")
+    found = library.compiler()
+    assert found is not None
+    assert found[1:] == ["-m64"]

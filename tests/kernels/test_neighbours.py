@@ -1,0 +1,126 @@
+"""The native kernel's lists of neighbours, in every order, and what the kernel makes of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_dispatch.backends import native
+from attn_dispatch.kernels.native.steps import table_bytes, tiles_of
+from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.spec.orders import TOKEN_ORDERS
+from attn_dispatch.spec.pattern import Dilated, Neighborhood
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
+from tests.support.cases import Case, gate
+
+SHAPES = [
+    Neighborhood((9, 13), (5, 3)),
+    Neighborhood((9, 13), (5, 3), edges="shift"),
+    Neighborhood((20, 13), (5, 3), (2, 3), (True, False)),
+    Neighborhood((12, 11), (3, 5), (4, 2), (True, True), "shift"),
+    Neighborhood((5, 6, 7), (3, 5, 3), is_causal=(False, True, False)),
+    Neighborhood((100,), (5,), (3,)),
+    Neighborhood((1, 70), (1, 9)),
+]
+
+
+def asked(pattern: Neighborhood, dtype: torch.dtype = torch.float32, **more: Any) -> Problem:
+    case = Case("", pattern, (2, math.prod(pattern.grid), 4, 24), kv_heads=2, **more)
+    return case.problem(dtype, needs_grad=True)
+
+
+def counts_of_lists(problem: Problem, order: str) -> torch.Tensor:
+    """How often the lists let each query see each key; a key that no query of its vectors sees is an error."""
+    tables = tiles_of(problem, order)
+    assert tables.order is not None
+    assert tables.listed is not None
+    assert tables.lanes is not None
+    found = torch.zeros(problem.q_len, problem.k_len, dtype=torch.int64)
+    for first, step, count, first_run, runs in tables.tiles.tolist():
+        assert (step, 1 <= count <= TILE) == (0, True)
+        queries = tables.order[first : first + count].long()
+        for start, masked, keys, low, high in tables.runs[first_run : first_run + runs].tolist():
+            listed, bits = tables.listed[start : start + keys].long(), tables.lanes[start : start + keys]
+            sees = bits[None, :] >> torch.arange(TILE)[:, None] & 1
+            assert sees[:low].sum() + sees[high:].sum() + sees[count:].sum() == 0
+            assert masked or sees[low:high].all()
+            found[queries[:, None], listed] += sees[:count]
+    return found
+
+
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("pattern", SHAPES, ids=str)
+def test_lists_are_the_pattern(pattern: Neighborhood, order: str) -> None:
+    problem = asked(pattern)
+    found = counts_of_lists(problem, order)
+    assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
+
+
+@given(st.data())
+def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
+    grid = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    axes, edges = len(grid), data.draw(st.sampled_from(["clip", "shift"]))
+    dilation = [data.draw(st.integers(1, size if edges == "shift" else 4)) for size in grid]
+    most = [(size // e + 1) // 2 - 1 if edges == "shift" else 4 for size, e in zip(grid, dilation)]
+    window = [2 * data.draw(st.integers(0, max(each, 0))) + 1 for each in most]
+    causal = data.draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
+    pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges)  # type: ignore[arg-type]
+    problem = Case("", pattern, (1, math.prod(grid), 1, 4)).problem(torch.float32, needs_grad=False)
+    if isinstance(problem.pattern, Neighborhood):  # not one that is a plain window
+        found = counts_of_lists(problem, data.draw(st.sampled_from(TOKEN_ORDERS)))
+        assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
+
+
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("pattern", SHAPES, ids=str)
+def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -> None:
+    tables = tiles_of(asked(pattern), order)
+    listed, lanes = tables.listed, tables.lanes
+    assert listed is not None
+    assert lanes is not None
+    assert 2 * (listed.nbytes + lanes.nbytes + tables.tiles.nbytes + tables.runs.nbytes) <= table_bytes(
+        asked(pattern), order
+    )
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("pattern", SHAPES, ids=str)
+def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
+    expected = gate(asked(pattern, dtype))
+    assert expected.check(expected.run(native, order)).failures == ()
+
+
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+def test_masks_in_any_order(order: str) -> None:
+    """Padding and masked keys are about positions, wherever they are listed."""
+    expected = gate(asked(SHAPES[1], torch.bfloat16, seq_lens=True, key_mask=True))
+    assert expected.check(expected.run(native, order)).failures == ()
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("pattern", SHAPES, ids=str)
+def test_tokens_that_are_kept_in_another_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
+    """Nothing is permuted: the lists are about the rows where they lie."""
+    case = Case("", Reordered(pattern, order), (2, math.prod(pattern.grid), 4, 24), kv_heads=2)
+    expected = gate(case.problem(dtype, needs_grad=True))
+    assert expected.check(expected.run(native)).failures == ()
+
+
+def test_orders_that_it_offers() -> None:
+    kept = replace(asked(SHAPES[0]), pattern=Reordered(SHAPES[0], "hilbert"))
+    assert native.refusals(kept) == []
+    assert native.orders(kept) == ("natural",)
+    other = replace(asked(SHAPES[0]), pattern=Reordered(Dilated((64,), (2,)), "residue"))
+    assert [refusal.code for refusal in native.refusals(other)] == ["pattern"]
+    assert native.orders(asked(SHAPES[0])) == ("natural", "hilbert")
+    assert native.orders(asked(SHAPES[5])) == ("natural", "residue")
+    assert native.orders(asked(SHAPES[6])) == ("natural",)

@@ -1,0 +1,305 @@
+"""Tiles: the tables against the definition, and attention over them in every order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend
+from attn_dispatch.backends import tiles as backend
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.contract import Result
+from attn_dispatch.kernels.tiles import run as tile_math
+from attn_dispatch.kernels.tiles import tables
+from attn_dispatch.kernels.tiles.tables import FULL, TileTable, counts, head_classes, tables_of
+from attn_dispatch.spec.orders import TOKEN_ORDERS
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.tuning.example import make
+from tests.support.cases import CASES, Case, gate
+
+HEADS = 5
+PATTERNS: tuple[tuple[Pattern, int, int], ...] = (
+    (Dense(), 37, 37),
+    (Dense(), 30, 50),
+    (Dense(True), 37, 50),
+    (Dense(True), 50, 37),
+    (Window(5, 3), 70, 70),
+    (Window(3, None), 70, 40),
+    (Window(None, 2), 40, 70),
+    (Neighborhood((60,), (9,), (2,)), 60, 60),
+    (Neighborhood((61,), (9,), (3,), (True,), "shift"), 61, 61),
+    (Neighborhood((9, 7), (3, 5)), 63, 63),
+    (Neighborhood((9, 8), (3, 3), (2, 1), (True, False), "shift"), 72, 72),
+    (Neighborhood((17, 16), (5, 3), (3, 5), edges="shift"), 272, 272),
+    (Neighborhood((4, 3, 5), (3, 3, 3)), 60, 60),
+    (Neighborhood((6, 7, 5), (3, 3, 1), (2, 1, 3), (True, False, False)), 210, 210),
+    (Dilated((16, 32, 64), (1, 2, 4)), 150, 150),
+    (Dilated((16, 32), (2, 2), True), 101, 101),
+    (Dilated((16, 16), (2, 2)), 64, 64),
+    (Dilated((10, 35), (3, 4)), 101, 101),
+    (Dilated((32, 64), (2, 4), offsets="block"), 150, 150),
+    (Dilated((16, 32, 64), (1, 2, 4), True, heads="split"), 70, 70),
+)
+NEIGHBORS = Neighborhood((64, 64), (13, 13))
+LONGNET = Dilated((512, 1024, 2048), (1, 2, 4))
+
+
+@pytest.fixture(autouse=True)
+def _no_tables() -> None:
+    tables.forget_tables()
+
+
+def asked(pattern: Pattern, q_len: int, k_len: int, heads: int = HEADS) -> Problem:
+    return Case("", pattern, (1, q_len, heads, 8), k_len=k_len).problem(torch.float32, needs_grad=False)
+
+
+def total(table: TileTable, q_len: int, k_len: int) -> Tensor:
+    """How many times each query sees each key, written out."""
+    queries, keys, tile = table.queries(), table.keys, table.tile
+    if table.masks is None:
+        pairs = counts(table.branches, queries, keys)
+    else:
+        pairs = table.masks[table.mask]
+    found = torch.zeros(len(table.q_pos) * tile, len(table.k_pos) * tile, dtype=torch.int32)
+    for query, key, pair in zip(queries.tolist(), keys.tolist(), pairs):
+        found[query * tile : (query + 1) * tile, key * tile : (key + 1) * tile] += pair
+    assert not found[:, k_len:].any()  # repeated keys
+    by_position = torch.zeros(q_len, k_len, dtype=torch.int32)
+    by_position[table.q_pos.flatten()[:q_len, None], table.k_pos.flatten()[:k_len]] = found[:q_len, :k_len]
+    return by_position
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pattern", "q_len", "k_len"), PATTERNS, ids=str)
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+def test_tables_are_the_definition(pattern: Pattern, q_len: int, k_len: int, order: str) -> None:
+    expected = pattern.multiplicity(q_len, k_len, HEADS)
+    for tile in (4, 8, 16):
+        found = tables_of(replace(asked(pattern, q_len, k_len), pattern=pattern), order, tile)
+        assert sorted(head for table in found for head in table.heads) == list(range(HEADS))
+        for table in found:
+            sums = total(table, q_len, k_len)
+            assert all(torch.equal(sums, expected[head]) for head in table.heads)
+            assert table.covered == bool(sums.any(1).all())
+
+
+@pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(True), Window(100, 7)], ids=str)
+def test_a_table_holds_no_more_than_it_must(pattern: Pattern) -> None:
+    """No pair without a key that is seen, no mask twice, full pairs without one of their own, key tiles in order."""
+    for order in TOKEN_ORDERS:
+        table = tables_of(asked(pattern, 4096, 4096), order, 64)[0]
+        assert table.masks is not None
+        flat = table.masks.flatten(1)
+        assert flat.any(1).all()
+        assert len(torch.unique(flat, dim=0)) == len(flat)
+        assert (flat == 1).all(1).nonzero().flatten().tolist() == [FULL]
+        assert (table.keys.diff()[table.queries().diff() == 0] > 0).all()
+        assert table.bias is not None
+        assert torch.equal(table.bias, table.masks.float().log())
+
+
+def test_orders_that_serve_meet_fewer_keys() -> None:
+    pairs = {order: tables_of(asked(NEIGHBORS, 4096, 4096), order, 64)[0].pairs for order in ("natural", "hilbert")}
+    assert pairs["hilbert"] < pairs["natural"] * 2 / 3
+    pairs = {order: tables_of(asked(LONGNET, 4096, 4096), order, 64)[0].pairs for order in ("natural", "residue")}
+    assert pairs["residue"] < pairs["natural"] / 2
+
+
+@pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(), Window(100, 7)], ids=str)
+def test_boxes_sorted_out_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tables_of(asked(pattern, 4096, 4096), "hilbert", 64)
+    tables.forget_tables()
+    monkeypatch.setattr(tables, "AT_ONCE", 2 * tables.GROUP**2)
+    for one, other in zip(plain, tables_of(asked(pattern, 4096, 4096), "hilbert", 64), strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.first, other.first)
+
+
+def test_tables_are_kept_until_forgotten() -> None:
+    problem = asked(NEIGHBORS, 4096, 4096)
+    first = tables_of(problem, "natural", 64)
+    assert tables_of(replace(problem, batch=3, head_dim=32), "natural", 64) is first
+    backend.forget(problem)
+    assert tables_of(problem, "natural", 64) is not first
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+IN_ORDERS = (
+    "dense-grouped",
+    "causal",
+    "causal-both-masks",
+    "causal-rows-without-keys",
+    "window-ahead",
+    "window-key-mask",
+    "longnet-ragged-causal",
+    "longnet-grouped-uneven",
+    "longnet-split",
+    "longnet-both-masks",
+    "uncovered-rows",
+    "same-branch-twice",
+    "neighborhood-2d-shift",
+    "neighborhood-2d-mixed",
+    "neighborhood-3d",
+    "neighborhood-key-mask",
+)
+
+
+class Tiled:
+    """The backend in one order, with tiles of one size."""
+
+    name = "tiles"
+
+    def __init__(self, order: str, tile: int) -> None:
+        self.order, self.tile = order, tile
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        return backend.run(q, k, v, problem, order=self.order, tile=self.tile, **tensors)
+
+
+def failures(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
+    expected = gate(case.problem(dtype, needs_grad=True))
+    return expected.check(expected.run(Tiled(order, tile))).failures  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
+def test_every_order_gives_the_same(case: Case) -> None:
+    for order, tile in zip(TOKEN_ORDERS, (32, 8, 16), strict=True):
+        assert failures(case, order, tile) == (), (order, tile)
+    assert failures(case, "hilbert", 16, torch.bfloat16) == ()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
+def test_tokens_that_are_kept_in_another_order(case: Case) -> None:
+    """Nothing is permuted, whatever the order that is asked for; masks are about tokens as they lie."""
+    if case.k_len is not None and case.k_len != case.shape[1]:
+        pytest.skip("an order is one of queries and keys alike")
+    for kept, order in (("hilbert", "natural"), ("residue", "hilbert")):
+        moved = replace(case, pattern=Reordered(case.pattern, kept))
+        problem = moved.problem(torch.float32, needs_grad=True)
+        assert backend.refusals(problem) == []
+        assert backend.orders(problem) == ("natural",) or problem.pattern == case.pattern
+        assert failures(moved, order, 16) == (), (kept, order)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
+def test_masks_that_are_not_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MASK_BYTES", 0)
+    monkeypatch.setattr(tile_math, "CHUNK_BYTES", 0)  # a query tile at a time
+    assert failures(case, "hilbert", 8) == ()
+
+
+@pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET], ids=str)
+def test_threads_sum_in_the_same_order_every_time(pattern: Pattern) -> None:
+    """Bit for bit, and as one thread does."""
+    threads = torch.get_num_threads()
+    problem = replace(asked(pattern, 4096, 4096), needs_grad=True)
+    example = make(problem)
+    inputs = (example.q, example.k, example.v)
+    found = []
+    for number in (1, 3, 3):
+        torch.set_num_threads(number)
+        out, lse = backend.run(*inputs, problem, tile=64)
+        found.append((out, lse, *torch.autograd.grad((out.square().sum(), lse.sum()), inputs)))
+    torch.set_num_threads(threads)
+    for one, two, three in zip(*found):
+        assert torch.equal(one, two)
+        assert torch.equal(two, three)
+
+
+def test_hidden_keys_are_never_read() -> None:
+    case = next(case for case in CASES if case.id == "neighborhood-key-mask")
+    problem = case.problem(torch.float32, needs_grad=True)
+    example = make(problem)
+    q, k, v = (x.detach().clone() for x in (example.q, example.k, example.v))
+    masks = example.masks
+    inside = torch.arange(problem.k_len) < masks["seq_lens"][:, None]
+    hidden = ~(masks["key_mask"] & inside)
+    assert hidden.any()
+    found = []
+    for rubbish in (0.0, math.nan):
+        k[hidden], v[hidden] = rubbish, rubbish
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = backend.run(inputs[0], inputs[1], inputs[2], problem, order="hilbert", tile=8, **dict(masks))
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+        found.append((out, lse, *torch.autograd.grad((out * weights).sum(), inputs)))
+    for clean, dirty in zip(*found):
+        assert torch.equal(clean, dirty)
+
+
+def test_an_order_that_is_not() -> None:
+    example = make(asked(Dense(), 8, 8))
+    with pytest.raises(InvalidInput, match="order must be None or one of"):
+        backend.run(example.q, example.k, example.v, example.problem, order="peano")
+
+
+# --- estimates --------------------------------------------------------------------------------------------------------
+
+ESTIMATED = (
+    (NEIGHBORS, 4096),
+    (Neighborhood((64, 64), (9, 9), (2, 4)), 4096),
+    (Neighborhood((64, 64), (3, 25), is_causal=(True, False), edges="shift"), 4096),
+    (Neighborhood((16, 16, 16), (7, 3, 5)), 4096),
+    (Neighborhood((4096,), (31,), (4,)), 4096),
+    (LONGNET, 4096),
+    (Dilated((512, 1024), (2, 2), True), 4096),
+    (Window(100, 0), 4096),
+    (Dense(True), 1024),
+)
+
+
+@pytest.mark.parametrize(("pattern", "length"), ESTIMATED, ids=str)
+def test_tables_take_no_more_than_announced(pattern: Pattern, length: int) -> None:
+    problem = asked(pattern, length, length)
+    assert "natural" in backend.orders(problem)
+    for order in backend.orders(problem):
+        found = tables_of(problem, order, backend.tile_size(problem, order))
+        assert max(table.pairs for table in found) <= 2 * backend._pairs(problem, order)
+        tensors = [getattr(table, name) for table in found for name in ("keys", "mask", "masks", "bias", "first")]
+        assert sum(x.nbytes for x in tensors) <= backend._table_bytes(problem, order)
+
+
+def test_the_offered_orders() -> None:
+    assert backend.orders(asked(NEIGHBORS, 4096, 4096)) == ("natural", "hilbert")
+    assert backend.orders(asked(LONGNET, 4096, 4096)) == ("natural", "residue")
+    assert backend.orders(asked(Window(3, 0), 4096, 4096)) == ("natural",)
+
+
+def test_too_many_pairs() -> None:
+    long = asked(Dense(), 2**20, 2**20)
+    assert [refusal.code for refusal in backend.refusals(long)] == ["pattern"]
+    assert "pairs of tiles, over 16777216" in str(backend.refusals(long)[0])
+    assert backend.refusals(asked(Window(1000, 0), 2**20, 2**20)) == []
+
+
+def test_heads_of_a_class() -> None:
+    assert head_classes(NEIGHBORS, 4) == [(range(4), ())]
+    assert [heads for heads, _ in head_classes(LONGNET, 6)] == [
+        range(0, 5, 4),
+        range(1, 6, 4),
+        range(2, 3),
+        range(3, 4),
+    ]
+
+
+@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("pattern", [Dense(), Dense(is_causal=True), Window(5, 0)], ids=str)
+def test_any_order_can_be_forced(pattern: Pattern, order: str) -> None:
+    """Sequences without a grid too, though nothing is gained."""
+    q, k, v = (torch.randn(1, 50, 2, 8, dtype=torch.float64) for _ in range(3))
+    found = attend(q, k, v, pattern, backend="tiles", order=order)
+    torch.testing.assert_close(found, attend(q, k, v, pattern, backend="manual"))
+
+
+def test_queries_and_keys_of_other_lengths_stay_in_their_order() -> None:
+    q, (k, v) = torch.randn(1, 20, 2, 8), torch.randn(2, 1, 70, 2, 8)
+    found = attend(q, k, v, Dense(is_causal=True), backend="tiles", order="hilbert")
+    torch.testing.assert_close(found, attend(q, k, v, Dense(is_causal=True), backend="manual"))

@@ -1,0 +1,329 @@
+"""The triton backend where conformance does not reach: lists of tiles, refusals, blocks, compiling for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attn_dispatch.backends import triton
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.work_list import Side, Visits, covers, largest_cell, visits_bytes, visits_of
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.oracle import Gate
+from tests.backends.test_conformance import lengths, patterns
+from tests.conftest import INTERPRETED
+from tests.support.cases import CASES, Case
+from tests.support.compiling import compiled, run_alone
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
+LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), is_causal=True)
+SIDES: tuple[Side, ...] = ("queries", "keys")
+
+
+def problem_of(
+    pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Problem:
+    return Case("one", pattern, shape).problem(dtype, needs_grad=True, device=device)
+
+
+# --- lists of tiles ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    q_len = draw(lengths())
+    k_len = draw(st.just(q_len) | lengths())
+    pattern = draw(patterns(q_len, k_len).filter(lambda pattern: not isinstance(pattern, Neighborhood)))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    case = Case("listed", pattern, (1, q_len, kv_heads * group, 8), k_len=k_len, kv_heads=kv_heads)
+    return case.problem(torch.float32, needs_grad=True)
+
+
+def meetings(visits: Visits, problem: Problem, side: Side) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """A query head, a tile's rows, and one run's columns."""
+    heads = len(visits.kind_of)
+    for head, kind in enumerate(visits.kind_of.tolist()):
+        for start, step, count, first_run, end_run in visits.tiles[
+            int(visits.first_tile[kind]) : int(visits.first_tile[kind + 1])
+        ].tolist():
+            rows = torch.arange(count) * step + start
+            for run_start, run_step, run_count, member in visits.runs[first_run:end_run].tolist():
+                yield head * problem.heads // heads + member, rows, torch.arange(run_count) * run_step + run_start
+
+
+def counts(visits: Visits, problem: Problem, side: Side) -> Tensor:
+    """How many times each query of each head is handed each key."""
+    found = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
+    for head, rows, columns in meetings(visits, problem, side):
+        distance = columns - rows[:, None]
+        met = torch.ones_like(distance, dtype=torch.bool)
+        if visits.low is not None:
+            met &= distance >= visits.low
+        if visits.high is not None:
+            met &= distance <= visits.high
+        if side == "queries":
+            found[head, rows[:, None], columns] += met
+        else:
+            found[head, columns, rows[:, None]] += met
+    return found
+
+
+@settings(max_examples=80)
+@given(problems(), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
+def test_every_pair_is_visited_as_often_as_the_pattern_says(problem: Problem, side: Side, block: int) -> None:
+    visits = visits_of(problem, side, block)
+    expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
+    assert torch.equal(counts(visits, problem, side), expected)
+    assert int(expected.sum()) <= visits.pairs(block, 4)
+    assert sum(4 * x.numel() for x in (visits.tiles, visits.runs, visits.first_tile, visits.kind_of)) <= visits_bytes(
+        problem, side, block
+    )
+
+
+@settings(max_examples=50)
+@given(problems(), st.sampled_from(SIDES))
+def test_every_row_is_in_one_tile_or_meets_nothing(problem: Problem, side: Side) -> None:
+    visits = visits_of(problem, side, 8)
+    length = problem.q_len if side == "queries" else problem.k_len
+    for kind in range(len(visits.first_tile) - 1):
+        seen = torch.zeros(length, dtype=torch.int64)
+        for start, step, count, first_run, end_run in visits.tiles[
+            int(visits.first_tile[kind]) : int(visits.first_tile[kind + 1])
+        ].tolist():
+            assert 1 <= count <= min(8, largest_cell(problem, side))
+            assert first_run < end_run
+            seen[start : start + count * step : step] += 1
+        assert int(seen.max()) <= 1
+        assert not covers(problem, side) or int(seen.min()) == 1
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_million_tokens_fill_every_tile(side: Side) -> None:
+    problem = problem_of(LONGNET, (1, 2**20, 16, 128), torch.bfloat16)
+    visits = visits_of(problem, side, 128)
+    assert set(visits.tiles[:, 2].tolist()) == {128}
+    assert len(visits.tiles) == 16 * 2**20 // 128
+    assert covers(problem, side)
+
+
+def test_hundreds_of_thousands_of_segments() -> None:
+    visits = visits_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
+    assert len(visits.tiles) > 10**5
+
+
+@pytest.mark.parametrize(
+    ("pattern", "blocks"),
+    [(Dense(), 16), (Dense(is_causal=True), 10), (Window(0, 0), 4), (Dilated((32,), (1,)), 4)],
+    ids=str,
+)
+def test_pairs_count_whole_blocks(pattern: Pattern, blocks: int) -> None:
+    visits = visits_of(problem_of(pattern, (1, 128, 2, 16)), "queries", 32)
+    assert visits.pairs(32, 32) == 2 * blocks * 32 * 32
+
+
+def test_flops_follow_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    problem = problem_of(Dense(), (3, 128, 2, 16))
+    pairs = 3 * 2 * 128 * 128
+    assert triton.flops(problem) == pairs * 16 * 2 * (2 + 3 + 4)
+    assert triton.flops(replace(problem, needs_grad=False)) == pairs * 16 * 2 * 2
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shared: int = 227 * 2**10) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    triton.blocks.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_blocks() -> Iterator[None]:
+    yield
+    triton.blocks.cache_clear()
+
+
+def texts(problem: Problem) -> list[str]:
+    return [refusal.text for refusal in triton.refusals(problem)]
+
+
+CUDA = problem_of(LONGNET, (1, 4096, 16, 128), torch.bfloat16, "cuda:0")
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5)])
+def test_older_gpus_are_refused(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, capability)
+    assert texts(CUDA) == [f"needs CUDA capability 8.0, cuda:0 has {capability[0]}.{capability[1]}"]
+
+
+def test_newer_gpus_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability in ((8, 0), (8, 6), (9, 0)):
+        fake_gpu(monkeypatch, capability)
+        assert texts(CUDA) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": torch.float64}, "computes in bfloat16, float16, float32, not float64"),
+        ({"head_dim": 257}, "has blocks up to head_dim 256, not 257"),
+        ({"dropout_p": 0.25}, "has no dropout, asked for 0.25"),
+        ({"ranks": 2}, "runs on one rank, the sequence is sharded over 2"),
+        ({"device": torch.device("cpu")}, "runs on cuda, not cpu"),
+        (
+            {"pattern": Neighborhood((64, 64), (3, 3))},
+            "computes Dense, Window, Dilated, not Neighborhood(grid=(64, 64)",
+        ),
+        ({"pattern": Dense(), "q_len": 2**30}, "counts up to 1073741824 queries and keys, not 1073745920"),
+        (
+            {"pattern": Dilated((1, 2), (1, 1)), "q_len": 2**28, "k_len": 2**28},
+            "lists the tiles of Dilated((1, 2), (1, 1)) in up to ",
+        ),
+    ],
+)
+def test_what_it_cannot_do(change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, (9, 0))
+    found = texts(replace(CUDA, **change))
+    assert len(found) == 1
+    assert found[0].startswith(text)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    fake_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert [(refusal.code, refusal.text) for refusal in triton.refusals(CUDA)] == [
+        ("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')")
+    ]
+    assert registry.version_of(triton) is None
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@interpreted
+def test_the_interpreter_has_no_bfloat16() -> None:
+    assert texts(replace(CUDA, device=torch.device("cpu"))) == ["computes in float16, float32, not bfloat16"]
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [99 * 2**10, 163 * 2**10, 227 * 2**10])
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [1, 16, 64, 100, 128, 256])
+def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, (9, 0), shared)
+    problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
+    for each in (triton.FORWARD, triton.BACKWARD_Q, triton.BACKWARD_KV):
+        found = triton.blocks(each, problem)
+        assert found
+        for block in found:
+            assert support.shared_bytes(each, problem, block) <= shared
+            assert min(block.rows, block.columns) >= 16
+            assert block.rows & (block.rows - 1) == 0
+
+
+def test_short_segments_get_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, (9, 0))
+    problem = replace(CUDA, pattern=Dilated((64, 128), (1, 2)))
+    assert {block.rows for block in triton.blocks(triton.FORWARD, problem)} == {32}
+
+
+COMPILE = """
+from itertools import product
+
+from attn_dispatch.backends.triton import BACKWARD_KV, BACKWARD_Q, FORWARD
+from tests.support.compiling import compile_for
+
+LISTS = dict.fromkeys(("tiles", "runs", "first_tile", "kind_of", "launches"), "*i32")
+
+for each, (capability, listed) in product((FORWARD, BACKWARD_Q, BACKWARD_KV), ((80, False), (90, False), (90, True))):
+    constants = {"LISTED": listed, "LOW": each is FORWARD, "HIGH": True} | ({} if listed else {"launches": None})
+    compile_for(each, capability, LISTS, constants)
+"""
+
+
+@compiled
+def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
+    """To machine code: what the interpreter takes and the compiler does not would show up on users' machines only."""
+    run_alone(COMPILE, tmp_path)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("with_out", [False, True])
+def test_gradient_through_lse(with_out: bool) -> None:
+    """A loss that uses lse reaches q and k, and rows without keys give nothing. Errors stay below the gate's."""
+    pattern = Dilated((16, 32), (2, 4), is_causal=True)
+    problem = Case("lse", pattern, (1, 40, 4, 16), kv_heads=2).problem(torch.float32, needs_grad=True)
+    gate = Gate.of(make(problem))
+    example = gate.example
+    assert gate.grad is not None
+    weights = torch.rand(1, 4, 40, generator=torch.Generator().manual_seed(1))
+
+    def grads(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (example.q, example.k, example.v))
+        out, lse = registry.load(backend).run(q, k, v, replace(problem, dtype=dtype))
+        loss = (lse.masked_fill(lse.isinf(), 0) * weights.to(dtype)).sum()
+        if with_out:
+            assert gate.grad is not None
+            loss = loss + (out * gate.grad.to(dtype)).sum()
+        return torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
+
+    for name, mine, exact in zip(("dq", "dk", "dv"), grads("triton", torch.float32), grads("manual", torch.float64)):
+        assert float((mine.double() - exact).abs().max()) <= gate.expected[name].tolerance, name
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+def test_keys_taken_away_are_never_read() -> None:
+    """Padding may hold anything, NaN too."""
+    pattern = Dilated((16, 32), (1, 2))
+    case = Case("poisoned", pattern, (2, 40, 2, 16), seq_lens=True, key_mask=True)
+    example = make(case.problem(torch.float32, needs_grad=True))
+    gate = Gate.of(example)
+    seen = example.masks["key_mask"] & (torch.arange(40) < example.masks["seq_lens"][:, None])
+    k, v = (x.detach().masked_fill(~seen[:, :, None, None], torch.nan).requires_grad_() for x in (example.k, example.v))
+    q = example.q.detach().masked_fill(
+        (torch.arange(40) >= example.masks["seq_lens"][:, None])[:, :, None, None], torch.nan
+    )
+    found = replace(gate, example=replace(example, q=q.requires_grad_(), k=k, v=v)).run(triton)
+    assert gate.check(found).failures == ()
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+def test_twice_the_same() -> None:
+    problem = next(case for case in CASES if case.id == "longnet-short").problem(torch.float16, needs_grad=True)
+    gate = Gate.of(make(problem))
+    first, second = gate.run(triton), gate.run(triton)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("scale", [0.0, 1e-300, -1.0])
+def test_any_scale(scale: float) -> None:
+    problem = Case("scaled", Dense(is_causal=True), (1, 20, 2, 16), scale=scale).problem(torch.float32, needs_grad=True)
+    gate = Gate.of(make(problem))
+    assert gate.check(gate.run(triton)).failures == ()

@@ -1,0 +1,319 @@
+"""The triton_tiles backend where conformance does not reach: lists, small blocks, orders, refusals, compiling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch.backends import triton_tiles
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.contract import Result
+from attn_dispatch.kernels.tiles import tables
+from attn_dispatch.kernels.tiles.estimates import pairs_at_most
+from attn_dispatch.kernels.tiles.lists import TileLists, lists_bytes, lists_of
+from attn_dispatch.kernels.triton import support
+from attn_dispatch.spec.orders import TOKEN_ORDERS
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered, positions
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.oracle import Gate
+from tests.kernels.test_tiles import ESTIMATED, PATTERNS
+from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
+from tests.kernels.test_triton import fake_gpu, interpreted, problem_of
+from tests.support.cases import CASES, Case, gate
+from tests.support.compiling import compiled, run_alone
+
+NEIGHBORS = Neighborhood((64, 64), (13, 13))
+CUDA = replace(DENSE_ON_CUDA, pattern=NEIGHBORS)
+SQUARE: tuple[tuple[Pattern, int], ...] = (
+    *((pattern, length) for pattern, length, _ in PATTERNS if isinstance(pattern, triton_tiles.PATTERNS)),
+    (Reordered(Neighborhood((9, 8), (3, 3), (2, 1), (True, False), "shift"), "hilbert"), 72),
+    (Reordered(Dilated((16, 32), (2, 2), True), "residue"), 101),
+    (Reordered(Dilated((10, 35), (3, 4)), "hilbert"), 101),
+)
+HEADS = 5
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    triton_tiles.forget(CUDA)
+    triton_tiles.blocks.cache_clear()
+    yield
+    triton_tiles.forget(CUDA)
+    triton_tiles.blocks.cache_clear()
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def counted(lists: TileLists, problem: Problem, tile: int, by: str) -> Tensor:
+    """How many times each query of each head is handed each key, [heads, q_len, k_len], as the kernels go about it."""
+    side = lists.queries if by == "queries" else lists.keys
+    assert side is not None
+    places = lists.q_pos.view(-1, tile), lists.k_pos.view(-1, tile)
+    found = torch.zeros(problem.heads, len(lists.q_pos), len(lists.k_pos), dtype=torch.int32)
+    for head, kind in enumerate(lists.kind_of.tolist()):
+        for row, (start, whole, end) in enumerate(side.spans[kind].tolist()):
+            for number, (column, mask) in enumerate(side.pairs[start:end].tolist(), start):
+                query, key = (row, column) if by == "queries" else (column, row)
+                met = torch.ones(tile, tile, dtype=torch.int32)
+                if number < whole:
+                    met = weighed(lists, kind, query, key, mask, tile)
+                found[head, query * tile : (query + 1) * tile, key * tile : (key + 1) * tile] += met
+    assert not found[:, :, problem.k_len :].any()  # repeated keys
+    q_pos, k_pos = (x.flatten()[: problem.q_len].long() for x in places)
+    by_position = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
+    by_position[:, q_pos[:, None], k_pos] = found[:, : problem.q_len, : problem.k_len]
+    return by_position
+
+
+def weighed(lists: TileLists, kind: int, query: int, key: int, mask: int, tile: int) -> Tensor:
+    if lists.masks is not None:
+        return lists.masks[mask].int()
+    assert lists.reach is not None
+    places = [len(lists.q_pos), len(lists.q_pos), len(lists.k_pos)]
+    first, last, at = torch.split(lists.reach[kind], places, dim=2)  # [branches, axes, places]
+    queries, keys = slice(query * tile, (query + 1) * tile), slice(key * tile, (key + 1) * tile)
+    at = at[:, :, None, keys]
+    sees = (at >= first[:, :, queries, None]) & (at <= last[:, :, queries, None])
+    return sees.all(1).sum(0).int()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["masks", "reach"])
+@pytest.mark.parametrize(("pattern", "length"), SQUARE, ids=str)
+def test_lists_are_the_definition(pattern: Pattern, length: int, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if kept else 0)
+    problem = problem_of(pattern, (1, length, HEADS, 8))
+    problem = replace(problem, pattern=pattern)
+    expected = pattern.multiplicity(length, length, HEADS)
+    for order in TOKEN_ORDERS:
+        lists = lists_of(problem, order, 16)
+        assert (lists.masks is None) == (lists.reach is not None)
+        for by in ("queries", "keys"):
+            assert torch.equal(counted(lists, problem, 16, by), expected), (order, by)
+
+
+def test_full_pairs_have_no_masks_even_where_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MASK_BYTES", 0)
+    spans = lists_of(problem_of(Neighborhood((32, 32), (21, 21)), (1, 1024, 1, 8)), "hilbert", 16).queries.spans
+    assert (spans[:, :, 2] > spans[:, :, 1]).any()
+
+
+@pytest.mark.parametrize(("pattern", "length"), [e for e in ESTIMATED if not isinstance(e[0], Dense | Window)], ids=str)
+def test_lists_take_no_more_than_announced(pattern: Pattern, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(pattern, (1, length, HEADS, 8))
+    for limit in (tables.MASK_BYTES, 0):
+        monkeypatch.setattr(tables, "MASK_BYTES", limit)
+        for order in triton_tiles.orders(problem):
+            for tile in triton_tiles.TILES:
+                triton_tiles.forget(problem)
+                lists = lists_of(problem, order, tile)
+                assert lists.keys is not None
+                assert len(lists.queries.pairs) <= len(lists.queries.spans) * pairs_at_most(problem, order, tile)
+                sides = [x for side in (lists.queries, lists.keys) for x in (side.spans, side.pairs)]
+                rest = [lists.q_pos, lists.k_pos, lists.kind_of, lists.masks, lists.reach]
+                taken = sum(x.nbytes for x in (*sides, *rest) if x is not None)
+                assert taken <= lists_bytes(problem, order, tile)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+class Tiled:
+    """The backend in one order, with tiles of one size."""
+
+    name = "triton_tiles"
+
+    def __init__(self, order: str, tile: int) -> None:
+        self.order, self.tile = order, tile
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        return triton_tiles.run(q, k, v, problem, order=self.order, tile=self.tile, **tensors)
+
+
+def failures(case: Case, order: str, tile: int, dtype: torch.dtype) -> tuple[str, ...]:
+    expected = gate(case.problem(dtype, needs_grad=True))
+    return expected.check(expected.run(Tiled(order, tile))).failures  # type: ignore[arg-type]
+
+
+GRID = Neighborhood((9, 11), (5, 3), (2, 1), (False, True))
+BRANCHES = Dilated((16, 32), (2, 2))
+SMALL = (
+    (Case("grid-grouped", GRID, (1, 99, 2, 7), kv_heads=1, strides=("bhnd", "bndh", "bnhd+gaps")), "hilbert"),
+    (Case("grid-hidden", GRID, (2, 99, 1, 8), seq_lens=True, key_mask=True), "hilbert"),
+    (Case("grid-shift", Neighborhood((7, 9), (3, 5), edges="shift"), (1, 63, 2, 16), scale=-1.3), "natural"),
+    (Case("kept-in-order", Reordered(GRID, "hilbert"), (1, 99, 2, 8), key_mask=True), "natural"),
+    (Case("row", Neighborhood((70,), (9,), (3,)), (1, 70, 2, 16)), "residue"),
+    (Case("branches", BRANCHES, (1, 90, 4, 16), kv_heads=2), "residue"),
+    (Case("branches-hidden", BRANCHES, (2, 70, 2, 8), seq_lens=True, key_mask=True), "natural"),
+    (Case("split", Dilated((16, 32, 64), (1, 2, 4), True, heads="split"), (1, 70, 4, 16), kv_heads=2), "residue"),
+    (Case("uncovered", Dilated((16,), (4,)), (1, 40, 2, 16), scale=0.0), "natural"),
+)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize(
+    ("case", "order", "kept"),
+    [*((*each, True) for each in SMALL), *((*each, False) for each in SMALL[::2])],
+    ids=lambda x: {True: "masks", False: "reach"}[x] if isinstance(x, bool) else getattr(x, "id", x),
+)
+def test_blocks_smaller_than_tiles(case: Case, order: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
+    monkeypatch.setattr(triton_tiles, "INTERPRETED", support.Block(16, 16, 4, 1))
+    monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if kept else 0)
+    assert failures(case, order, 32, torch.float32 if kept else torch.float16) == ()
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("case", [case for case, _ in SMALL if case.seq_lens], ids=lambda case: case.id)
+def test_hidden_keys_and_padding_are_never_read(case: Case) -> None:
+    """They may hold anything, NaN too; the results are the same, bit for bit, and on every run."""
+    example = make(case.problem(torch.float32, needs_grad=True))
+    masks = example.masks
+    inside = torch.arange(case.shape[1]) < masks["seq_lens"][:, None]
+    hidden = ~(masks["key_mask"] & inside)
+    assert hidden.any()
+    found = []
+    for rubbish in (0.0, math.nan):
+        q, k, v = (x.detach().clone() for x in (example.q, example.k, example.v))
+        q[~inside], k[hidden], v[hidden] = rubbish, rubbish, rubbish
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = triton_tiles.run(q, k, v, example.problem, order="hilbert", tile=32, **dict(masks))
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).masked_fill(~inside[:, :, None, None], rubbish)
+        grads = torch.autograd.grad((out, lse), inputs, (weights, torch.ones_like(lse)))
+        found.append((out, lse, *grads))
+    for clean, dirty in zip(*found):
+        assert torch.equal(clean, dirty)
+        assert not clean.isnan().any()
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+def test_the_gate_sees_a_count_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that two branches see weigh double: with masks of ones and zeros the same case fails."""
+    case = next(case for case in CASES if case.id == "same-branch-twice")
+    problem = case.problem(torch.float32, needs_grad=False)
+    whole = Gate.of(make(problem))
+    assert whole.check(whole.run(triton_tiles)).failures == ()
+    lists = lists_of(problem, "natural", 64)
+    assert lists.masks is not None
+    lists = replace(lists, masks=lists.masks.clamp(max=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_tiles, "lists_of", lambda *_: lists)
+        assert whole.check(whole.run(triton_tiles)).failures != ()
+
+
+def test_what_run_does_not_take() -> None:
+    x = torch.randn(1, 63, 2, 16)
+    problem = problem_of(Neighborhood((9, 7), (3, 5)), (1, 63, 2, 16))
+    with pytest.raises(InvalidInput, match="order must be one of 'natural', 'hilbert', 'residue', got 'sawtooth'"):
+        triton_tiles.run(x, x, x, problem, order="sawtooth")
+    with pytest.raises(InvalidInput, match="tile must be a power of two, 16 or more, got 24"):
+        triton_tiles.run(x, x, x, problem, tile=24)
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": torch.float64}, "computes in bfloat16, float16, float32, not float64"),
+        ({"head_dim": 257}, "has blocks up to head_dim 256, not 257"),
+        ({"dropout_p": 0.25}, "has no dropout, asked for 0.25"),
+        ({"ranks": 2}, "runs on one rank, the sequence is sharded over 2"),
+        ({"device": torch.device("cpu")}, "runs on cuda, not cpu"),
+        ({"pattern": Dense()}, "computes Dilated, Neighborhood, not Dense()"),
+        ({"pattern": Reordered(Dense(True), "hilbert")}, "computes Dilated, Neighborhood, not Dense(causal)"),
+        ({"q_len": 2**30}, "counts up to 1073741824 queries and keys, not"),
+        ({"pattern": Dilated((1,) * 256, (1,) * 256)}, "takes 255 branches, not 256"),
+        (
+            {"pattern": Dilated((2**15,) * 2, (1, 16)), "q_len": 2**22, "k_len": 2**22},
+            "Dilated((32768, 32768), (1, 16)) makes about 142606336 pairs of tiles for all heads, over 134217728",
+        ),
+        (
+            {"pattern": Neighborhood((2**10, 2**10), (1023, 1023)), "q_len": 2**20, "k_len": 2**20},
+            "Neighborhood(grid=(1024, 1024), window=(1023, 1023)) makes about ",
+        ),
+    ],
+)
+def test_what_it_cannot_do(change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, (9, 0))
+    found = [refusal.text for refusal in triton_tiles.refusals(replace(CUDA, **change))]
+    assert len(found) == 1
+    assert found[0].startswith(text)
+
+
+def test_the_offered_orders_and_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles as near to squares meet fewer others; wider windows are worth larger tiles."""
+    fake_gpu(monkeypatch, (9, 0))
+    assert triton_tiles.refusals(CUDA) == []
+    assert triton_tiles.orders(CUDA) == ("natural", "hilbert")
+    assert triton_tiles.flops(CUDA, "hilbert") < triton_tiles.flops(CUDA, "natural")
+    assert triton_tiles.tile_size(CUDA, "hilbert") == 64
+    wide = replace(CUDA, pattern=Neighborhood((64, 64), (49, 49)))
+    assert triton_tiles.tile_size(wide, "hilbert") == 128
+    assert triton_tiles.flops(replace(CUDA, needs_grad=False)) * 9 == triton_tiles.flops(CUDA) * 2
+
+
+def test_tokens_kept_in_order_are_tiles_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pairs as in that order, read from places side by side."""
+    fake_gpu(monkeypatch, (9, 0))
+    kept = replace(CUDA, pattern=Reordered(NEIGHBORS, "hilbert"))
+    assert triton_tiles.refusals(kept) == []
+    assert triton_tiles.orders(kept) == ("natural",)
+    assert triton_tiles.flops(kept) == triton_tiles.flops(CUDA, "hilbert")
+    here = torch.device("cpu")
+    one, other = (
+        lists_of(replace(kept, device=here), "natural", 64),
+        lists_of(replace(CUDA, device=here), "hilbert", 64),
+    )
+    assert torch.equal(one.queries.pairs, other.queries.pairs)
+    assert torch.equal(one.q_pos, torch.arange(4096, dtype=torch.int32))
+    assert torch.equal(other.q_pos.long(), positions("hilbert", NEIGHBORS, 4096))
+
+
+@pytest.mark.parametrize("shared", [99 * 2**10, 227 * 2**10])
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [1, 64, 100, 256])
+def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, (9, 0), shared)
+    problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
+    for each in (triton_tiles.FORWARD, triton_tiles.BACKWARD_Q, triton_tiles.BACKWARD_KV):
+        for tile in (16, 32, 64, 128):
+            found = triton_tiles.blocks(each, problem, tile)
+            assert found
+            for block in found:
+                assert support.shared_bytes(each, problem, block) <= shared
+                assert tile % block.rows == tile % block.columns == 0
+
+
+COMPILE = """
+from attn_dispatch.backends.triton_tiles import BACKWARD_KV, BACKWARD_Q, FORWARD
+from tests.support.compiling import compile_for
+
+LISTS = dict.fromkeys(("q_pos", "k_pos", "kind_of", "spans", "pairs", "reach"), "*i32") | {"masks": "*u8"}
+# Arguments of 1 are constants to the compiler: a single tile is a case of its own.
+ONE = dict.fromkeys(("heads", "q_tiles", "k_tiles", "q_len", "k_len"), 1)
+CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, ONE), (BACKWARD_Q, 90, 1, ONE), (BACKWARD_KV, 90, 0, {}))
+
+for each, capability, branches, one in CASES:
+    constants = {"TILE": 128, "BRANCHES": branches, "AXES": branches} | one
+    compile_for(each, capability, LISTS, constants | ({"masks": None} if branches else {"reach": None}))
+"""
+
+
+@compiled
+def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
+    """To machine code: what the interpreter takes and the compiler does not would show up on users' machines only."""
+    run_alone(COMPILE, tmp_path)

@@ -1,0 +1,196 @@
+"""Distances between problems, buckets, and what a smooth function is taken to be between the places it was seen."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attn_dispatch.learning.features import KV_GROUPS, LSE, PRECISION, STRIDES, bucket, features
+from attn_dispatch.learning.kriging import covariance, covariances, estimate
+from attn_dispatch.spec.groups import SIZES, group_of, title
+from tools.lib.planted import PROBLEM, problem_at
+
+DILATED: dict[str, Any] = {"kind": "Dilated", "dilation_rates": [1, 2], "is_causal": True}
+DILATED |= {"segment_lengths": [512, 1024], "offsets": "mod", "heads": "all"}
+WINDOW: dict[str, Any] = {"kind": "Window", "left": 255, "right": 0}
+GRID: dict[str, Any] = {"kind": "Neighborhood", "grid": [32, 32], "window": [13, 13], "dilation": [1, 1]}
+GRID |= {"is_causal": [False, False], "edges": "clip"}
+
+
+def away(**changes: Any) -> float:
+    """Octaves between a problem and the same with changes."""
+    return math.dist(features(PROBLEM), features({**PROBLEM, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0),
+        ({"q_len": 2048}, 1),
+        ({"q_len": 2048, "k_len": 512}, math.sqrt(2)),
+        ({"batch": 8}, 3),
+        ({"batch": 4, "heads": 1, "kv_heads": 1}, 0),
+        ({"kv_heads": 1}, 2 * KV_GROUPS),
+        ({"return_lse": True}, LSE),
+        ({"matmul_precision": "high"}, PRECISION),
+        ({"strides": ["bnhd", "nhd", "bnh"]}, 0),
+        ({"strides": ["bhnd", "bnhd", "bnhd"]}, STRIDES / 3),
+        ({"strides": ["bnhd+gaps+unaligned"] * 3}, STRIDES * math.sqrt(2)),
+    ],
+    ids=str,
+)
+def test_distances(changes: dict[str, Any], expected: float) -> None:
+    assert away(**changes) == pytest.approx(expected)
+
+
+def test_sizes_of_a_pattern_weigh_as_one() -> None:
+    for pattern in (DILATED, GRID):
+        doubled = {name: [2 * size for size in pattern[name]] for name in SIZES if name in pattern}
+        one, other = (features({**PROBLEM, "pattern": {**pattern, **more}}) for more in ({}, doubled))
+        assert math.dist(one, other) == pytest.approx(1)
+
+
+def test_an_open_window_reaches_all_keys() -> None:
+    far = {**PROBLEM, "pattern": {**WINDOW, "left": PROBLEM["k_len"] - 1}}
+    assert features({**PROBLEM, "pattern": {**WINDOW, "left": None}}) == features(far)
+
+
+@pytest.mark.parametrize("name", ["q_len", "batch", "pattern", "head_dim", "strides"])
+def test_what_is_no_problem(name: str) -> None:
+    with pytest.raises(KeyError):
+        features({key: value for key, value in PROBLEM.items() if key != name})
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        features({**PROBLEM, name: None})
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_a_quarter_of_an_octave() -> None:
+    found = [bucket(problem_at(length)) for length in range(1024, 2048)]
+    assert len(set(found)) == 4
+    for one in set(found):
+        inside = [length for length, each in zip(range(1024, 2048), found) if each == one]
+        assert inside == list(range(inside[0], inside[-1] + 1))
+        assert inside[-1] / inside[0] < 1.19
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 2},
+        {"batch": 2, "heads": 2},
+        {"kv_heads": 2},
+        {"scale": 1.0},
+        {"return_lse": True},
+        {"deterministic": True},
+        {"strides": ["bhnd"] * 3},
+        {"matmul_precision": "high"},
+        {"dtype": "bfloat16"},
+        {"head_dim": 32, "scale": 32**-0.5},
+        {"needs_grad": True},
+        {"pattern": DILATED},
+        {"pattern": WINDOW},
+    ],
+    ids=str,
+)
+def test_whatever_differs_besides_is_another_bucket(changes: dict[str, Any]) -> None:
+    assert bucket({**PROBLEM, **changes}) != bucket(PROBLEM)
+
+
+def test_sizes_of_a_pattern_have_buckets() -> None:
+    def of(**changes: Any) -> tuple[Any, ...]:
+        return bucket({**PROBLEM, "pattern": {**WINDOW, **changes}})
+
+    assert of(left=258) == of(left=300)
+    assert len({of(left=None), of(left=0), of(left=1), of(left=2), of(left=255), of(left=511)}) == 6
+
+
+# --- titles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "float32 d64 Dense() forward"),
+        ({"pattern": {"kind": "Dense", "is_causal": True}}, "float32 d64 Dense(causal) forward"),
+        ({"pattern": DILATED, "needs_grad": True}, "float32 d64 Dilated(r=1,2 causal) forward + backward"),
+        ({"pattern": {**DILATED, "offsets": "block"}}, "float32 d64 Dilated(r=1,2 causal offsets=block) forward"),
+        ({"pattern": WINDOW, "has_seq_lens": True}, "float32 d64 Window(causal) forward seq_lens"),
+        ({"pattern": {**WINDOW, "right": 3}, "dropout_p": 0.1}, "float32 d64 Window() forward dropout"),
+        ({"pattern": GRID, "device": "cuda", "ranks": 2}, "float32 d64 Neighborhood(2-D) forward ranks 2 cuda"),
+        (
+            {"pattern": {**GRID, "dilation": [1, 2], "is_causal": [True, False], "edges": "shift"}},
+            "float32 d64 Neighborhood(2-D dilation=1,2 causal=1,0 edges=shift) forward",
+        ),
+    ],
+    ids=str,
+)
+def test_title(changes: dict[str, Any], expected: str) -> None:
+    assert title({**PROBLEM, **changes}) == expected
+
+
+def test_titles_tell_groups_apart() -> None:
+    patterns = [PROBLEM["pattern"], DILATED, WINDOW, {**WINDOW, "right": 1}, GRID, {**GRID, "dilation": [2, 2]}]
+    problems = [{**PROBLEM, "pattern": pattern} for pattern in patterns]
+    assert len(set(map(title, problems))) == len(set(map(group_of, problems))) == len(patterns)
+
+
+# --- kriging ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_algebra() -> None:
+    chance = random.Random(0)
+    places = [[chance.uniform(-3, 3) for _ in range(3)] for _ in range(9)]
+    values, noises = [0.1 * math.sin(sum(place)) for place in places], [0.05] * 9
+    matrix, right = covariances(places), [covariance(math.hypot(*place)) for place in places]
+    found = estimate(matrix, right, noises, values)
+    whole = np.array([[matrix[max(i, j)][min(i, j)] for j in range(9)] for i in range(9)]) + 0.05**2 * np.eye(9)
+    assert np.array(values) @ np.linalg.solve(whole, values) / 9 < 1  # nothing is rougher than assumed
+    weights = np.linalg.solve(whole, right)
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-9)
+    assert found.mean == pytest.approx(weights @ values)
+    assert found.deviation == pytest.approx(math.sqrt(covariance(0) - weights @ right))
+
+
+def seen(*pairs: tuple[float, float], noise: float = 0.01) -> tuple[float, float]:
+    """The mean and the deviation at 0, of values at places on a line."""
+    places = [[place] for place, _ in pairs]
+    right = [covariance(abs(place)) for place, _ in pairs]
+    found = estimate(covariances(places), right, [noise] * len(pairs), [value for _, value in pairs])
+    return found.mean, found.deviation
+
+
+def test_between_two_places_a_line() -> None:
+    mean, _ = seen((-0.5, -0.2), (0.5, 0.4))
+    assert mean == pytest.approx(0.1, abs=0.005)
+
+
+def test_beyond_them_the_slope_goes_on_a_little() -> None:
+    near, _ = seen((1, 0.1), (2, 0.3))
+    assert -0.1 < near < 0.1
+
+
+def test_doubt_grows_with_distance_and_noise() -> None:
+    deviations = [seen((distance, 0.1))[1] for distance in (0, 0.5, 1, 2, 4, 8, 16)]
+    assert deviations == sorted(deviations)
+    assert len(set(deviations)) == len(deviations)
+    assert seen((1, 0.1), noise=0.2)[1] > seen((1, 0.1), noise=0.1)[1]
+
+
+def test_values_that_scatter_are_doubted() -> None:
+    places = [i / 4 for i in range(-6, 7)]
+    smooth = seen(*((place, 0.1 * place) for place in places))
+    rough = seen(*((place, 0.1 * place + (-1) ** i * 0.5) for i, place in enumerate(places)))
+    assert rough[1] > 5 * smooth[1]
+
+
+def test_one_that_does_not_fit_is_smoothed_over() -> None:
+    around = [(place / 2, 0.1) for place in range(-5, 6)]
+    assert seen(*around)[0] == pytest.approx(0.1, abs=1e-3)
+    around[5] = (0.0, -0.9)
+    assert seen(*around)[0] > -0.5

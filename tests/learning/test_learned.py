@@ -1,0 +1,357 @@
+"""A choice from what was measured near by: crossovers, who may be chosen, how sure it is, and how far from the best."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from attn_dispatch.learning.predict import NEAREST, UNSEEN, Evidence, Prediction, predict
+from attn_dispatch.learning.regret import GroupRegret, Miss, regret, total
+from attn_dispatch.store.decision import Decision
+from tools.checks.trust_learned import planted
+from tools.lib.planted import PROBLEM, Name, decision, measured, problem_at, surface, times_at
+
+A, B, C = (("a", "natural"), ("b", "natural"), ("c", "natural"))
+CROSS = 1000  #: tokens at which a and b take the same time
+LENGTHS = tuple(round(2 ** (step / 2)) for step in range(12, 29))
+
+
+def times(length: int) -> dict[Name, float]:
+    """b starts with more and grows more slowly: it wins past CROSS."""
+    return {A: (length / CROSS) ** 2, B: 0.6 + 0.4 * length / CROSS}
+
+
+def crossing(*lengths: int) -> list[Decision]:
+    return [decision(problem_at(length), times(length)) for length in lengths]
+
+
+def choice(length: int, evidence: list[Decision], able: tuple[Name, ...] = (A, B), **more: Any) -> Prediction:
+    found = predict(problem_at(length), evidence, able, **more)
+    assert found is not None
+    return found
+
+
+# --- crossovers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_crossover_is_where_the_ratio_is_one() -> None:
+    evidence = crossing(*LENGTHS)
+    for length in (500, 700, 900, 970):
+        assert choice(length, evidence).backend == "a"
+    for length in (1030, 1100, 1500, 2000):
+        assert choice(length, evidence).backend == "b"
+
+
+def test_two_measurements_suffice() -> None:
+    # Both logarithms are straight here, and so is that of the ratio.
+    evidence = [decision(problem_at(n), {A: (n / CROSS) ** 2, B: n / CROSS}) for n in (500, 2000)]
+    assert choice(950, evidence).backend == "a"
+    assert choice(1050, evidence).backend == "b"
+    assert choice(950, evidence).ratios[B] == pytest.approx(1000 / 950, abs=0.01)
+
+
+def test_a_crossover_between_batches() -> None:
+    evidence = [decision(problem_at(1024, n), {A: n / 8, B: 1.0}) for n in (1, 2, 4, 16, 32, 64)]
+    found = [predict(problem_at(1024, n), evidence, (A, B)) for n in (7, 9)]
+    assert [each and each.backend for each in found] == ["a", "b"]
+
+
+def test_beyond_the_evidence_its_end_holds() -> None:
+    evidence = crossing(*LENGTHS)
+    assert choice(16, evidence).backend == "a"
+    assert choice(1 << 20, evidence).backend == "b"
+
+
+def test_confidence_falls_toward_the_crossover_and_away_from_the_evidence() -> None:
+    evidence = crossing(*LENGTHS)
+    near, far = choice(1020, evidence), choice(4000, evidence)
+    assert near.confidence < far.confidence
+    alone = [choice(1024 << step, crossing(256)).confidence for step in range(12)]
+    assert alone == sorted(alone, reverse=True)
+    assert alone[0] > 0.9
+    assert alone[-1] < 0.7
+
+
+def test_confidence_means_something() -> None:
+    """At each level that is claimed, about as many come true, on surfaces of every seed."""
+    found = planted(1, range(6), unseen=50)
+    for part in ("leave_one_out", "unseen"):
+        figures = found[part]
+        assert figures["mean"] <= 0.03
+        assert figures["p95"] <= 0.10
+        assert figures["alone"] == 0
+    for level in found["calibration"]:
+        spread = math.sqrt(max(level["claimed"] * (1 - level["claimed"]), 0.01) / level["count"])
+        assert level["hit"] > level["claimed"] - 3 * spread
+
+
+def test_the_surfaces_have_flips() -> None:
+    for seed in range(6):
+        backends = surface(seed)
+        found = [times_at(backends, problem_at(length)) for length in range(64, 16_384, 64)]
+        assert len({min(each, key=each.__getitem__) for each in found}) >= 3
+
+
+# --- who may be chosen ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_known_is_no_choice() -> None:
+    evidence = crossing(512, 2048)
+    assert predict(problem_at(1024), [], (A, B)) is None
+    assert predict(problem_at(1024), evidence, ()) is None
+    assert predict(problem_at(1024), evidence, (C,)) is None
+    assert predict(problem_at(1024, dtype="bfloat16"), evidence, (A, B)) is None
+    assert predict(problem_at(512), evidence[:1], (A, B), without=evidence[0].key) is None
+
+
+def test_only_what_is_able() -> None:
+    found = choice(4096, crossing(*LENGTHS), (A,))
+    assert (found.backend, found.order) == A
+    assert found.ratios == {A: 1.0}
+
+
+def test_orders_are_told_apart() -> None:
+    hilbert = ("a", "hilbert")
+    evidence = [decision(problem_at(n), {A: 2.0, hilbert: 1.0}) for n in (512, 2048)]
+    assert (choice(1024, evidence, (A, hilbert)).backend, choice(1024, evidence, (A, hilbert)).order) == hilbert
+    assert choice(1024, evidence, (A,)).order == "natural"
+
+
+@pytest.mark.parametrize("status", ["failed", "incorrect", "quarantined", "not_measured", "unsupported", "over_memory"])
+def test_only_timed_rows_are_evidence(status: str) -> None:
+    evidence = [decision(problem_at(n), {A: 2.0, B: 1.0}, status={B: status}) for n in (512, 2048)]
+    assert choice(1024, evidence).backend == "a"
+
+
+def test_what_failed_nearest_is_not_chosen() -> None:
+    far = decision(problem_at(256), {A: 2.0, B: 1.0})
+    assert choice(2000, [far]).backend == "b"
+    near = decision(problem_at(2048), {A: 2.0, B: None}, status={B: "failed"})
+    assert choice(2000, [far, near]).backend == "a"
+    assert choice(300, [far, near]).backend == "b"
+
+
+def test_what_is_wrong_anywhere_near_is_not_chosen() -> None:
+    right = decision(problem_at(1024), {A: 2.0, B: 1.0})
+    wrong = decision(problem_at(1088), {A: 2.0, B: None}, status={B: "incorrect"})
+    assert choice(1000, [right, wrong]).backend == "a"
+    assert choice(1000, [right, wrong], versions={"a": "1", "b": "1"}).backend == "a"
+    # A version that was never found wrong.
+    assert choice(1000, [right, wrong], versions={"a": "1", "b": "2"}).backend == "b"
+
+
+def test_a_newcomer_halves_the_confidence() -> None:
+    evidence = crossing(*LENGTHS)
+    known, newcomer = choice(4000, evidence), choice(4000, evidence, (A, B, C))
+    assert newcomer.backend == known.backend
+    assert UNSEEN == 0.5
+    assert newcomer.confidence == pytest.approx(UNSEEN * known.confidence)
+
+
+def test_never_timed_together() -> None:
+    evidence = [decision(problem_at(512), {A: 5.0}), decision(problem_at(4096), {B: 1.0})]
+    assert choice(600, evidence).backend == "a"
+    assert choice(4000, evidence).backend == "b"
+    assert choice(600, evidence).confidence == pytest.approx(0.5, abs=0.02)
+
+
+def test_in_a_circle_one_is_chosen() -> None:
+    evidence = [
+        decision(problem_at(1000), {A: 1.0, B: 2.0}),
+        decision(problem_at(1001), {B: 1.0, C: 2.0}),
+        decision(problem_at(1002), {C: 1.0, A: 2.0}),
+    ]
+    assert choice(1000, evidence, (A, B, C)).confidence < 0.5
+
+
+# --- versions, buckets, evidence --------------------------------------------------------------------------------------
+
+
+def test_another_version_is_a_prior() -> None:
+    evidence = [decision(problem_at(n), {A: 1.3, B: 1.0}) for n in LENGTHS]
+    now, older = (choice(1000, evidence, versions={"a": "1", "b": b}) for b in ("1", "2"))
+    assert older.backend == now.backend == "b"
+    assert 0.5 < older.confidence < now.confidence
+    assert choice(1000, evidence).confidence == now.confidence
+
+
+@pytest.mark.parametrize("doubtful", [{"rounds": 1}, {"low_ms": 0.7, "high_ms": 1.5}])
+def test_a_doubtful_median_is_doubted(doubtful: dict[str, float]) -> None:
+    def confidence(**more: float) -> float:
+        found = decision(problem_at(1024), {A: 1.2, B: 1.0})
+        rows = tuple(replace(row, rounds=9) for row in found.candidates)
+        return choice(1024, [replace(found, candidates=(rows[0], replace(rows[1], **more)))]).confidence
+
+    assert confidence(**doubtful) < confidence()
+    assert confidence(low_ms=0.99, high_ms=1.01) == confidence()
+
+
+def test_in_bucket() -> None:
+    evidence = crossing(1024)
+    assert choice(1100, evidence).in_bucket
+    assert not choice(1300, evidence).in_bucket
+    assert not choice(1020, evidence).in_bucket  # very near, but another's
+    assert not choice(1100, evidence, versions={"a": "2", "b": "2"}).in_bucket
+    found = predict(problem_at(1024, return_lse=True), evidence, (A, B))
+    assert found is not None
+    assert not found.in_bucket
+
+
+def test_the_evidence_is_named() -> None:
+    evidence = crossing(*LENGTHS)
+    keys = {each.problem["q_len"]: each.key for each in evidence}
+    found = choice(1100, evidence)
+    assert set(found.evidence) <= set(keys.values())
+    assert len(found.evidence) <= NEAREST
+    assert {found.evidence[0], found.evidence[1]} == {keys[1024], keys[1448]}
+
+
+def test_one_heap_does_not_hide_the_other_side() -> None:
+    heap = [decision(problem_at(n), {A: 1.0, B: 1.1}) for n in range(1000, 1100)]
+    other = decision(problem_at(3000), {A: 4.0, B: 1.0})
+    assert choice(1500, heap).backend == "a"
+    assert choice(1500, [*heap, other]).backend == "b"
+    assert choice(1010, [*heap, other]).backend == "a"
+
+
+def test_evidence_can_be_added_to() -> None:
+    evidence = Evidence(crossing(512))
+    assert predict(problem_at(4096), evidence, (A, B)) == predict(problem_at(4096), crossing(512), (A, B))
+    for each in crossing(4096):
+        evidence.add(each)
+    found = predict(problem_at(4000), evidence, (A, B))
+    assert found is not None
+    assert found.backend == "b"
+    evidence.add(decision(problem_at(4096), {A: 1.0, B: 9.0}))  # measured again
+    found = predict(problem_at(4000), evidence, (A, B))
+    assert found is not None
+    assert found.backend == "a"
+
+
+# --- regret -----------------------------------------------------------------------------------------------------------
+
+
+def test_regret_by_hand() -> None:
+    decisions = [
+        decision(problem_at(1000), {A: 1.0, B: 2.0}),
+        decision(problem_at(1001), {A: 1.0, B: 2.0}),
+        decision(problem_at(1002), {A: 1.5, B: 1.2}),
+        decision(problem_at(1003), {A: 1.0}),  # nothing to choose from
+        decision(problem_at(1000, dtype="bfloat16"), {A: 1.0, B: 2.0}),  # alone
+        decision(problem_at(1000), {A: 9.0, B: 1.0}, silicon="cpu-other"),  # alone, too
+    ]
+    here, there = (
+        [group for group in regret(decisions) if group.silicon == silicon]
+        for silicon in (decisions[0].silicon, "cpu-other")
+    )
+    half, full = here
+    assert [group.title for group in here] == ["bfloat16 d64 Dense() forward", "float32 d64 Dense() forward"]
+    assert (half.count, half.alone, half.mean, half.p95, half.worst) == (0, 1, None, None, None)
+    assert (full.count, full.alone, full.hits) == (3, 0, 2)
+    assert sorted(miss.regret for miss in full.misses) == pytest.approx([0, 0, 0.25])
+    assert full.mean == pytest.approx(0.25 / 3)
+    assert full.worst is not None
+    assert (full.worst.key, full.worst.backend) == (decisions[2].key, "a")
+    assert [(group.count, group.alone) for group in there] == [(0, 1)]
+    assert (total([*here, *there]).count, total([*here, *there]).alone) == (3, 2)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (10, 10), (20, 19), (21, 20), (100, 95)])
+def test_p95(count: int, expected: int) -> None:
+    misses = tuple(Miss("", "", "", float(value), 0.5) for value in range(count, 0, -1))
+    assert GroupRegret("", "", "", misses, 0).p95 == expected
+
+
+def test_regret_of_nothing() -> None:
+    assert regret([]) == []
+    assert regret([decision(problem_at(64), {A: 1.0})]) == []
+    assert total([]).to_dict()["mean"] is None
+
+
+def test_what_is_no_problem_is_passed_over() -> None:
+    foreign = decision({"batch": 1, "strides": ["bnhd"]}, {A: 1.0, B: 2.0})
+    assert regret([foreign, foreign]) == []
+    assert choice(1024, [foreign, *crossing(512)]).backend == "a"
+    endless = replace(crossing(512)[0], problem={**PROBLEM, "q_len": math.inf})
+    assert predict(problem_at(1024), [endless], (A, B)) is None
+
+
+# --- whatever the evidence --------------------------------------------------------------------------------------------
+
+NAMES = [A, B, C, ("a", "hilbert")]
+STATUSES = ["chosen", "slower", "tie", "failed", "incorrect", "quarantined", "not_measured", "over_memory", "odd"]
+MEDIANS = st.none() | st.just(0.0) | st.floats(-1, 1e300) | st.floats(1e-3, 1e3)
+PATTERNS: list[dict[str, Any]] = [
+    PROBLEM["pattern"],
+    {"kind": "Dilated", "dilation_rates": [1, 2], "segment_lengths": [64, 128], "is_causal": False},
+    {"kind": "Dilated", "dilation_rates": [1, 2], "segment_lengths": [512], "is_causal": False},
+    {"kind": "Dilated", "dilation_rates": [1, 2], "is_causal": False},
+    {"kind": "Window", "left": None, "right": 7},
+]
+PROBLEMS = st.builds(
+    lambda length, batch, pattern, lse: problem_at(length, batch, pattern=pattern, return_lse=lse),
+    st.integers(1, 1 << 40),
+    st.integers(1, 1 << 10),
+    st.sampled_from(PATTERNS),
+    st.booleans(),
+)
+BROKEN = st.sampled_from([{}, {"pattern": None}, problem_at(0), problem_at(-5), {**PROBLEM, "strides": 7}])
+DECISIONS = st.builds(
+    lambda problem, medians, status, version: decision(problem, medians, status=status, version=version),
+    PROBLEMS,
+    st.dictionaries(st.sampled_from(NAMES), MEDIANS),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(STATUSES)),
+    st.sampled_from([None, "1", "2"]),
+)
+
+
+def foreign(problem: Mapping[str, Any]) -> Decision:
+    return replace(decision(PROBLEM, {A: 1.0, B: 2.0}), problem=dict(problem), key="0" * 20)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    problem=PROBLEMS,
+    evidence=st.lists(DECISIONS | st.builds(foreign, BROKEN), max_size=25),
+    able=st.sets(st.sampled_from(NAMES)),
+    versions=st.none() | st.fixed_dictionaries({"a": st.sampled_from(["1", "2"])}),
+)
+def test_whatever_the_evidence_the_choice_is_able(
+    problem: dict[str, Any], evidence: list[Decision], able: set[Name], versions: dict[str, str | None] | None
+) -> None:
+    found = predict(problem, evidence, able, versions)
+    if found is not None:
+        assert (found.backend, found.order) in able
+        assert 0 <= found.confidence <= 1
+        assert found.ratios.keys() <= able
+        assert found.ratios[found.backend, found.order] == 1.0
+        assert found.evidence
+        assert set(found.evidence) <= {each.key for each in evidence}
+    for group in regret(evidence):
+        assert all(miss.regret >= 0 for miss in group.misses)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), scale=st.floats(1e-3, 1e3))
+def test_neither_the_order_of_the_evidence_nor_the_unit_of_time_matters(seed: int, scale: float) -> None:
+    chance = random.Random(seed)
+    backends = surface(seed, 3)
+    decisions = measured(
+        backends, [problem_at(chance.randint(64, 9999), chance.randint(1, 9)) for _ in range(12)], seed
+    )
+    scaled = [
+        decision(each.problem, {(row.backend, row.order): scale * (row.median_ms or 0) for row in each.candidates})
+        for each in chance.sample(decisions, len(decisions))
+    ]
+    one, other = (predict(problem_at(1000), found, list(backends)) for found in (decisions, scaled))
+    assert one is not None
+    assert other is not None
+    assert (one.backend, one.order) == (other.backend, other.order)
+    assert one.confidence == pytest.approx(other.confidence, abs=1e-6)

@@ -1,0 +1,367 @@
+"""machine.py against made-up machines: cpuinfo texts, cgroup trees, NVML and torch device properties."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.machine import hardware, memory
+from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, forget, write
+
+INTEL_AMX = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+flags\t\t: fpu sse2 avx avx2 fma avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8
+
+processor\t: 1
+model name\t: another
+"""
+AMD_ZEN3 = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 1
+model name\t: AMD EPYC Processor
+flags\t\t: fpu sse2 avx avx2 fma sme sev sha_ni
+"""
+ARM_V1 = """processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd evtstrm aes asimdhp cpuid sve i8mm bf16 dgh rng
+CPU implementer\t: 0x41
+CPU part\t: 0xd40
+"""
+
+CPU = hardware.Cpu("Some CPU 1", ("avx2",), 8, 4, 4, MIB, None, 16 * GIB)
+GPU = hardware.Gpu(0, "Some GPU", "GPU-a", (9, 0), 132, 50 * MIB, 79 * GIB, "550.54", False, 232448)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+# --- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def cpu_from(tmp_path: Path, cpuinfo: str) -> hardware.Cpu:
+    write(tmp_path / "proc" / "cpuinfo", cpuinfo)
+    return hardware._read_cpu(tmp_path / "cgroup", tmp_path / "proc", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "sets", "slug", "dtype"),
+    [
+        (
+            INTEL_AMX,
+            ("amx_bf16", "avx2", "avx512", "avx512_bf16", "avx512_fp16"),
+            "cpu-intel-xeon-platinum-8480-amx_bf16-avx512_bf16-avx512_fp16-",
+            "bfloat16",
+        ),
+        (AMD_ZEN3, ("avx2",), "cpu-amd-epyc-processor-family-25-model-1-avx2-", "float32"),
+        (ARM_V1, ("bf16", "fp16", "neon", "sve"), "cpu-arm-0x41-0xd40-bf16-fp16-sve-", "bfloat16"),
+    ],
+)
+def test_cpuinfo(tmp_path: Path, cpuinfo: str, sets: tuple[str, ...], slug: str, dtype: str) -> None:
+    cpu = cpu_from(tmp_path, cpuinfo)
+    assert cpu.instruction_sets == sets
+    assert hardware.silicon_of(cpu).startswith(slug)
+    assert hardware.advise(cpu).dtype == dtype
+
+
+def test_named_model_is_left_as_it_is(tmp_path: Path) -> None:
+    assert cpu_from(tmp_path, INTEL_AMX).model == "Intel(R) Xeon(R) Platinum 8480+"
+
+
+def test_clock_in_the_name_does_not_make_it_a_model(tmp_path: Path) -> None:
+    text = AMD_ZEN3.replace("AMD EPYC Processor", "Intel(R) Xeon(R) CPU @ 2.20GHz")
+    assert cpu_from(tmp_path, text).model.endswith("family 25 model 1")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch", "sets"),
+    [
+        ("AVX512", "x86_64", ("avx2", "avx512")),
+        ("DEFAULT", "arm64", ("neon",)),
+        ("SVE256", "aarch64", ("neon", "sve")),
+        ("NO AVX", "x86_64", ()),
+    ],
+)
+def test_torch_is_asked_without_cpuinfo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, arch: str, sets: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("platform.machine", lambda: arch)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    cpu = hardware._read_cpu(tmp_path, tmp_path, tmp_path)
+    assert (cpu.instruction_sets, cpu.model, cpu.l2_bytes, cpu.l3_bytes) == (sets, arch, None, None)
+
+
+def test_cache_sizes(tmp_path: Path) -> None:
+    for index, (level, kind, size) in enumerate(
+        [(1, "Data", "48K"), (2, "Instruction", "1K"), (2, "Unified", "2048K"), (3, "Unified", "105M")]
+    ):
+        for name, value in (("level", level), ("type", kind), ("size", size)):
+            write(tmp_path / "cache" / f"index{index}" / name, value)
+    cpu = cpu_from(tmp_path, INTEL_AMX)
+    assert (cpu.l2_bytes, cpu.l3_bytes) == (2 * MIB, 105 * MIB)
+
+
+def test_cpu_memory_and_cores_respect_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    write(tmp_path / "proc" / "self" / "cgroup", "0::/a/b")
+    write(tmp_path / "cgroup" / "a" / "b" / "cpu.max", "max 100000")
+    write(tmp_path / "cgroup" / "a" / "cpu.max", "250000 100000")
+    write(tmp_path / "cgroup" / "a" / "memory.max", 64 * MIB)
+    cpu = cpu_from(tmp_path, INTEL_AMX)
+    assert (cpu.cores, cpu.total_bytes) == (3, 64 * MIB)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(150000, 2), (-1, 64), (10000, 1)])
+def test_cores_under_cgroup_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    write(tmp_path / "self" / "cgroup", "3:cpu,cpuacct:/job\n2:cpuset:/elsewhere")
+    write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us", quota)
+    write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_period_us", 100000)
+    write(tmp_path / "cpuset" / "elsewhere" / "cpu.cfs_quota_us", 1)
+    assert hardware._usable_cores(tmp_path, tmp_path) == cores
+
+
+def test_a_quota_without_its_period_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "cpu.cfs_quota_us", 150000)
+    assert hardware._cpu_quota(tmp_path) is None
+    assert hardware._cpu_quota(tmp_path / "elsewhere") is None
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, H100)
+    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"mig_mode": 0}})
+    (gpu,) = hardware.hardware().gpus
+    assert gpu == hardware.Gpu(
+        *(0, "NVIDIA H100 80GB HBM3", "GPU-aaaa-1", (9, 0), 132, 50 * MIB, 85_045_018_624, "550.54.15", False, 232448)
+    )
+    assert hardware.silicon("cuda:0") == hardware.silicon("cuda") == "cuda-sm90-132sm-50mib-l2-80gib"
+    assert hardware.dtype_advice(torch.device("cuda", 0)).dtype == "bfloat16"
+    assert hardware.provenance("cuda")["driver"] == "550.54.15"
+
+
+def test_gtx_1080_has_no_opt_in_and_no_mig(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, GTX1080)
+    fake_nvml(monkeypatch, {"GPU-bbbb-2": {}})
+    (gpu,) = hardware.hardware().gpus
+    assert (gpu.mig, gpu.shared_memory_bytes, gpu.driver) == (False, None, "550.54.15")
+    assert hardware.silicon("cuda:0") == "cuda-sm61-20sm-2mib-l2-8gib"
+    assert hardware.dtype_advice("cuda:0").dtype == "float32"
+
+
+def test_unequal_gpus_in_another_order_than_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, GTX1080, H100)
+    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"mig_mode": 0}, "GPU-bbbb-2": {}})
+    assert [gpu.uuid for gpu in hardware.hardware().gpus] == ["GPU-bbbb-2", "GPU-aaaa-1"]
+    assert hardware.silicon("cuda") == hardware.silicon("cuda:1") != hardware.silicon("cuda:0")
+
+
+def test_pci_address_joins_when_torch_has_no_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(**{name: value for name, value in vars(GTX1080).items() if name != "uuid"})
+    fake_cuda(monkeypatch, old)
+    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"pci": "00000000:1a:00.0"}, "GPU-bbbb-2": {"pci": "00000000:2b:00.0"}})
+    assert hardware.hardware().gpus[0].uuid == "GPU-bbbb-2"
+
+
+def test_mig_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, SLICE)
+    fake_nvml(monkeypatch, {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True}})
+    (gpu,) = hardware.hardware().gpus
+    assert (gpu.uuid, gpu.mig, gpu.sm_count) == ("MIG-cccc-3", True, 14)
+    assert hardware.silicon("cuda:0") == "cuda-sm80-14sm-5mib-l2-5gib-mig"
+
+
+def test_mig_is_seen_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, SLICE)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert hardware.hardware().gpus[0].mig
+
+
+@pytest.mark.parametrize("board", ["GPU-aaaa-1", "MIG-aaaa-1"])
+def test_mig_is_seen_without_its_name(monkeypatch: pytest.MonkeyPatch, board: str) -> None:
+    fake_cuda(monkeypatch, H100)
+    fake_nvml(monkeypatch, {board: {"mig_mode": 1} if board.startswith("GPU") else {"slice": True}})
+    assert hardware.hardware().gpus[0].mig
+
+
+@pytest.mark.parametrize("broken", ["missing", "init", "driver"])
+def test_without_nvml_torch_alone_describes(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def fail() -> None:
+        raise FakeNvmlError("Unknown Error")
+
+    fake_cuda(monkeypatch, H100)
+    nvml = fake_nvml(monkeypatch, {})
+    if broken == "missing":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        monkeypatch.setattr(nvml, {"init": "nvmlInit", "driver": "nvmlSystemGetDriverVersion"}[broken], fail)
+    (gpu,) = hardware.hardware().gpus
+    assert (gpu.driver, gpu.uuid, gpu.mig, gpu.total_bytes) == (None, "aaaa-1", False, 85_045_018_624)
+    assert "driver unknown" in str(gpu)
+    assert hardware.provenance("cuda:0")["driver"] == "unknown"
+
+
+def test_rocm_is_not_taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, H100)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert hardware.hardware().gpus == ()
+
+
+def test_cuda_is_left_alone_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, H100)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: pytest.fail("CUDA was asked"))
+    assert hardware.hardware().gpus == ()
+
+
+def test_cpu_questions_do_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was asked"))
+    for ask in (hardware.silicon, hardware.provenance, hardware.dtype_advice):
+        assert ask("cpu")
+
+
+def test_nvml_functions_exist_in_the_real_package() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    sources = "".join(Path(str(module.__file__)).read_text() for module in (hardware, memory))
+    names = set(re.findall(r"\bnvml[A-Z]\w+", sources))
+    assert len(names) >= 8
+    assert {name for name in names if not hasattr(pynvml, name)} == set()
+    assert issubclass(pynvml.NVMLError, Exception)
+
+
+# --- advice, slugs, output --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        *[((3, 5), "float32"), ((5, 2), "float32"), ((6, 1), "float32")],
+        *[((5, 3), "float16"), ((6, 0), "float16"), ((6, 2), "float16"), ((7, 0), "float16"), ((7, 5), "float16")],
+        *[((8, 0), "bfloat16"), ((8, 9), "bfloat16"), ((9, 0), "bfloat16"), ((12, 0), "bfloat16")],
+    ],
+)
+def test_gpu_advice(capability: tuple[int, int], dtype: str) -> None:
+    advice = hardware.advise(replace(GPU, capability=capability))
+    assert advice.dtype == dtype
+    assert f"sm_{capability[0]}{capability[1]}" in advice.reason
+
+
+@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16", "bf16"])
+def test_cpu_advice(name: str) -> None:
+    assert hardware.advise(replace(CPU, instruction_sets=("avx2", name))).dtype == "bfloat16"
+    assert hardware.advise(replace(CPU, instruction_sets=("avx2", "avx512", "avx512_fp16"))).dtype == "float32"
+
+
+def test_gpu_silicon_ignores_what_is_not_silicon() -> None:
+    other = replace(GPU, index=3, name="x", uuid=None, driver=None, total_bytes=GPU.total_bytes + 600 * MIB)
+    assert hardware.silicon_of(other) == hardware.silicon_of(GPU)
+    for change in ({"sm_count": 114}, {"capability": (8, 0)}, {"l2_bytes": None}, {"mig": True}):
+        assert hardware.silicon_of(replace(GPU, **change)) != hardware.silicon_of(GPU)
+    assert hardware.silicon_of(replace(GPU, total_bytes=93 * GIB)) != hardware.silicon_of(GPU)
+
+
+@pytest.mark.parametrize(("gib", "name"), [(79.1, 80), (79.6, 80), (39.4, 40), (22.1, 24), (23.7, 24), (139.8, 144)])
+def test_memory_class(gib: float, name: int) -> None:
+    assert hardware.silicon_of(replace(GPU, total_bytes=int(gib * GIB))).endswith(f"-l2-{name}gib")
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=st.text(max_size=80), total=st.integers(1, 1 << 42), mig=st.booleans())
+def test_silicon_is_a_short_slug(model: str, total: int, mig: bool) -> None:
+    sets = ("amx_bf16", "amx_fp16", "avx2", "avx512", "avx512_bf16", "avx512_fp16")
+    cpu = hardware.silicon_of(replace(CPU, model=model, instruction_sets=sets, cores=128, threads=128))
+    for slug in (cpu, hardware.silicon_of(replace(GPU, total_bytes=total, mig=mig))):
+        assert re.fullmatch(r"[a-z0-9._-]{1,110}", slug)
+
+
+def test_threads_change_the_cpu_fingerprint() -> None:
+    before = torch.get_num_threads()
+    first = hardware.silicon("cpu")
+    try:
+        torch.set_num_threads(before + 1)
+        assert hardware.silicon("cpu") == first.replace(f"-{before}t", f"-{before + 1}t") != first
+        assert hardware.hardware().cpu.threads == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_summary_and_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hardware.Hardware(CPU, (GPU, replace(GPU, index=1, mig=True)), "2.13", None)
+    lines = str(found).splitlines()
+    assert len(lines) == 3
+    assert all(
+        part in lines[0] for part in ("Some CPU 1", "8 cores", "4 threads", "L2 1 MiB", "L3 unknown", "16.0 GiB")
+    )
+    assert all(part in lines[1] for part in ("cuda:0", "sm_90", "132 SMs", "L2 50 MiB", "79.0 GiB", "driver 550.54"))
+    assert "MIG" in lines[2]
+    plain: Any = found.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["gpus"][1]["capability"] == [9, 0]
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "meta", "bogus", "cuda:-1", "cpu:3", "", 0, None])
+def test_bad_device(device: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"must be one of cpu") as caught:
+        hardware.silicon(device)
+    assert repr(device) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_real_machine() -> None:
+    found = hardware.hardware()
+    assert found.cpu.cores >= 1
+    assert found.cpu.model
+    assert hardware.silicon("cpu") == hardware.silicon_of(found.cpu)
+    assert hardware.provenance("cpu")["name"] == found.cpu.model
+    assert set(hardware.provenance("cpu")) == {"name", "driver", "torch", "cuda", "python", "platform"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil is what knows")
+def test_what_every_process_asks_needs_no_psutil() -> None:
+    """It takes longer to load than a decision to be read and taken."""
+    code = (
+        "import torch, sys; from attn_dispatch.machine import hardware as machine, memory; before = set(sys.modules);"
+        "hardware.silicon('cpu'); memory.available_bytes('cpu'); hardware.provenance('cpu');"
+        "assert not {'psutil', 'pynvml', 'resource'} & (set(sys.modules) - before)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_is_cheap() -> None:
+    code = (
+        "import importlib.util, sys; sys.modules['attn_dispatch.errors'] = type(sys)('e');"
+        "sys.modules['attn_dispatch.errors'].InvalidInput = ValueError; before = set(sys.modules)\n"
+        "for name, path in zip(('attn_dispatch.machine.memory', 'attn_dispatch.machine.hardware'), sys.argv[1:]):\n"
+        "    spec = importlib.util.spec_from_file_location(name, path); m = importlib.util.module_from_spec(spec)\n"
+        "    sys.modules[name] = m; spec.loader.exec_module(m)\n"
+        "assert not {'torch', 'pynvml', 'psutil'} & set(sys.modules) - before"
+    )
+    subprocess.run([sys.executable, "-c", code, str(memory.__file__), str(hardware.__file__)], check=True)

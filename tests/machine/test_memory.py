@@ -1,0 +1,243 @@
+"""memory.py against made-up cgroup trees, limits, CUDA devices and NVML answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.machine import hardware, memory
+from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, cuda_memory, fake_cuda, fake_nvml, forget, write
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with 100 GiB free and no address space limit."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100 * GIB, total=128 * GIB))
+    monkeypatch.setattr(memory, "_address_space_left", lambda proc: None)
+
+
+def v2_level(level: Path, limit: object, used: int = 0, inactive: int = 0) -> None:
+    write(level / "memory.max", limit)
+    write(level / "memory.current", used)
+    write(level / "memory.stat", f"anon 5\ninactive_file {inactive}")
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v2_tightest_level_wins(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/slice/job")
+    v2_level(tmp_path / "slice" / "job", "max", used=9 * GIB)
+    v2_level(tmp_path / "slice", 10 * GIB, used=9 * GIB, inactive=2 * GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 3 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v2_inner_limit_and_memory_high(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/slice/job")
+    v2_level(tmp_path / "slice" / "job", 8 * GIB, used=GIB)
+    v2_level(tmp_path / "slice", 50 * GIB, used=GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 7 * GIB
+    write(tmp_path / "slice" / "job" / "memory.high", 4 * GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 3 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("path", ["/", "/../other"])
+def test_v2_namespace_root(tmp_path: Path, path: str) -> None:
+    write(tmp_path / "root" / "cgroup.controllers", "memory")
+    write(tmp_path / "other" / "memory.max", 1)
+    write(tmp_path / "self" / "cgroup", f"0::{path}")
+    v2_level(tmp_path / "root", 6 * GIB, used=2 * GIB)
+    assert memory._host_available(tmp_path / "root", tmp_path) == 4 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v2_beside_v1(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "4:memory:/\n0::/job")
+    v2_level(tmp_path / "unified" / "job", 5 * GIB, used=GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 4 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_overfull_cgroup_gives_zero(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/")
+    v2_level(tmp_path, GIB, used=2 * GIB)
+    assert memory._host_available(tmp_path, tmp_path) == 0
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v1_with_the_container_mounted_at_the_root(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "4:memory:/docker/0123\n0::/")
+    level = tmp_path / "memory"
+    write(level / "memory.limit_in_bytes", 16 * GIB)
+    write(level / "memory.usage_in_bytes", 12 * GIB)
+    write(level / "memory.stat", f"inactive_file 1\ntotal_inactive_file {3 * GIB}")
+    assert memory._host_available(tmp_path, tmp_path) == 7 * GIB
+
+
+@pytest.mark.usefixtures("roomy")
+def test_v1_unlimited_and_no_cgroups_at_all(tmp_path: Path) -> None:
+    assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
+    write(tmp_path / "self" / "cgroup", "4:memory:/")
+    write(tmp_path / "memory" / "memory.limit_in_bytes", 9223372036854771712)
+    assert not list(memory.memory_limits(tmp_path, tmp_path))
+    assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_AS")
+def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    vms = memory.host_psutil().Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (vms + GIB, resource.RLIM_INFINITY))
+    assert 0 < memory._host_available(tmp_path, tmp_path) < GIB + 256 * MIB
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert memory._address_space_left(tmp_path) is None
+
+
+def test_address_space_as_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the module that asks for it, which takes as long to load as the rest of the answer."""
+    monkeypatch.setattr("os.sysconf", lambda name: 4096)
+    write(tmp_path / "self" / "statm", "262144 100 50 1 0 200 0")
+    write(tmp_path / "self" / "limits", limits_file(3 * GIB))
+    assert memory._address_space_left(tmp_path) == 2 * GIB
+    write(tmp_path / "self" / "limits", limits_file("unlimited"))
+    assert memory._address_space_left(tmp_path) is None
+
+
+def limits_file(address_space: object) -> str:
+    row = "{:<26}{:<21}{:<21}{:<10}".format
+    return "\n".join(
+        (
+            row("Limit", "Soft Limit", "Hard Limit", "Units"),
+            row("Max stack size", 8388608, "unlimited", "bytes"),
+            row("Max address space", address_space, "unlimited", "bytes"),
+        )
+    )
+
+
+@pytest.mark.usefixtures("roomy")
+def test_available_bytes_is_not_cached(tmp_path: Path) -> None:
+    for free in (1, 2):
+        write(tmp_path / "meminfo", meminfo(2, free))
+        assert memory._host_available(tmp_path, tmp_path) == free << 10
+
+
+def meminfo(total: object, available: object) -> str:
+    return f"MemTotal: {total} kB\nMemFree:        7 kB\nMemAvailable:    {available} kB\nHugePages_Total: 0"
+
+
+@linux
+def test_host_memory_is_what_psutil_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both read the same copy: what is free changes between two looks."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    write(tmp_path / "meminfo", text.strip())
+    psutil = memory.host_psutil()
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    said = psutil.virtual_memory()
+    monkeypatch.setattr(memory, "host_psutil", lambda: pytest.fail("psutil was asked"))
+    assert memory.host_memory(tmp_path) == (said.total, said.available)
+
+
+@linux
+def test_mapped_memory_is_what_psutil_says() -> None:
+    process = memory.host_psutil().Process()
+    before, said, after = (
+        memory._mapped_bytes(memory.PROC),
+        process.memory_info().vms,
+        memory._mapped_bytes(memory.PROC),
+    )
+    assert min(before, after) <= said <= max(before, after)
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize(
+    "text",
+    ["", "MemTotal: 5 kB", meminfo(5, 0), meminfo(5, 6), "MemTotal: 0 kB\nMemAvailable: 0 kB"],
+    ids=["empty", "old", "none", "more-than-all", "hidden"],
+)
+def test_psutil_is_asked_where_the_file_does_not_say(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "meminfo", text)
+    assert memory.host_memory(tmp_path) == (128 * GIB, 100 * GIB)
+
+
+def test_a_level_is_looked_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "self" / "cgroup", "0::/")
+    assert list(memory.cgroup_levels("memory", tmp_path, tmp_path)) == [tmp_path]
+    write(tmp_path / "self" / "cgroup", "0::/a/b")
+    levels = [tmp_path / "a" / "b", tmp_path / "a", tmp_path]
+    assert list(memory.cgroup_levels("memory", tmp_path, tmp_path)) == levels
+
+
+def test_cpu_memory_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was asked"))
+    assert memory.available_bytes("cpu")
+
+
+# --- CUDA memory ------------------------------------------------------------------------------------------------------
+
+
+def test_cuda_available_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, H100)
+    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"free": 1}})
+    cuda_memory(monkeypatch, free=10 * GIB, reserved=5 * GIB, allocated=2 * GIB)
+    assert memory.available_bytes("cuda:0") == 13 * GIB
+    cuda_memory(monkeypatch, free=9 * GIB)
+    assert memory.available_bytes("cuda:0") == 9 * GIB
+    cuda_memory(monkeypatch, free=70 * GIB, reserved=2 * GIB, allocated=2 * GIB, fraction=0.5)
+    assert memory.available_bytes("cuda:0") == 85_045_018_624 // 2 - 2 * GIB
+
+
+def test_nvml_is_asked_about_the_right_one_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, GTX1080, H100)
+    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}})
+    cuda_memory(monkeypatch, free=None)
+    assert (memory.available_bytes("cuda:0"), memory.available_bytes("cuda:1")) == (7, 70)
+    assert memory.available_bytes("cuda") == 70
+
+
+def test_nvml_knows_the_slice_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, SLICE)
+    fake_nvml(monkeypatch, {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}})
+    cuda_memory(monkeypatch, free=None)
+    assert memory.available_bytes("cuda:0") == 4 * GIB
+
+
+def test_parent_board_memory_is_not_taken_for_the_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, SLICE)
+    fake_nvml(monkeypatch, {"GPU-cccc-3": {"mig_mode": 1, "free": 39 * GIB}})
+    cuda_memory(monkeypatch, free=None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.available_bytes("cuda:0")
+
+
+def test_bad_device_lists_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, GTX1080, H100)
+    with pytest.raises(InvalidInput, match=r"one of cpu, cuda:0, cuda:1; got 'cuda:2'"):
+        memory.available_bytes("cuda:2")
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def test_real_machine() -> None:
+    found = hardware.hardware()
+    assert 0 < memory.available_bytes("cpu") <= found.cpu.total_bytes
+    for gpu in found.gpus:
+        assert 0 < memory.available_bytes(f"cuda:{gpu.index}") <= gpu.total_bytes

@@ -1,0 +1,138 @@
+"""Peak memory against known allocations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_dispatch.machine import measure
+from tests.support.allocations import allocated_peak
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def empty(mib: int) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8)
+
+
+def serial() -> None:
+    for _ in range(3):
+        empty(64)
+
+
+def nested() -> None:
+    outer = empty(64)
+    inner = empty(32)
+    del outer, inner
+    empty(80)
+
+
+def forward_backward() -> torch.Tensor:
+    x = torch.ones(MIB, requires_grad=True)
+    (grad,) = torch.autograd.grad(x * x, x, torch.ones(MIB))
+    return grad
+
+
+def flash_attention() -> tuple[torch.Tensor, ...]:
+    q = torch.zeros(1, 2, 256, 32)
+    outputs: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("call", "expected_mib"),
+    [(lambda: None, 0), (lambda: empty(64), 64), (serial, 64), (nested, 96), (lambda: (empty(3), empty(4)), 7)],
+)
+def test_allocated_peak_of_plain_tensors_is_right_to_the_byte(call: Callable[[], object], expected_mib: int) -> None:
+    for _ in range(2):
+        assert allocated_peak(call)[1] == expected_mib * MIB
+
+
+def test_allocated_peak_of_a_backward_pass() -> None:
+    grad, peak = allocated_peak(forward_backward)
+    assert grad[0] == 2.0
+    # x, y, the gradient of y, x's two partial gradients: 4 MiB each.
+    assert peak == pytest.approx(5 * 4 * MIB, abs=64)
+
+
+def test_allocated_peak_sees_inside_an_operator() -> None:
+    outputs, peak = allocated_peak(flash_attention)
+    held = sum(tensor.nbytes for tensor in outputs)
+    # The operator's scratch buffer, one block of scores and one of output per thread, is freed before it returns.
+    assert held < peak < held + MIB * torch.get_num_threads()
+
+
+# In a process of its own: what an older heap keeps of freed blocks is resident too.
+RESIDENT = """
+import torch
+from attn_dispatch.machine import measure
+
+def touched(mib):
+    return torch.ones(mib << 20, dtype=torch.uint8)
+
+def nested():
+    outer = touched(128)
+    inner = touched(64)
+    del outer, inner
+    touched(160)
+
+touched(512)
+before = touched(64)
+for call in (lambda: None, lambda: touched(96), nested, lambda: touched(32)):
+    print(measure.peak_bytes(call, torch.device("cpu"))[1] / 2**20)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
+def test_cpu_peak_is_what_becomes_resident() -> None:
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
+    assert [float(line) for line in done.stdout.split()] == pytest.approx([0, 96, 192, 32], abs=4)
+
+
+def test_peak_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    measure.peak_bytes(nested, CPU)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_peak_is_none_without_a_mark_to_reset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measure, "CLEAR_REFS", tmp_path / "not" / "there")
+    assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
+    monkeypatch.undo()
+    (tmp_path / "status").write_text("Name: python\n")
+    monkeypatch.setattr(measure, "STATUS", tmp_path / "status")
+    assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
+
+
+def test_peak_is_none_for_other_devices() -> None:
+    assert measure.peak_bytes(lambda: 7, torch.device("meta")) == (7, None)
+
+
+def test_peak_lets_errors_through() -> None:
+    with pytest.raises(ZeroDivisionError):
+        measure.peak_bytes(lambda: 1 / 0, CPU)
+
+
+def test_cuda_peak_is_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[torch.device] = []
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 164)
+    assert measure.peak_bytes(lambda: 7, device) == (7, 64)
+    assert reset == [device]
+
+
+@pytest.mark.parametrize(("name", "emptied"), [("cpu", 0), ("cuda", 1)])
+def test_release_empties_the_cuda_cache_only(name: str, emptied: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    measure.release(torch.device(name))
+    assert len(calls) == emptied

@@ -1,0 +1,298 @@
+"""What `plan` predicts, against what ranks really ship, and the command from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from attn_dispatch import Sharded, attend, shard
+from attn_dispatch.cli import main
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.profiling import problem_of
+from attn_dispatch.ring.engine.parts import solver
+from attn_dispatch.ring.link import link_of
+from attn_dispatch.ring.plan.bytes_sent import Freight, Load, freight_of, why_not
+from attn_dispatch.ring.plan.footprint import footprint_of
+from attn_dispatch.ring.plan.forecast import forecasts_over
+from attn_dispatch.ring.plan.schedule import Pace, seconds
+from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout, deal
+from attn_dispatch.ring.rows.runs import counts_of
+from attn_dispatch.spec.groups import group_of
+from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.folder import Store
+
+CPU = torch.device("cpu")
+RANKS = 4
+Case = tuple[Pattern, str, tuple[int, int], torch.dtype, tuple[float, ...] | None]
+CASES: tuple[Case, ...] = (
+    (Dense(is_causal=True), ZIGZAG, (4, 4), torch.float32, None),
+    (Dense(), CONTIGUOUS, (8, 4), torch.bfloat16, (1.0, 3.0, 2.0, 2.0)),
+    (Window(20, 5), CONTIGUOUS, (4, 1), torch.float32, None),
+    (Dilated((16, 64, 256), (1, 2, 4), is_causal=True), CONTIGUOUS, (16, 16), torch.float32, None),
+    (Dilated((24, 100), (1, 3)), ZIGZAG, (4, 2), torch.float64, None),
+    (Dilated((16, 32), (1, 4)), CONTIGUOUS, (4, 4), torch.float32, None),
+    (Neighborhood((16, 16), (5, 3)), CONTIGUOUS, (4, 4), torch.float32, None),
+)
+TOKENS = 256
+
+
+def problem_for(case: Case, ranks: int, backward: bool, lse: bool) -> tuple[Problem, Layout]:
+    pattern, kind, (heads, kv_heads), dtype, weights = case
+    problem = problem_of((2, TOKENS, heads, 8), pattern, dtype, CPU, kv_heads=kv_heads, backward=backward)
+    shares = weights if weights is None else weights[:ranks]
+    return Problem(**{**vars_of(problem), "return_lse": lse, "ranks": ranks}), Layout(deal(TOKENS, ranks, shares), kind)
+
+
+def vars_of(problem: Problem) -> dict[str, Any]:
+    return {name: getattr(problem, name) for name in Problem.__dataclass_fields__ if name != "_hash"}
+
+
+def served(case: Case, ranks: int) -> list[tuple[str, bool, list[Freight]]]:
+    """What is predicted of every exchange that serves, forward and with backward through out and lse."""
+    found = []
+    for backward in (False, True):
+        problem, layout = problem_for(case, ranks, backward, lse=backward)
+        load = Load(problem, layout, counts_of(problem.pattern, layout, problem.heads, problem.kv_heads))
+        found += [(each, backward, freight_of(load, each)) for each in EXCHANGES if not why_not(load, each)]
+    return found
+
+
+def work(rank: int, folder: str) -> None:
+    os.environ["ATTN_DISPATCH_MODE"] = "off"
+    torch.set_num_threads(1)
+    met, patience = f"file://{folder}/met", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=met, rank=rank, world_size=RANKS, timeout=patience)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = []
+    for case in CASES:
+        for ranks, group in ((RANKS, dist.group.WORLD), (2, pairs[rank // 2])):
+            for exchange, backward, _ in served(case, ranks):
+                found.append(shipped(case, ranks, group, exchange, backward))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()  # who leaves first takes the others' connections along
+    dist.destroy_process_group()
+
+
+def shipped(case: Case, ranks: int, group: Any, exchange: str, backward: bool) -> tuple[int, int]:
+    """Bytes that this rank sends, forward and backward."""
+    pattern, kind, (heads, kv_heads), dtype, weights = case
+    mesh = Sharded(group, kind, None if weights is None else weights[:ranks])
+    whole = (torch.randn(2, TOKENS, h, 8, dtype=dtype) for h in (heads, kv_heads, kv_heads))
+    q, k, v = (shard(x, mesh).requires_grad_(backward) for x in whole)
+    wire = link_of(mesh.mesh).wire
+    wire.shipped = 0
+    result = attend(q, k, v, pattern, mesh=mesh, order=exchange, return_lse=backward)
+    forward = wire.shipped
+    if backward:
+        torch.autograd.backward(list(result), [torch.ones_like(x) for x in result])
+    return forward, wire.shipped - forward
+
+
+def test_bytes_are_those_that_ranks_ship(tmp_path: Path) -> None:
+    start_processes(work, (str(tmp_path),), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    expected = [(case, ranks, each) for case in CASES for ranks in (RANKS, 2) for each in served(case, ranks)]
+    exchanges = set()
+    for number, (case, ranks, (exchange, backward, freight)) in enumerate(expected):
+        exchanges.add((exchange, backward))
+        for rank in range(RANKS):
+            mine = freight[rank % ranks if ranks == 2 else rank]
+            assert seen[rank][number] == [mine.forward, mine.backward], (case, ranks, exchange, backward, rank)
+    assert exchanges == {(each, backward) for each in EXCHANGES for backward in (False, True)}
+
+
+def test_one_rank_ships_nothing() -> None:
+    for exchange, _, freight in served(CASES[0], 1):
+        assert freight == [Freight(0, 0)], exchange
+
+
+# --- schedule ---------------------------------------------------------------------------------------------------------
+
+
+def load_of(pattern: Pattern, tokens: int, ranks: int, *, backward: bool = False, kind: str = CONTIGUOUS) -> Load:
+    problem = problem_of((1, tokens, 4, 8), pattern, torch.float32, CPU, backward=backward)
+    layout = Layout(deal(tokens, ranks), kind)
+    return Load(problem, layout, counts_of(problem.pattern, layout, 4, 4))
+
+
+def test_where_the_link_is_fast_work_is_all() -> None:
+    load = load_of(Dense(), 1024, 4, backward=True)
+    work = 1024**2 * 4 * 8 * 14 / 4
+    for exchange in (RING, GATHER, ULYSSES):
+        assert seconds(load, exchange, Pace(1.0, 1e30)) == pytest.approx(work)
+
+
+def test_where_work_is_fast_the_link_is_all() -> None:
+    load = load_of(Dense(), 1024, 4, backward=True)
+    for exchange in (RING, GATHER, ULYSSES):
+        (most, *others) = [freight.total for freight in freight_of(load, exchange)]
+        assert {most} == set(others)
+        assert seconds(load, exchange, Pace(1e30, 1.0)) == pytest.approx(most)
+
+
+def test_a_ring_hides_what_is_shipped_behind_the_work() -> None:
+    """Four equal steps of work, three messages: the longer of the two, step by step."""
+    load = load_of(Dense(), 1024, 4)
+    step = 256**2 * 4 * 8 * 4.0
+    message = 256 * 4 * load.row_bytes
+    for link, expected in ((2.0, 4 * step), (0.5, 3 * 2 * step + step)):
+        pace = Pace(1.0, link * message / step)
+        assert seconds(load, RING, pace) == pytest.approx(max(expected, 4 * step))
+    assert seconds(load, GATHER, Pace(1.0, 0.5 * message / step)) == pytest.approx(3 * 2 * step + 3 * step)
+
+
+def test_causal_work_is_shared_out_by_zigzag() -> None:
+    """Contiguous shards wait for the last rank, which has about twice the mean."""
+    whole = seconds(load_of(Dense(is_causal=True), 1024, 1), LOCAL, Pace(1.0, 1.0))
+    times = {
+        kind: seconds(load_of(Dense(is_causal=True), 1024, 4, kind=kind), GATHER, Pace(1.0, 1e30))
+        for kind in (CONTIGUOUS, ZIGZAG)
+    }
+    assert times[CONTIGUOUS] == pytest.approx(whole * 7 / 16, rel=0.01)
+    assert times[ZIGZAG] == pytest.approx(whole / 4, rel=0.01)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_what_can_be_told_by_hand() -> None:
+    """Beyond what a kernel says of itself: `python -m tools.checks.plan_memory` compares with real ranks."""
+    load = load_of(Dense(), 1 << 20, 4)
+    q = (1 << 18) * 4 * 8 * 4
+    ring, gather = (footprint_of(load, exchange, 0) for exchange in (RING, GATHER))
+    assert ring.input_bytes == gather.input_bytes == 3 * q
+    assert ring.buffer_bytes == 3 * 2 * q // 16  # of pieces: two that arrive by turns, one that leaves
+    assert gather.buffer_bytes == 6 * 2 * q
+    assert ring.peak_bytes >= ring.input_bytes + ring.buffer_bytes + q
+    assert gather.peak_bytes - ring.peak_bytes >= 2 * 6 * q  # and what came from each is put together
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_of_a_single_rank_is_that_of_one_device(backward: bool) -> None:
+    """q, k, v and out, with gradients of all four; nothing is summed up apart or kept for others."""
+    problem = problem_of((1, 1 << 16, 8, 64), Dilated((2048, 4096), (1, 2)), torch.bfloat16, CPU, backward=backward)
+    (local, *others) = forecasts_over(problem, Layout((1 << 16,)), None)
+    assert all(each.memory is None for each in others)
+    assert local.memory is not None
+    tensors = (8 if backward else 4) * (1 << 16) * 8 * 64 * 2
+    assert local.memory.peak_bytes == tensors + solver(problem).workspace_bytes(problem)
+    assert (local.memory.input_bytes, local.memory.buffer_bytes) == (3 * (1 << 16) * 8 * 64 * 2, 0)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+HALF_A_BILLION = "--tokens 512M --segments 2k,64M --dilations 1,32k --dtype bf16 --rate 200 --link 50 --device cpu"
+SMALL = "--tokens 64k --heads 8 --kv-heads 4 --causal --layout zigzag --backward --link 10 --device cpu"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], words: str) -> tuple[str, str]:
+    assert main(["plan", *words.split()]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_a_plan_for_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = told(capsys, f"{HALF_A_BILLION} --ranks 32,64 --json")
+    found = json.loads(out)
+    assert found["rate"] == {"operations": 2e14, "source": "--rate", "key": None}
+    assert (found["problem"]["q_len"], found["link_bytes_per_s"]) == (2**29, 5e10)
+    for plan, ranks in zip(found["plans"], (32, 64)):
+        assert (plan["ranks"], sum(plan["tokens"])) == (ranks, 2**29)
+        assert [each["exchange"] for each in plan["exchanges"]] == list(EXCHANGES)
+        local, ring, gather, _ = plan["exchanges"]
+        assert not local["serves"]
+        assert local["seconds"] is None
+        assert "key rows of other ranks" in local["reason"]
+        assert ring["serves"]
+        assert ring["reason"] == ""
+        assert ring["shipped_bytes"] == gather["shipped_bytes"] == ring["forward_bytes"] > 0
+        assert ring["tokens_per_s"] == pytest.approx(2**29 / ring["seconds"])
+        assert ring["memory"].keys() == {"input_bytes", "buffer_bytes", "table_bytes", "peak_bytes", "setup_bytes"}
+        assert plan["fastest"] in EXCHANGES
+
+
+def test_a_plan_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = told(capsys, f"{SMALL} --ranks 1:4 --rate 0.1")
+    rows = [line.split() for line in out.splitlines()]
+    table = [row for row in rows if len(row) > 1 and row[1] in EXCHANGES]
+    assert [row[:2] for row in table] == [[ranks, each] for ranks in ("1", "2", "4") for each in EXCHANGES]
+    assert sum(row[-1] == "fastest" for row in table) == 3
+    assert "predicted, not measured" in out
+    assert max(map(len, out.splitlines())) <= 160
+
+
+def test_the_rate_is_that_of_the_nearest_decision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for length, ms in ((1024, 1.0), (16384, 100.0)):
+        problem = problem_of((1, length, 8, 64), Dense(is_causal=True), torch.float32, CPU, kv_heads=4, backward=True)
+        keep(folder, problem, ms)
+    out, err = told(capsys, f"{SMALL} --ranks 4 --json")
+    rate = json.loads(out)["rate"]
+    assert rate["operations"] == pytest.approx(8 * 16384 * 16385 / 2 * 64 * 14 / 0.1)
+    assert "100 ms" in rate["source"]
+    assert not err
+
+
+def test_a_call_that_only_begins_tells_no_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = problem_of((1, 16, 2, 8), Dense(is_causal=True), torch.float32, CPU, kv_heads=2, backward=True)
+    keep(folder, problem, 5.0)
+    out, err = told(capsys, f"{SMALL} --ranks 4 --json")
+    assert json.loads(out)["rate"] is None
+    assert "no time is predicted" in err
+
+
+def keep(folder: Path, problem: Problem, median_ms: float) -> None:
+    where, plain = silicon(problem.device), problem.to_dict()
+    row = Row(backend="sdpa", order="natural", status="chosen", median_ms=median_ms)
+    decision = Decision(
+        key=problem.key(where), silicon=where, group=group_of(plain), title=str(problem), problem=plain, choice="sdpa",
+        order="natural", source="measured", candidates=(row,), provenance={}, created="2026-01-01T00:00:00+00:00",
+    )  # fmt: skip
+    assert Store(folder).put(decision)
+
+
+def test_without_a_rate_there_is_no_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = told(capsys, f"{SMALL} --ranks 4 --json")
+    found = json.loads(out)
+    assert found["rate"] is None
+    assert all(each["seconds"] is None for each in found["plans"][0]["exchanges"])
+    assert found["plans"][0]["exchanges"][1]["shipped_bytes"]
+    assert "give --rate, or measure with 'attn-dispatch profile --shape 1,8k,8/4,64 --dtype float32'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ranks 4 --link 1", "--tokens N"),
+        ("--tokens 4k --grid 64,64 --window 3 --ranks 4 --link 1", "not both"),
+        ("--tokens 2 --ranks 4 --link 1 --rate 1", "2 tokens over 4 ranks"),
+        ("--tokens 4k --ranks 4 --link 0", "expected a number > 0, got '0'"),
+        ("--tokens 4k --ranks 4", "--link"),
+        ("--tokens 4k --ranks 4 --link 1 --dtype fp16,fp32", "--dtype takes one"),
+        ("--tokens 4k --ranks 4 --link 1 --segments 4", "--segments and --dilations go together"),
+        ("--tokens 4k --kv-heads 3 --ranks 4 --link 1", "heads of k and v must divide"),
+    ],
+)
+def test_wrong_usage(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = main(["plan", *words.split()])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,391 @@
+"""attend() over real processes: every way of exchanging rows against float64, and every way of naming the ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from attn_dispatch import Sharded, attend, explain, shard, unshard
+from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.ring.engine import ulysses
+from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
+from attn_dispatch.ring.rows.traffic import traffic_of
+from attn_dispatch.ring.shards import spread_of
+from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.tuning.oracle import Gate
+from tests.kernels.test_hidden import holding
+from tests.support import ring_ranks
+from tests.support.calls import close, formula
+from tests.support.cases import CASES, Case, gate
+from tests.support.ring_calls import attended, attended_in_blocks, changed, part, shards, tensors, whole
+from tests.support.ring_ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+BY_ID = {case.id: case for case in CASES}
+SOME = (
+    "dense", "dense-odd-head-dim", "dense-grouped", "dense-key-mask", "causal", "causal-both-masks", "scale-given",
+    "window-causal", "window-both-sides", "longnet-causal", "longnet-ragged", "longnet-grouped",
+    "longnet-block-offsets", "longnet-split", "rate-not-dividing-causal", "rate-over-segment", "uncovered-rows",
+    "longnet-both-masks", "longnet-head-dim-not-last", "segments-alone", "neighborhood-1d-causal",
+    "neighborhood-2d-shift", "neighborhood-2d-mixed", "neighborhood-3d", "neighborhood-key-mask",
+)  # fmt: skip
+
+
+def reordered(name: str, order: str) -> Case:
+    case = BY_ID[name]
+    return replace(case, id=f"{name}-{order}", pattern=Reordered(case.pattern, order))
+
+
+SHARED = (
+    *(BY_ID[name] for name in SOME),
+    reordered("neighborhood-2d-mixed", "hilbert"),
+    reordered("window-causal", "hilbert"),
+    reordered("rate-not-dividing-causal", "residue"),
+    reordered("longnet-both-masks", "residue"),
+)
+IN_BLOCKS = (
+    "dense", "dense-grouped", "dense-key-mask", "causal", "causal-both-masks", "window-causal", "window-both-sides",
+    "rate-not-dividing-causal", "longnet-ragged", "neighborhood-2d-mixed",
+)  # fmt: skip
+#: In what proportion ranks get tokens: evenly where the number of ranks is not here.
+WEIGHTS = {3: (1.0, 5.0, 2.0)}
+
+
+def exchanges(problem: Problem, layout: Layout) -> list[str]:
+    """Those that can be forced."""
+    pattern, heads, kv_heads = problem.pattern, problem.heads, problem.kv_heads
+    if not any(traffic_of(pattern, layout, heads, kv_heads, rank).receives for rank in range(layout.ranks)):
+        return [LOCAL]
+    return [RING, GATHER, *[ULYSSES] * (not ulysses.why_not(problem, layout.ranks))]
+
+
+def options_of(case: Case, exchange: str) -> dict[str, Any]:
+    return {"pattern": case.pattern, "scale": case.scale, "order": exchange}
+
+
+def run(ranks: Ranks, case: Case, dtype: torch.dtype, layout: Layout, exchange: str) -> dict[str, Tensor]:
+    """Results of all ranks, put together."""
+    problem = case.problem(dtype, needs_grad=True)
+    args = [(each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(gate(problem), layout)]
+    return whole(ranks.each(attended, args), layout)
+
+
+# --- what is computed -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.id)
+def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None:
+    """Out, lse and gradients through both, whatever the layout and the exchange. Few lengths divide by the ranks."""
+    set_mode("off")
+    problem = case.problem(torch.float32, needs_grad=True)
+    for number, kind in enumerate(KINDS):
+        layout = Layout(deal(problem.q_len, size, WEIGHTS.get(size)), kind)
+        able = exchanges(problem, layout)
+        # Two ranks do all of them; more do every other one, and what they leave out in the other layout.
+        for exchange in able if size == 2 else able[(number + size) % 2 :: 2] or able:
+            found = run(ranks, case, torch.float32, layout, exchange)
+            assert gate(problem).check(found).failures == (), (kind, exchange)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["causal", "longnet-both-masks", "neighborhood-2d-shift", "window-key-mask"])
+def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype, set_mode: Any) -> None:
+    set_mode("off")
+    problem = BY_ID[name].problem(dtype, needs_grad=True)
+    layout = Layout(deal(problem.q_len, 3), ZIGZAG)
+    for exchange in (RING, GATHER):
+        found = run(ranks, BY_ID[name], dtype, layout, exchange)
+        assert gate(problem).check(found).failures == (), exchange
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "dense-one-key-head", "longnet-causal", "neighborhood-2d", "longnet-seq-lens"]
+)
+def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> None:
+    set_mode("off")
+    problem = BY_ID[name].problem(torch.float32, needs_grad=True)
+    for kind, exchange in zip(KINDS, (GATHER, RING)):
+        layout = Layout(deal(problem.q_len, 8), kind)
+        found = run(ranks, BY_ID[name], torch.float32, layout, exchange)
+        assert gate(problem).check(found).failures == (), kind
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int, set_mode: Any) -> None:
+    """As shards of long sequences are: rows arrive in many messages, and are worked on block by block."""
+    set_mode("off")
+    problem = BY_ID[name].problem(torch.float32, needs_grad=True)
+    for kind, rows in zip(KINDS, (5, 8)):
+        layout = Layout(deal(problem.q_len, size, WEIGHTS.get(size)), kind)
+        args = [
+            (each, kind, BY_ID[name].strides, options_of(BY_ID[name], RING)) for each in shards(gate(problem), layout)
+        ]
+        found = whole(ranks.each(attended_in_blocks, [(rows, *each) for each in args]), layout)
+        assert gate(problem).check(found).failures == (), kind
+
+
+@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
+def test_the_same_bits_every_time(ranks: Ranks, exchange: str, set_mode: Any) -> None:
+    set_mode("off")
+    case = BY_ID["causal"]
+    layout = Layout(deal(case.shape[1], 2), ZIGZAG)
+    first, second = (run(ranks, case, torch.float32, layout, exchange) for _ in range(2))
+    assert all(torch.equal(first[part], second[part]) for part in ("out", "lse", "dq", "dk", "dv"))
+
+
+# --- what ranks are called by -----------------------------------------------------------------------------------------
+
+
+def right(mesh: object, data: int = 0) -> bool:
+    """Whether a mesh gives what float64 does; `data`: which of several batches this mesh is given."""
+    q, k, v = changed(lambda x: x + data, tensors())
+    found = attend(*changed(lambda x: shard(x, mesh), (q, k, v)), is_causal=True, mesh=mesh)
+    return close(unshard(found, mesh), formula(q, k, v, Dense(True))[0])
+
+
+def on_group() -> bool:
+    return right(ring_ranks.group())
+
+
+def on_world() -> bool:
+    return right("world")
+
+
+def on_device_mesh() -> bool:
+    return right(Sharded(init_device_mesh("cpu", (8,)), ZIGZAG))
+
+
+def on_one_axis() -> bool:
+    """4 x 2: each pair of neighbours has a sequence of its own."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context"))
+    return right(mesh["context"], data=mesh["data"].get_local_rank())
+
+
+def on_a_single_rank() -> bool:
+    """Nothing is asked of anybody: other ranks could be anywhere."""
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))
+    if dist.get_rank() % 2:
+        return True
+    return right(mesh["context"])
+
+
+def forced_on_a_single_rank() -> list[Any]:
+    """It runs what it can alone; the fault of what needs others is its own, and it says so at once."""
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))["context"]
+    q, k, v = tensors()
+    found: list[Any] = []
+    for backend, order in ((None, LOCAL), ("ring", None), ("ring", LOCAL), ("manual", None)):
+        out = attend(q, k, v, mesh=mesh, backend=backend, order=order)
+        found.append(close(out, formula(q, k, v, Dense())[0]))
+    for order in (RING, GATHER, ULYSSES):
+        with pytest.raises(NoBackend) as raised:
+            attend(q, k, v, mesh=mesh, order=order)
+        found.append(str(raised.value))
+    return found
+
+
+def on_two_groups_by_turns() -> bool:
+    """The same call, with decisions of their own."""
+    world, half = dist.group.WORLD, dist.new_group(range(4))
+    found = [right(mesh) for mesh in ((half, world, half) if dist.get_rank() < 4 else (world,))]
+    return all(found)
+
+
+def on_groups() -> bool:
+    """Subsets that share no rank, at once."""
+    groups = [dist.new_group(range(start, start + 2)) for start in range(0, 8, 2)]
+    return right(groups[dist.get_rank() // 2], data=dist.get_rank() // 2)
+
+
+JOBS = (on_world, on_device_mesh, on_one_axis, on_a_single_rank, on_two_groups_by_turns, on_groups)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_way_to_name_ranks(ranks: Ranks, job: Any, set_mode: Any) -> None:
+    set_mode("off")
+    assert all(ranks.everywhere(job))
+
+
+def test_exchanges_on_a_single_rank(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    why = "cannot run over a single rank: no rank sees another's rows: there is nothing to exchange"
+    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER, ULYSSES)]
+    assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
+
+
+def explained_on_a_single_rank() -> list[str | None]:
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))["context"]
+    return [explain(*part(mesh), mesh=mesh, order=order).choice for order in (None, LOCAL)]
+
+
+def test_a_single_rank_is_explained_as_one_device(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    assert all("ring" not in found for found in ranks.everywhere(explained_on_a_single_rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_group_of_some_ranks(ranks: Ranks, size: int, set_mode: Any) -> None:
+    set_mode("off")
+    assert all(ranks.everywhere(on_group, ranks=size))
+
+
+def not_a_mesh(mesh: object) -> str:
+    q, k, v = tensors()
+    with pytest.raises(InvalidInput) as raised:
+        attend(q, k, v, mesh=mesh)
+    return str(raised.value)
+
+
+def of_others() -> str:
+    group = dist.new_group(range(4))
+    return not_a_mesh(group) if dist.get_rank() >= 4 else ""
+
+
+def of_two_axes() -> str:
+    return not_a_mesh(init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context")))
+
+
+def test_what_is_no_mesh(ranks: Ranks) -> None:
+    assert "this process is not in" in ranks.everywhere(of_others)[-1]
+    assert "one dimension, got 2: name one" in ranks.everywhere(of_two_axes)[0]
+    assert "got int" in ranks.outcomes(not_a_mesh, [(4,)])[0]
+
+
+def test_a_world_that_nobody_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert "mesh is 'world', but torch.distributed is not initialized" in not_a_mesh("world")
+
+
+# --- how it is asked --------------------------------------------------------------------------------------------------
+
+
+def swapped(kind: str) -> tuple[bool, bool]:
+    """Whether layout="bhnd" gives the same bits, gradients included."""
+    mesh = Sharded(ring_ranks.group(), kind)
+    mine = part(mesh, grads="qkv")
+    out = attend(*mine, is_causal=True, mesh=mesh)
+    turned = changed(lambda x: x.transpose(1, 2), mine)
+    other = attend(*turned, is_causal=True, mesh=mesh, layout="bhnd").transpose(1, 2)
+    grads, others = (torch.autograd.grad(x.square().sum(), mine) for x in (out, other))
+    return torch.equal(out, other), all(torch.equal(x, y) for x, y in zip(grads, others))
+
+
+def test_heads_first(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    assert ranks.everywhere(swapped, ZIGZAG, ranks=3) == [(True, True)] * 3
+
+
+def with_autocast() -> list[Any]:
+    mesh = ring_ranks.group()
+    mine = part(mesh, grads="qkv")
+    expected = attend(*changed(Tensor.bfloat16, mine), mesh=mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attend(*mine, mesh=mesh, return_lse=True)
+        single = attend(*changed(lambda x: x.detach().double(), mine), mesh=mesh)
+    out.sum().backward()
+    grad = mine[0].grad
+    assert grad is not None
+    return [out.dtype, lse.dtype, torch.equal(out, expected), grad.dtype, single.dtype]
+
+
+def test_autocast(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    expected = [torch.bfloat16, torch.float32, True, torch.float32, torch.float64]
+    assert ranks.everywhere(with_autocast, ranks=2) == [expected] * 2
+
+
+def without_gradients(order: str) -> tuple[bool, bool]:
+    mesh = ring_ranks.group()
+    mine = part(mesh)
+    alone = attend(*mine, mesh=mesh, order=order)
+    with torch.no_grad():
+        also = attend(*changed(Tensor.requires_grad_, mine), mesh=mesh, order=order)
+    return alone.requires_grad or also.requires_grad, torch.equal(alone, also)
+
+
+@pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
+def test_no_gradients_unless_asked_for(ranks: Ranks, order: str, set_mode: Any) -> None:
+    set_mode("off")
+    assert ranks.everywhere(without_gradients, order, ranks=2) == [(False, True)] * 2
+
+
+def some_gradients(which: str) -> bool:
+    """Whether only those of q, k and v that need a gradient get one, and the right one."""
+    mesh = Sharded(ring_ranks.group(), ZIGZAG)
+    exact = changed(lambda x: x.double().requires_grad_(), tensors())
+    mine = part(mesh, grads=which)
+    expected = torch.autograd.grad(formula(*exact, Dense(True))[0].square().sum(), exact)
+    attend(*mine, is_causal=True, mesh=mesh).square().sum().backward()
+    assert [x.grad is not None for x in mine] == [name in which for name in "qkv"]
+    return all(close(x.grad, shard(y, mesh)) for x, y in zip(mine, expected) if x.grad is not None)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "qv"])
+def test_gradients_of_some(ranks: Ranks, which: str, set_mode: Any) -> None:
+    set_mode("off")
+    assert all(ranks.everywhere(some_gradients, which, ranks=3))
+
+
+@pytest.mark.parametrize("lengths", [(1, 30, 2), (30, 1, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: str, set_mode: Any) -> None:
+    set_mode("off")
+    case = Case("", Dilated((8, 16), (1, 2), True), (2, sum(lengths), 2, 8), key_mask=True)
+    for exchange in (RING, GATHER):
+        found = run(ranks, case, torch.float32, Layout(lengths, kind), exchange)
+        assert gate(case.problem(torch.float32, needs_grad=True)).check(found).failures == ()
+
+
+@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("both-masks", Dense(True), (2, 40, 4, 8), seq_lens=True, key_mask=True),
+        Case("uncovered", Dilated((20,), (2,)), (2, 40, 4, 8)),
+    ],
+    ids=lambda case: case.id,
+)
+def test_what_no_query_sees_never_matters(ranks: Ranks, case: Case, exchange: str, set_mode: Any) -> None:
+    set_mode("off")
+    example = holding(gate(case.problem(torch.float32, needs_grad=True)).example, math.nan)
+    layout = Layout(deal(case.shape[1], 2), ZIGZAG)
+    args = [(each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(Gate.of(example), layout)]
+    found = whole(ranks.each(attended, args), layout)
+    assert gate(example.problem).check(found).failures == ()
+
+
+# --- what is left out -------------------------------------------------------------------------------------------------
+
+
+def shipped(pattern: Pattern, tokens: int, kind: str, order: str) -> int:
+    """Bytes that this rank sent in one forward pass."""
+    mesh = Sharded(ring_ranks.group(), kind)
+    link, _ = spread_of(mesh)
+    mine = part(mesh, tokens)
+    attend(*mine, pattern=pattern, mesh=mesh, order=order)
+    link.wire.shipped = 0
+    attend(*mine, pattern=pattern, mesh=mesh, order=order)
+    return link.wire.shipped
+
+
+def test_what_goes_over_the_wire_is_what_is_counted(ranks: Ranks, set_mode: Any) -> None:
+    """A window of 4 needs 4 rows of the rank before, and nothing else; k and v of [2, rows, 4, 8] float32."""
+    set_mode("off")
+    row = 2 * 2 * 4 * 8 * 4
+    for order in (RING, GATHER):
+        assert ranks.everywhere(shipped, Window(4, 0), 48, CONTIGUOUS, order, ranks=3) == [4 * row, 4 * row, 0]
+    assert ranks.everywhere(shipped, Dense(), 48, CONTIGUOUS, RING, ranks=3) == [2 * 16 * row] * 3
+    assert ranks.everywhere(shipped, Dilated((16,), (2,)), 48, CONTIGUOUS, LOCAL, ranks=3) == [0] * 3

@@ -1,0 +1,229 @@
+"""Ranks that do not ask for the same, or that know different things: nobody waits, and all decide alike."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import Sharded, attend, explain, unshard
+from attn_dispatch.errors import AttnDispatchError, GroupMismatch, InvalidInput, NoBackend, NotDecided
+from attn_dispatch.spec.pattern import Dilated, Window
+from attn_dispatch.store.folder import cache_folder
+from tests.support import ring_ranks
+from tests.support.ring_calls import nothing, part
+from tests.support.ring_ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+SIZE = 3
+
+
+def call(
+    shape: tuple[int, int, int, int] = (2, 12, 4, 8),
+    dtype: torch.dtype = torch.float32,
+    grads: bool = False,
+    kind: str = "contiguous",
+    settings: dict[str, str] | None = None,
+    **options: Any,
+) -> tuple[int, ...]:
+    """A job: the shape of what comes out."""
+    os.environ.update(settings or {})
+    q, k, v = (torch.ones(shape, dtype=dtype, requires_grad=grads) for _ in range(3))
+    out: Tensor = attend(q, k, v, mesh=Sharded(ring_ranks.group(), kind), **options)
+    return tuple(out.shape)
+
+
+def called(ranks: Ranks, *asked: dict[str, Any]) -> list[Any]:
+    """What the ranks return or raise, each with its own arguments."""
+    return ranks.outcomes(_call, [(each,) for each in asked])
+
+
+def _call(asked: dict[str, Any]) -> tuple[int, ...]:
+    return call(**asked)
+
+
+def works(ranks: Ranks) -> bool:
+    return called(ranks, *[{}] * SIZE) == [(2, 12, 4, 8)] * SIZE
+
+
+# --- who asks for what ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"shape": (3, 12, 4, 8)}, "batch: 2 on ranks 0, 2, 3 on rank 1"),
+        ({"shape": (2, 12, 6, 8)}, "heads: 4 on ranks 0, 2, 6 on rank 1"),
+        ({"shape": (2, 12, 4, 16)}, "head_dim: 8 on ranks 0, 2, 16 on rank 1"),
+        ({"dtype": torch.float64}, "dtype: float32 on ranks 0, 2, float64 on rank 1"),
+        ({"grads": True}, "needs_grad: False on ranks 0, 2, True on rank 1"),
+        ({"kind": "zigzag"}, "shards: contiguous on ranks 0, 2, zigzag on rank 1"),
+        ({"order": "ring"}, "order: None on ranks 0, 2, ring on rank 1"),
+        ({"scale": 0.5}, "on ranks 0, 2, 0.5 on rank 1"),
+        ({"return_lse": True}, "return_lse: False on ranks 0, 2, True on rank 1"),
+        ({"is_causal": True}, "'is_causal': True} on rank 1"),
+        ({"pattern": Window(4, 0)}, "pattern: {'kind': 'Dense', 'is_causal': False} on ranks 0, 2"),
+        ({"seq_lens": torch.tensor([7, 7])}, "seq_lens: None on ranks 0, 2, [7, 7] on rank 1"),
+        ({"key_mask": torch.ones(2, 12, dtype=torch.bool)}, "has_key_mask: False on ranks 0, 2, True on rank 1"),
+        ({"settings": {"ATTN_DISPATCH_MODE": "locked"}}, "mode: off on ranks 0, 2, locked on rank 1"),
+    ],
+    ids=str,
+)
+def test_ranks_that_ask_for_different_things(ranks: Ranks, other: dict[str, Any], told: str, set_mode: Any) -> None:
+    set_mode("off")
+    for error in called(ranks, {}, other, {}):
+        assert isinstance(error, GroupMismatch)
+        assert told in str(error)
+    assert works(ranks)
+
+
+def test_everything_that_differs_is_told(ranks: Ranks) -> None:
+    found = called(ranks, {"is_causal": True}, {"shape": (2, 12, 2, 8)}, {"dtype": torch.bfloat16, "grads": True})
+    assert len({str(error) for error in found}) == 1
+    assert {line.split(":")[0].strip() for line in str(found[0]).splitlines()[1:]} >= {
+        *("pattern", "heads", "kv_heads", "dtype", "needs_grad")
+    }
+
+
+def test_different_budgets_would_end_trials_at_different_times(ranks: Ranks) -> None:
+    for error in called(ranks, {}, {}, {"settings": {"ATTN_DISPATCH_BUDGET_MS": "70"}}):
+        assert isinstance(error, GroupMismatch)
+        assert "budget_ms: 0.0 on ranks 0, 1, 70.0 on rank 2" in str(error)
+    assert works(ranks)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"shape": (2, 12, 4)}, "q must have 4 axes"),
+        ({"order": "hilbert"}, "order must be None or one of"),
+        ({"backend": "sdpa"}, "backend must be None or 'ring' over a mesh, got 'sdpa'"),
+        ({"seq_lens": [3, 4]}, "seq_lens must be an int32 or int64 tensor, got list"),
+        ({"seq_lens": torch.tensor([3])}, "seq_lens must have shape [2]"),
+        ({"key_mask": torch.ones(2, 36, dtype=torch.bool)}, "key_mask must"),
+        ({"dropout_p": 2.0}, "dropout_p must"),
+        ({"settings": {"ATTN_DISPATCH_MODE": "fast"}}, "$ATTN_DISPATCH_MODE must be one of"),
+        ({"settings": {"ATTN_DISPATCH_BUDGET_MS": "soon"}}, "$ATTN_DISPATCH_BUDGET_MS must be"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_on_one_rank(ranks: Ranks, wrong: dict[str, Any], told: str) -> None:
+    first, second, third = called(ranks, {}, {}, wrong)
+    assert isinstance(third, InvalidInput)
+    assert told in str(third)
+    for error in (first, second):
+        assert isinstance(error, GroupMismatch)
+        assert f"rank 2: InvalidInput: {third}"[:60] in str(error)
+    assert works(ranks)
+
+
+def put_together(shape: tuple[int, ...], dtype: torch.dtype, kind: str, dim: int) -> tuple[int, ...]:
+    return tuple(unshard(torch.zeros(shape, dtype=dtype), Sharded(ring_ranks.group(), kind), dim).shape)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (((3, 5), torch.float32, "contiguous", 1), "shape: [2, None] on ranks 0, 2, [3, None] on rank 1"),
+        (((2, 5), torch.float64, "contiguous", 1), "dtype: torch.float32 on ranks 0, 2, torch.float64 on rank 1"),
+        (((2, 5), torch.float32, "zigzag", 1), "shards: contiguous on ranks 0, 2, zigzag on rank 1"),
+        (((2, 5), torch.float32, "contiguous", 2), "rank 1: InvalidInput: dim must be an axis of x"),
+    ],
+    ids=str,
+)
+def test_shards_that_are_not_alike(ranks: Ranks, other: tuple[Any, ...], told: str) -> None:
+    right = ((2, 4), torch.float32, "contiguous", 1)
+    first, second, third = ranks.outcomes(put_together, [right, other, right])
+    for error in (first, third):
+        assert isinstance(error, GroupMismatch)
+        assert told in str(error)
+    assert isinstance(second, InvalidInput if "InvalidInput" in told else GroupMismatch)
+    assert ranks.everywhere(put_together, *right, ranks=SIZE) == [(2, 12)] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "told"),
+    [
+        ({"order": "ulysses"}, NoBackend, "ulysses: 4 heads and 4 key heads do not come out even over 3 ranks"),
+        ({"order": "local"}, NoBackend, "local: rank 0 sees 96 key rows of other ranks"),
+        ({"pattern": Dilated((12,), (1,)), "order": "ring"}, NoBackend, "ring: no rank sees another's rows"),
+        ({"dropout_p": 0.5}, NoBackend, "ring: has no dropout, asked for 0.5"),
+        ({"seq_lens": torch.tensor([40, 3])}, InvalidInput, "seq_lens must"),
+        ({"settings": {"ATTN_DISPATCH_MODE": "locked"}}, NotDecided, "no rank has a decision for [2, 36, 4, 8]"),
+    ],
+    ids=str,
+)
+def test_what_no_rank_can_do(ranks: Ranks, asked: dict[str, Any], kind: type[AttnDispatchError], told: str) -> None:
+    found = called(ranks, *[asked] * SIZE)
+    assert {type(error) for error in found} == {kind}
+    assert all(told in str(error) for error in found)
+    assert works(ranks)
+
+
+# --- ranks that know different things ---------------------------------------------------------------------------------
+
+
+def decided(settings: dict[str, str], change: Callable[[], object]) -> dict[str, Any]:
+    """A job: the explanation of a call by what this rank then has on disk. `change`: what is done to that before."""
+    os.environ.update(settings)
+    change()
+    mesh = ring_ranks.group()
+    attend(*part(mesh), mesh=mesh)
+    ring_ranks.forget()
+    return explain(*part(mesh), mesh=mesh).to_dict()
+
+
+def lose_all() -> None:
+    """As on a host that is new."""
+    ring_ranks.forget()
+    shutil.rmtree(cache_folder())
+
+
+def lose_memory() -> None:
+    """As in a new process."""
+    ring_ranks.forget()
+
+
+def put_aside() -> None:
+    time.sleep(1.0)  # what is measured within one second is equally old
+    ring_ranks.forget()
+    cache_folder().rename(_aside())
+
+
+def bring_back() -> None:
+    lose_all()
+    _aside().rename(cache_folder())
+
+
+def _aside() -> Path:
+    return cache_folder().with_name(cache_folder().name + "-aside")
+
+
+LOCKED = {"ATTN_DISPATCH_MODE": "locked"}
+
+
+@pytest.mark.parametrize("cold", [(0,), (1, 2), (0, 2)])
+@pytest.mark.parametrize("change", [lose_all, lose_memory])
+def test_who_knows_tells_the_others(ranks: Ranks, cold: tuple[int, ...], change: Callable[[], object]) -> None:
+    """Nothing is measured again: locked mode would raise."""
+    first = ranks.everywhere(decided, {}, nothing, ranks=SIZE)
+    assert first[0]["source"] == "measured"
+    assert first == [first[0]] * SIZE
+    then = [(LOCKED, change if rank in cold else nothing) for rank in range(SIZE)]
+    assert ranks.each(decided, then) == first
+
+
+def test_ranks_that_know_different_decisions_go_by_one(ranks: Ranks) -> None:
+    """The latest, which all keep from then on."""
+    first = ranks.everywhere(decided, {}, nothing, ranks=SIZE)
+    second = ranks.everywhere(decided, {}, put_aside, ranks=SIZE)
+    assert second != first
+    assert ranks.each(decided, [(LOCKED, bring_back), (LOCKED, lose_memory), (LOCKED, lose_all)]) == second

@@ -1,0 +1,110 @@
+"""Rows and pairs counted by arithmetic, against what is exchanged and against the pattern's own definition."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.ring.rows.layout import KINDS, Layout, deal
+from attn_dispatch.ring.rows.runs import MOST_CELLS, counts_of
+from attn_dispatch.ring.rows.traffic import traffic_of
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.reordered import Reordered
+
+CPU = torch.device("cpu")
+HEADS = ((1, 1), (4, 4), (4, 2), (6, 2), (6, 1))
+sides = st.none() | st.integers(0, 70)
+branches = st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=3)
+
+
+@st.composite
+def dilated(draw: st.DrawFn) -> Dilated:
+    lengths, rates = zip(*draw(branches))
+    offsets: Literal["mod", "block"] = draw(st.sampled_from(["mod", "block"]))
+    heads: Literal["all", "split"] = draw(st.sampled_from(["all", "split"]))
+    return Dilated(lengths, rates, draw(st.booleans()), offsets, heads)
+
+
+@st.composite
+def neighborhoods(draw: st.DrawFn) -> Neighborhood:
+    grid = draw(st.sampled_from([(60,), (7, 9), (8, 8), (3, 5, 4)]))
+    causal = tuple(draw(st.booleans()) for _ in grid)
+    shift = draw(st.booleans())
+    window = (3,) * len(grid) if shift else tuple(draw(st.sampled_from([1, 3, 5])) for _ in grid)
+    dilation = (1,) * len(grid) if shift else tuple(draw(st.integers(1, 3)) for _ in grid)
+    return Neighborhood(grid, window, dilation, causal, "shift" if shift else "clip")
+
+
+patterns = st.builds(Dense, st.booleans()) | st.builds(Window, sides, sides) | dilated() | neighborhoods()
+
+
+@st.composite
+def layouts(draw: st.DrawFn, tokens: int) -> Layout:
+    ranks = draw(st.integers(1, 5))
+    weights = draw(st.none() | st.lists(st.integers(1, 9), min_size=ranks, max_size=ranks))
+    return Layout(deal(tokens, ranks, weights), draw(st.sampled_from(KINDS)))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Pattern, Layout, int, int]:
+    pattern = draw(patterns)
+    tokens = draw(st.integers(45, 130))
+    if isinstance(pattern, Neighborhood):
+        tokens = int(torch.tensor(pattern.grid).prod())
+    return pattern, draw(layouts(tokens)), *draw(st.sampled_from(HEADS))
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_what_is_counted_is_what_is_sent(problem: tuple[Pattern, Layout, int, int]) -> None:
+    pattern, layout, heads, kv_heads = problem
+    counts = counts_of(pattern, layout, heads, kv_heads)
+    for rank in range(layout.ranks):
+        traffic = traffic_of(pattern, layout, heads, kv_heads, rank, CPU)
+        received = {peer: sum(rows.count for rows in each) for peer, each in traffic.receives.items()}
+        sent = {peer: sum(rows.count for rows in each) for peer, each in traffic.sends.items()}
+        assert received == {peer: rows for peer, rows in enumerate(counts.rows[rank]) if rows}
+        assert sent == {peer: row[rank] for peer, row in enumerate(counts.rows) if row[rank]}
+        assert (counts.received(rank), counts.sent(rank)) == (sum(received.values()), sum(sent.values()))
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_pairs_are_those_of_the_definition(problem: tuple[Pattern, Layout, int, int]) -> None:
+    pattern, layout, heads, kv_heads = problem
+    seen = pattern.multiplicity(layout.tokens, heads=heads).expand(heads, -1, -1).sum(0)
+    at = [torch.cat([torch.arange(c.start, c.stop) for c in chunks]) for chunks in layout.chunks]
+    found = counts_of(pattern, layout, heads, kv_heads).pairs
+    assert found == tuple(tuple(int(seen[q][:, k].sum()) for k in at) for q in at)
+
+
+LONGNET = Dilated(tuple(2048 * 8**n for n in range(7)), tuple(4**n for n in range(7)), is_causal=True)
+COPRIME = Dilated((2**29,) * 5, (3, 5, 7, 11, 13))
+
+
+@pytest.mark.parametrize(("pattern", "heads"), [(LONGNET, (64, 8)), (COPRIME, (16, 4)), (Dense(True), (8, 8))])
+def test_half_a_billion_tokens_over_64_ranks(pattern: Pattern, heads: tuple[int, int]) -> None:
+    """Seconds: at one entry per token this would take minutes, or all memory."""
+    tokens, ranks = 2**29, 64
+    counts = counts_of(pattern, Layout(deal(tokens, ranks), "zigzag"), *heads)
+    whole = counts_of(pattern, Layout((tokens,)), *heads)
+    assert sum(map(sum, counts.pairs)) == whole.pairs[0][0]
+    if isinstance(pattern, Dense):
+        assert whole.pairs[0][0] == heads[0] * tokens * (tokens + 1) // 2
+        # Early and late parts in turn: whoever has the last needs all others' keys.
+        assert counts.received(0) == heads[1] * (tokens - tokens // ranks)
+    else:
+        assert 0 < max(map(counts.received, range(ranks))) < heads[1] * tokens
+
+
+def test_what_cannot_be_counted() -> None:
+    grid = Neighborhood((MOST_CELLS + 1,), (3,))
+    with pytest.raises(InvalidInput, match="grid must have at most"):
+        counts_of(grid, Layout(deal(MOST_CELLS + 1, 2)), 1, 1)
+    with pytest.raises(InvalidInput, match="natural order"):
+        counts_of(Reordered(Neighborhood((8, 8), (3,)), "hilbert"), Layout((32, 32)), 1, 1)

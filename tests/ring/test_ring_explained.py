@@ -1,0 +1,70 @@
+"""What is decided for a call over many ranks, and what `explain` says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_dispatch import attend, explain
+from attn_dispatch.errors import NoBackend
+from attn_dispatch.spec.orders import LOCAL, ULYSSES
+from attn_dispatch.spec.pattern import Dilated
+from tests.support import ring_ranks
+from tests.support.ring_calls import part
+from tests.support.ring_ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+
+def decided(forget: bool) -> tuple[str, str]:
+    """The order that was taken, and where it came from."""
+    if forget:
+        ring_ranks.forget()
+    mesh = ring_ranks.group()
+    mine = part(mesh)
+    attend(*mine, is_causal=True, mesh=mesh)
+    found = explain(*mine, is_causal=True, mesh=mesh)
+    assert found.choice == "ring"
+    return str(found.order), found.source
+
+
+def explained(order: str) -> tuple[str, str]:
+    """What is said of a forced exchange before anything was run."""
+    ring_ranks.forget()
+    mesh = ring_ranks.group()
+    try:
+        found = explain(*part(mesh), is_causal=True, mesh=mesh, order=order)
+    except NoBackend as error:
+        return "", str(error)
+    return str(found.order), found.source
+
+
+def test_a_forced_exchange_is_explained(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    assert ranks.everywhere(explained, ULYSSES, ranks=2) == [(ULYSSES, "forced")] * 2
+    for order, why in ranks.everywhere(explained, LOCAL, ranks=2):
+        assert order == ""
+        assert "key rows of other ranks" in why
+
+
+def explained_shorter() -> str:
+    """After a call whose segments lie in shards, of one whose segment does not."""
+    mesh = ring_ranks.group()
+    attend(*part(mesh, 16), Dilated((8,), (1,)), mesh=mesh)
+    return str(explain(*part(mesh, 8), Dilated((8,), (1,)), mesh=mesh).order)
+
+
+def test_other_lengths_are_explained_anew(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    assert LOCAL not in ranks.everywhere(explained_shorter, ranks=2)
+
+
+def test_measured_once_and_kept(ranks: Ranks, set_mode: Any) -> None:
+    found = set(ranks.everywhere(decided, False, ranks=2))
+    assert len(found) == 1
+    assert found.pop()[1] == "measured"
+    set_mode("locked")  # nothing more is measured, or it would raise
+    again = set(ranks.everywhere(decided, True, ranks=2))
+    assert len(again) == 1
+    assert again.pop()[1] == "measured"

@@ -1,0 +1,210 @@
+"""Ranks that fail, in a trial, a call or a backward pass: nobody waits, and nobody trusts what they leave undone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, explain, shard
+from attn_dispatch.decisions import decide as decisions
+from attn_dispatch.decisions.explanation import CandidateReport
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.ring.engine.passes import RingCall, Step
+from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
+from attn_dispatch.spec.pattern import Dense
+from tests.support import ring_ranks
+from tests.support.calls import close, formula
+from tests.support.ring_calls import nothing, part, tensors
+from tests.support.ring_ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+SIZE = 3
+
+
+@contextmanager
+def planted(fault: Callable[[], object]) -> Iterator[None]:
+    """Do this wherever this rank works on rows of several others at once."""
+    forward = RingCall._forward_step
+
+    def faulty(self: RingCall, step: Step, *args: Any) -> None:
+        if len(step.receives) > 1:
+            fault()
+        forward(self, step, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RingCall, "_forward_step", faulty)
+        yield
+
+
+@contextmanager
+def planted_early(fault: Callable[[], object], name: str = "_forward_step") -> Iterator[None]:
+    """Do this instead of all work, from the first step on, while rows are still to be sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not nothing:
+            patch.setattr(RingCall, name, lambda *_: fault())
+        yield
+
+
+@contextmanager
+def planted_alone(fault: Callable[[], object]) -> Iterator[None]:
+    """Do this wherever this rank attends to whole sequences."""
+    decide = decisions.decide
+
+    def faulty(problem: Any) -> Any:
+        fault()
+        return decide(problem)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decisions, "decide", faulty)
+        yield
+
+
+def raises() -> None:
+    raise ValueError("planted")
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("planted")
+
+
+def no_memory() -> None:
+    raise MemoryError("planted")
+
+
+def is_slow() -> None:
+    time.sleep(0.3)
+
+
+def tried(fault: Callable[[], object], plant: Any = planted) -> tuple[str, dict[str, CandidateReport], bool]:
+    """A job: what is chosen in a trial, the rows by order, and whether the call is right."""
+    mesh = ring_ranks.group()
+    with plant(fault):
+        out = attend(*part(mesh), mesh=mesh)
+    found = explain(*part(mesh), mesh=mesh)
+    return str(found.order), {row.order: row for row in found.candidates}, _right(out)
+
+
+def _right(out: Tensor) -> bool:
+    """Whether it is this rank's shard of attention to `tensors`."""
+    expected, _ = formula(*tensors(), Dense())
+    return close(out, shard(expected, ring_ranks.group()))
+
+
+@pytest.mark.parametrize("fault", [raises, out_of_memory, no_memory])
+def test_a_candidate_that_fails_on_one_rank_is_ruled_out_on_all(ranks: Ranks, fault: Callable[[], object]) -> None:
+    found = ranks.each(tried, [(nothing,), (fault,), (nothing,)])
+    assert [order for order, _, _ in found] == [RING] * SIZE
+    assert all(right for _, _, right in found)
+    for _, rows, _ in found:
+        assert rows[GATHER].status == "failed"
+        assert rows[GATHER].reason.startswith("rank 1: ")
+        assert "planted" in rows[GATHER].reason
+        assert rows[RING].status == "chosen"
+
+
+def test_a_candidate_that_fails_everywhere_leaves_the_others(ranks: Ranks) -> None:
+    for _, rows, right in ranks.everywhere(tried, raises, ranks=SIZE):
+        assert right
+        assert all(f"rank {rank}: ValueError: planted" in rows[GATHER].reason for rank in range(SIZE))
+
+
+def test_heads_that_fail_on_one_rank_are_ruled_out_on_all(ranks: Ranks) -> None:
+    for order, rows, right in ranks.each(tried, [(nothing, planted_alone), (raises, planted_alone)]):
+        assert order in (RING, GATHER)
+        assert right
+        assert rows[ULYSSES].status == "failed"
+        assert rows[ULYSSES].reason.startswith("rank 1: ")
+
+
+def test_the_slowest_rank_counts(ranks: Ranks) -> None:
+    found = ranks.each(tried, [(nothing,), (nothing,), (is_slow,)])
+    for order, rows, right in found:
+        assert order == RING
+        assert right
+        assert (rows[GATHER].median_ms or 0.0) >= 300.0
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+def failing(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
+    """A job: what a call raises while something fails, if anything, and whether the next one is right."""
+    mesh, error = ring_ranks.group(), None
+    attend(*part(mesh), mesh=mesh, order=order)
+    with plant(fault):
+        try:
+            attend(*part(mesh), mesh=mesh, order=order, scale=0.5)
+        except BackendFailed as raised:
+            error = str(raised)
+    return error, _right(attend(*part(mesh), mesh=mesh, order=order))
+
+
+@pytest.mark.parametrize(
+    ("fault", "order", "plant"), [(raises, GATHER, planted), (no_memory, RING, planted_early)], ids=str
+)
+def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
+    ranks: Ranks, fault: Callable[[], object], order: str, plant: Any, set_mode: Any
+) -> None:
+    set_mode("off")
+    found = ranks.each(failing, [(nothing, order, plant), (fault, order, plant), (nothing, order, plant)])
+    assert [right for _, right in found] == [True] * SIZE
+    assert found[0][0] is found[2][0] is None
+    assert f"ring ({order}) failed on rank 1 on [2, 48, 4, 8]" in found[1][0]
+    assert found[1][0].endswith("Error: planted")
+
+
+def failing_in_training(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
+    """A job: what a forward pass raises where gradients are needed, and whether the next call is right."""
+    mesh, error = ring_ranks.group(), None
+    attend(*part(mesh, grads="qkv"), mesh=mesh, order=order)
+    with plant(fault):
+        try:
+            attend(*part(mesh, grads="qkv"), mesh=mesh, order=order, scale=0.5).sum().backward()
+        except BackendFailed as raised:
+            error = str(raised)
+    return error, _right(attend(*part(mesh), mesh=mesh, order=order))
+
+
+@pytest.mark.parametrize(("order", "plant"), [(RING, planted_early), (ULYSSES, planted_alone)], ids=["ring", "ulysses"])
+def test_nobody_goes_on_to_a_backward_pass_without_a_rank(ranks: Ranks, order: str, plant: Any, set_mode: Any) -> None:
+    set_mode("off")
+    found = ranks.each(failing_in_training, [(nothing, order, plant), (raises, order, plant)])
+    assert [right for _, right in found] == [True] * 2
+    assert found[0][0].endswith("rank 1 of the mesh failed in this call, and gradients need all of them")
+    assert "planted" in found[1][0]
+
+
+def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, bool, bool]:
+    """A job: what a backward pass raises, whether it gave gradients, and whether the next call is right."""
+    mesh, mine, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
+    out = attend(*mine, mesh=mesh, order=order)
+    with planted_early(fault, "_backward_step"):
+        try:
+            out.sum().backward()
+        except (ValueError, BackendFailed) as raised:
+            error = str(raised)
+    return error, any(x.grad is not None for x in mine), _right(attend(*part(mesh), mesh=mesh, order=order))
+
+
+@pytest.mark.parametrize("order", [RING, GATHER])
+def test_a_backward_pass_that_fails_on_one_rank_leaves_no_gradients_to_trust(
+    ranks: Ranks, order: str, set_mode: Any
+) -> None:
+    """Keys of other ranks lack what the queries of the one that failed make of them."""
+    set_mode("off")
+    others = ("rank 1 of the mesh failed in this call, and gradients need all of them", False, True)
+    expected = [others, ("planted", False, True), others]
+    assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
+
+
+def test_heads_that_fail_on_one_rank_leave_nobody_waiting(ranks: Ranks, set_mode: Any) -> None:
+    set_mode("off")
+    found = ranks.each(failing, [(nothing, ULYSSES, planted_alone), (raises, ULYSSES, planted_alone)])
+    assert [right for _, right in found] == [True] * 2
+    assert found[0][0] is None
+    assert "planted" in found[1][0]

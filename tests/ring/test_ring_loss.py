@@ -1,0 +1,122 @@
+"""Ranks that die, hang or stay away: every other one is told within the time-out, and told again if it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch import Sharded, attend, unshard
+from attn_dispatch.errors import RankLost
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.shards import spread_of
+from attn_dispatch.spec.orders import GATHER, RING
+from tests.support import ring_ranks
+from tests.support.ring_calls import part, tensors
+from tests.support.ring_ranks import Gone, Ranks
+
+TIMEOUT_S = 3.0  #: of the process group
+
+
+@pytest.fixture
+def three(set_mode: Callable[[str], None]) -> Iterator[Ranks]:
+    """Processes of this test's own, the last of which is lost."""
+    set_mode("off")
+    made = Ranks(3, TIMEOUT_S)
+    try:
+        made.everywhere(warmed)
+        yield made
+    finally:
+        made.close()
+
+
+def warmed() -> None:
+    """A job: what a first call loads, before anybody waits for anybody."""
+    attend(*tensors())
+    spread_of(ring_ranks.group())
+
+
+def survived(fault: int, passing: str, order: str | None) -> list[tuple[str, float]]:
+    """A job: what two calls raise, and after how many seconds, while the last rank sends itself a signal.
+
+    Args:
+        passing: in which pass, "forward" or "backward", amid the exchange.
+    """
+    mesh = Sharded(ring_ranks.group(), "zigzag")
+    attend(*part(mesh, grads="q"), mesh=mesh, order=order).sum().backward()
+    _signalled(fault, passing)
+    found = []
+    for _ in range(2):
+        start = time.perf_counter()
+        try:
+            attend(*part(mesh, grads="q"), mesh=mesh, order=order).sum().backward()
+            found.append(("nothing", 0.0))
+        except RankLost as error:
+            found.append((str(error), time.perf_counter() - start))
+    return found
+
+
+def _signalled(fault: int, passing: str) -> None:
+    """From now on the last rank gets a signal where it works on rows of others."""
+    if ring_ranks.rank() < 2:
+        return
+    name = f"_{passing}_step"
+    step_of = getattr(RingCall, name)
+
+    def faulty(self: RingCall, step: Any, *args: Any) -> None:
+        if step.receives:
+            os.kill(os.getpid(), fault)
+        step_of(self, step, *args)
+
+    setattr(RingCall, name, faulty)
+
+
+@pytest.mark.parametrize(
+    ("fault", "passing", "order"),
+    [
+        (signal.SIGKILL, "forward", RING),
+        (signal.SIGKILL, "backward", GATHER),
+        (signal.SIGSTOP, "forward", GATHER),
+        (signal.SIGSTOP, "backward", RING),
+    ],
+    ids=str,
+)
+def test_a_rank_that_is_lost_amid_a_call(three: Ranks, fault: int, passing: str, order: str) -> None:
+    killed = fault == signal.SIGKILL
+    found = three.outcomes(survived, [(fault, passing, order)] * 3, but=[] if killed else [2])
+    assert found[2] == (Gone(-signal.SIGKILL, "") if killed else None)
+    for first, second in found[:2]:
+        for told, seconds in (first, second):
+            assert "a rank of the mesh is gone, or did not answer in time" in told
+            assert seconds < TIMEOUT_S + 10  # far from the minutes that a process group waits by default
+
+
+def absent(away: bool, job: Callable[[], object]) -> str:
+    """A job: what a collective raises where the last rank does something else."""
+    mesh = ring_ranks.group()
+    attend(*part(mesh), mesh=mesh)
+    if away:
+        return ""
+    with pytest.raises(RankLost) as raised:
+        job()
+    return str(raised.value)
+
+
+def attending() -> object:
+    mesh = ring_ranks.group()
+    return attend(*part(mesh), mesh=mesh)
+
+
+def gathering() -> object:
+    return unshard(torch.zeros(1, 4), ring_ranks.group())
+
+
+@pytest.mark.parametrize("job", [attending, gathering])
+def test_a_rank_that_stays_away(three: Ranks, job: Callable[[], object]) -> None:
+    found = three.each(absent, [(False, job), (False, job), (True, job)])
+    assert all("did not answer in time" in told for told in found[:2])

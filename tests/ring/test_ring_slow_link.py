@@ -1,0 +1,33 @@
+"""A ring over a link that is held back: in a network namespace of its own, where one can be made."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tools.bench.ring_overlap import slowed
+
+BYTES_PER_S = 2e6
+
+
+def why_not() -> str:
+    missing = [name for name in ("unshare", "tc", "ip") if shutil.which(name) is None]
+    if missing:
+        return f"there is no {', '.join(missing)}"
+    command = ["unshare", "-n", "sh", "-c", slowed(BYTES_PER_S)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stderr.strip() or f"{command[0]} ends with {done.returncode}" if done.returncode else ""
+
+
+def test_a_slow_link_changes_nothing_but_time() -> None:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    command = ["unshare", "-n", sys.executable, "-m", "tests.support.slow_link", str(BYTES_PER_S)]
+    took, shipped, *failures = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert not failures
+    assert int(shipped) == 256 * 4 * 64 * 4 * 2 * 3, "k and v forward and backward, and gradients home"
+    assert float(took) > int(shipped) / BYTES_PER_S / 2, "the link was as slow as that"

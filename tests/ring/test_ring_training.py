@@ -1,0 +1,290 @@
+"""A sequence over many ranks amid what else a model is trained with: shards, checkpoints, DDP, FSDP, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from attn_dispatch import Sharded, attend, explain, shard, shard_positions, unshard, weights_of
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from tests.support import ring_ranks
+from tests.support.calls import close, formula
+from tests.support.ring_calls import changed, part, tensors
+from tests.support.ring_ranks import Ranks
+
+
+@pytest.fixture(autouse=True)
+def _little_is_measured(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+    set_mode("off")
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def round_trip(options: dict[str, Any], shape: tuple[int, ...], dim: int) -> tuple[Tensor, Tensor, bool, bool]:
+    """A job: the positions that this rank was given, its shard of them, and whether gradients are those of indexing."""
+    spread = Sharded(ring_ranks.group(), **options)
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape).requires_grad_()
+    at = shard_positions(shape[dim], spread)
+    mine = shard(x, spread, dim)
+    assert mine.is_contiguous()
+    assert torch.equal(mine, x.index_select(dim, at))
+    back = unshard(mine, spread, dim)
+    assert torch.equal(back, x)
+    weights = x.detach().cos()
+    (grad,) = torch.autograd.grad((mine * mine * weights.index_select(dim, at)).sum(), x, retain_graph=True)
+    indexed = torch.zeros_like(x).index_copy(dim, at, (2 * x * weights).index_select(dim, at))
+    (whole,) = torch.autograd.grad((back * weights).sum(), mine)
+    return at, mine, torch.allclose(grad, indexed), torch.equal(whole, weights.index_select(dim, at))
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "dim"),
+    [
+        ({}, (2, 9, 3), 1),
+        ({"kind": "zigzag"}, (2, 10, 3), 1),
+        ({"kind": "zigzag", "weights": (1.0, 3.0, 2.0)}, (2, 3, 17), -1),
+        ({"weights": (5, 1, 1)}, (20,), 0),
+        ({"multiple_of": 4}, (3, 2, 27, 1), 2),
+        ({}, (1, 3), 1),
+    ],
+    ids=str,
+)
+def test_shards_and_back(ranks: Ranks, options: dict[str, Any], shape: tuple[int, ...], dim: int) -> None:
+    found = ranks.everywhere(round_trip, options, shape, dim, ranks=3)
+    assert [(x, y) for _, _, x, y in found] == [(True, True)] * 3
+    assert torch.equal(torch.cat([at for at, _, _, _ in found]).sort().values, torch.arange(shape[dim]))
+    assert all(len(at) % options.get("multiple_of", 1) == 0 for at, _, _, _ in found[:-1])
+
+
+def put_together(length: int) -> Tensor:
+    """A job: shards of lengths that no rule deals out."""
+    return unshard(torch.full((2, length), float(ring_ranks.rank())), ring_ranks.group())
+
+
+def test_shards_of_any_lengths_are_put_together(ranks: Ranks) -> None:
+    expected = torch.tensor([0.0, 1, 1, 1, 1, 2, 2]).expand(2, 7)
+    assert all(torch.equal(found, expected) for found in ranks.each(put_together, [(1,), (4,), (2,)]))
+
+
+def weighed(each: float) -> tuple[float, ...]:
+    mesh = ring_ranks.group()
+    weights = weights_of(mesh, each)
+    assert shard(torch.zeros(1, 60), Sharded(mesh, weights=weights)).shape[1] == round(60 * each / sum(weights))
+    return weights
+
+
+def test_weights_from_what_each_rank_says(ranks: Ranks) -> None:
+    assert ranks.each(weighed, [(1.0,), (3,), (2.0,)]) == [(1.0, 3.0, 2.0)] * 3
+    for error in ranks.outcomes(weighed, [(1.0,), (-3.0,)]):
+        assert isinstance(error, InvalidInput)
+        assert "got [1.0, -3.0]" in str(error)
+
+
+def too_few() -> str:
+    with pytest.raises(InvalidInput) as raised:
+        shard(torch.zeros(1, 2), ring_ranks.group())
+    return str(raised.value)
+
+
+def test_fewer_tokens_than_ranks(ranks: Ranks) -> None:
+    assert set(ranks.everywhere(too_few, ranks=3)) == {"2 tokens over 3 ranks leave rank 2 none"}
+
+
+# --- modes and defaults -----------------------------------------------------------------------------------------------
+
+PATTERNS = (Dense(True), Dilated((8, 16), (1, 2), True), Neighborhood((6, 8), (3, 3)))
+
+
+def right(pattern: Pattern, order: str | None) -> bool:
+    """Whether out, lse and gradients through both are those of float64."""
+    mesh = ring_ranks.group()
+    mine, exact = part(mesh, grads="qkv"), changed(lambda x: x.double().requires_grad_(), tensors())
+    out, lse = attend(*mine, pattern=pattern, mesh=mesh, order=order, return_lse=True)
+    expected, expected_lse = formula(*exact, pattern)
+    grads = torch.autograd.grad(out.square().sum() + lse.sum(), mine)
+    wanted = torch.autograd.grad(expected.square().sum() + expected_lse.sum(), exact)
+    rows = [(out, expected, 1), (lse, expected_lse, 2), *((x, y, 1) for x, y in zip(grads, wanted))]
+    return all(close(x, shard(y, mesh, dim)) for x, y, dim in rows)
+
+
+def trained_after_inference(pattern: Pattern, order: str | None) -> bool:
+    """A job. What is kept from the first call must be of use to the second."""
+    with torch.inference_mode():
+        attend(*part(ring_ranks.group()), pattern=pattern, mesh=ring_ranks.group(), order=order)
+    return right(pattern, order)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "order"), [*zip(PATTERNS, (RING, GATHER, RING)), (PATTERNS[1], None), (Window(5, 0), ULYSSES)], ids=str
+)
+def test_training_after_inference_mode(
+    ranks: Ranks, pattern: Pattern, order: str | None, set_mode: Callable[[str], None]
+) -> None:
+    set_mode("off" if order else "tune")
+    assert ranks.everywhere(trained_after_inference, pattern, order, ranks=2) == [True] * 2
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "device": lambda: torch.device("meta"),
+    "dtype": default_dtype,
+}
+
+
+def amid(default: str, pattern: Pattern, order: str | None) -> bool:
+    """A job: whether a default of torch's changes no bit."""
+    mesh = Sharded(ring_ranks.group(), "zigzag")
+    mine = part(mesh)
+    with DEFAULTS[default]():
+        found = attend(*mine, pattern=pattern, mesh=mesh, order=order)
+        again = shard(unshard(found, mesh), mesh)
+    order = order or explain(*mine, pattern=pattern, mesh=mesh).order
+    ring_ranks.forget()
+    expected = attend(*mine, pattern=pattern, mesh=mesh, order=order)
+    return torch.equal(found, expected) and torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_defaults(ranks: Ranks, default: str, pattern: Pattern, set_mode: Callable[[str], None]) -> None:
+    assert ranks.everywhere(amid, default, pattern, GATHER, ranks=2) == [True] * 2
+    if pattern == PATTERNS[0]:
+        set_mode("tune")
+        assert ranks.everywhere(amid, default, pattern, None, ranks=2) == [True] * 2
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
+    """A job: whether gradients are the same bits with a checkpoint around the call, and whether there are any."""
+    mesh = Sharded(ring_ranks.group(), "zigzag")
+
+    def last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Nothing else is saved for the backward pass: the recomputation ends amid the call."""
+        found: Tensor = attend(q.sin(), k, v, mesh=mesh, order=order, is_causal=True)
+        return found
+
+    def first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return last(q, k, v).sin() * q
+
+    run = {"last": last, "first": first}[layer]
+    mine = part(mesh, grads="qkv")
+    expected = torch.autograd.grad(run(*mine).square().sum(), mine)
+    found = torch.autograd.grad(checkpoint(run, *mine, use_reentrant=False).square().sum(), mine)
+    return all(map(torch.equal, found, expected)), all(bool(x.any()) for x in found)
+
+
+@pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize("layer", ["last", "first"])
+def test_checkpoints(ranks: Ranks, order: str, layer: str) -> None:
+    assert ranks.everywhere(checkpointed, order, layer, ranks=2) == [(True, True)] * 2
+
+
+# --- data beside sequences --------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention with projections; over `mesh`, or, without one, by the formula in the parameters' dtype."""
+
+    def __init__(self, mesh: object = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.mesh = nn.Linear(8, 24), nn.Linear(8, 8), mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2)
+        if self.mesh is None:
+            found = formula(q, k, v, Dense(True))[0]
+        else:
+            found = attend(q, k, v, is_causal=True, mesh=self.mesh)
+        projected: Tensor = self.out(found.flatten(2))
+        return projected
+
+
+def batches() -> Tensor:
+    """[rows, tokens, 8], the same on every rank: one row for each place on the axis of data."""
+    return torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(1))
+
+
+def exact() -> list[Tensor]:
+    """Gradients of the whole batch's loss, a sum over rows and tokens, in float64."""
+    model = Block().double()
+    model(batches().double()).square().sum().backward()
+    return [x.grad for x in model.parameters() if x.grad is not None]
+
+
+def trained(parallel: Callable[[Block, DeviceMesh], nn.Module]) -> bool:
+    """A job on 4 x 2 ranks: whether gradients are those of the whole batch.
+
+    The axis of data averages them over its ranks; each rank of a sequence has those of its own tokens, which add up.
+    """
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context"))
+    spread = Sharded(mesh["context"], "zigzag")
+    model = parallel(Block(spread), mesh["data"])
+    row = batches()[mesh["data"].get_local_rank()][None]
+    model(shard(row, spread)).square().sum().backward()
+    right = []
+    for parameter, expected in zip(model.parameters(), exact(), strict=True):
+        grad = parameter.grad
+        assert grad is not None
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        summed = full.clone()
+        dist.all_reduce(summed, group=mesh["context"].get_group())
+        right.append(close(4 * summed, expected))
+    return all(right)
+
+
+def with_ddp(model: Block, data: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=data.get_group())
+
+
+def with_fsdp(model: Block, data: DeviceMesh) -> nn.Module:
+    fully_shard(model, mesh=data)
+    return model
+
+
+@pytest.mark.parametrize("parallel", [with_ddp, with_fsdp])
+def test_data_beside_sequences(ranks: Ranks, parallel: Callable[[Block, DeviceMesh], nn.Module]) -> None:
+    assert ranks.everywhere(trained, parallel) == [True] * 8
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def compiled() -> tuple[bool, bool]:
+    """A job: whether a compiled model gives the same bits, gradients included."""
+    mesh = Sharded(ring_ranks.group(), "zigzag")
+    plain = Block(mesh)
+    fast = torch.compile(plain, backend="eager")
+    x = shard(batches(), mesh)
+    out, same = plain(x), fast(x)
+    grads, also = (torch.autograd.grad(y.square().sum(), list(plain.parameters())) for y in (out, same))
+    return torch.equal(out, same), all(map(torch.equal, grads, also))
+
+
+def test_attention_between_compiled_regions(ranks: Ranks) -> None:
+    assert ranks.everywhere(compiled, ranks=2) == [(True, True)] * 2

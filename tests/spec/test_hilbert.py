@@ -1,0 +1,213 @@
+"""The curve visits every point once and moves by single steps: on all small grids, and on larger ones by chance."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_dispatch.spec.hilbert import curve
+
+Grid = tuple[int, ...]
+
+
+def coordinates(positions: Tensor, grid: Grid) -> Tensor:
+    """[tokens, axes]"""
+    return torch.stack(torch.unravel_index(positions, grid), dim=1)
+
+
+def faults(positions: Tensor, grid: Grid) -> list[str]:
+    """What a walk through the whole grid by single steps would not have."""
+    found = []
+    visited = torch.zeros(math.prod(grid), dtype=torch.bool)
+    visited[positions] = True
+    if len(positions) != len(visited) or not visited.all():
+        found.append(f"{grid}: not a permutation")
+    elif int(positions[0]) != 0:
+        found.append(f"{grid}: does not start at position 0")
+    steps = coordinates(positions, grid).diff(dim=0).abs().sum(1)
+    if (steps != 1).any():
+        found.append(f"{grid}: {int((steps != 1).sum())} steps are not to a neighbour")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        ([0, 1, 2, 3], ["(2, 2): 1 steps are not to a neighbour"]),
+        ([0, 1, 3, 1], ["(2, 2): not a permutation"]),
+        ([0, 1, 3], ["(2, 2): not a permutation"]),
+        ([1, 3, 2, 0], ["(2, 2): does not start at position 0"]),
+        ([0, 2, 3, 1], []),
+    ],
+)
+def test_faults_are_found(positions: list[int], said: list[str]) -> None:
+    assert faults(torch.tensor(positions), (2, 2)) == said
+
+
+@pytest.mark.parametrize(("rank", "largest"), [(1, 300), (2, 40), (3, 12)])
+def test_every_small_grid(rank: int, largest: int) -> None:
+    grids = list(product(range(1, largest + 1), repeat=rank))
+    assert len(grids) == largest**rank
+    assert [fault for grid in grids for fault in faults(curve(grid), grid)] == []
+
+
+@given(st.one_of(st.tuples(*[st.integers(1, 300)] * 2), st.tuples(*[st.integers(1, 40)] * 3)))
+@settings(max_examples=40)
+def test_larger_grids(grid: Grid) -> None:
+    assert faults(curve(grid), grid) == []
+
+
+@pytest.mark.parametrize("grid", [(512, 511), (1, 99991), (3, 40001), (40001, 2), (2, 3, 9001), (63, 64, 65)])
+def test_large_and_long_grids(grid: Grid) -> None:
+    assert faults(curve(grid), grid) == []
+
+
+# --- curves written out -----------------------------------------------------------------------------------------------
+
+SQUARE = [
+    [0, 3, 4, 5],
+    [1, 2, 7, 6],
+    [14, 13, 8, 9],
+    [15, 12, 11, 10],
+]  # the place of each position
+
+
+@pytest.mark.parametrize(
+    ("grid", "expected"),
+    [
+        ((1,), [0]),
+        ((7,), [0, 1, 2, 3, 4, 5, 6]),
+        ((1, 5), [0, 1, 2, 3, 4]),
+        ((5, 1), [0, 1, 2, 3, 4]),
+        ((1, 1, 1), [0]),
+        ((2, 2), [0, 1, 3, 2]),
+        ((3, 2), [0, 2, 4, 5, 3, 1]),
+        ((2, 3), [0, 1, 2, 5, 4, 3]),
+        ((3, 3), [0, 3, 4, 1, 2, 5, 8, 7, 6]),
+        ((2, 2, 2), [0, 2, 3, 1, 5, 7, 6, 4]),
+    ],
+)
+def test_small_curves(grid: Grid, expected: list[int]) -> None:
+    assert curve(grid).tolist() == expected
+
+
+def test_a_square_of_four_is_hilberts_own() -> None:
+    places = torch.tensor(SQUARE).flatten()
+    assert curve((4, 4)).tolist() in (places.argsort().tolist(), places.view(4, 4).T.flatten().argsort().tolist())
+
+
+def quarter_by_quarter(side: int) -> list[tuple[int, int]]:
+    """Hilbert's curve by its definition: four curves of half the side, the first and the last turned about."""
+    if side == 1:
+        return [(0, 0)]
+    half = side // 2
+    inner = quarter_by_quarter(half)
+    return [
+        *((y, x) for x, y in inner),
+        *((x, y + half) for x, y in inner),
+        *((x + half, y + half) for x, y in inner),
+        *((side - 1 - y, half - 1 - x) for x, y in inner),
+    ]
+
+
+@pytest.mark.parametrize("side", [2, 4, 8, 16, 32, 64])
+def test_powers_of_two_are_hilberts_own(side: int) -> None:
+    found = {
+        tuple(map(tuple, coordinates(curve((side, side)), (side, side))[:, axes].tolist())) for axes in ([0, 1], [1, 0])
+    }
+    assert tuple(quarter_by_quarter(side)) in found
+
+
+@pytest.mark.parametrize("grid", [(6, 7), (4, 4), (1, 9)])
+def test_axes_of_one_change_nothing(grid: Grid) -> None:
+    for axis in range(3):
+        assert torch.equal(curve((*grid[:axis], 1, *grid[axis:])), curve(grid))
+
+
+# --- what is near along the curve is near in the grid -----------------------------------------------------------------
+
+
+def reached(positions: Tensor, grid: Grid, ahead: int, tile: int = 64) -> float:
+    """Points in the box that a neighbourhood of `ahead` each way has around a tile, on average over the whole tiles."""
+    points = coordinates(positions, grid)
+    tiles = points[: len(points) // tile * tile].view(-1, tile, len(grid))
+    low = (tiles.amin(1) - ahead).clamp(min=0)
+    high = torch.minimum(tiles.amax(1) + ahead, torch.tensor(grid) - 1)
+    return float((high - low + 1).prod(1).double().mean())
+
+
+@pytest.mark.parametrize(("grid", "edge"), [((64, 64), 8), ((256, 128), 8), ((16, 16, 16), 4), ((64, 32, 32), 4)])
+def test_tiles_of_64_are_squares_and_cubes(grid: Grid, edge: int) -> None:
+    tiles = coordinates(curve(grid), grid).view(-1, 64, len(grid))
+    assert torch.equal(tiles.amax(1) - tiles.amin(1), torch.full((len(tiles), len(grid)), edge - 1))
+
+
+@pytest.mark.parametrize("grid", [(63, 64), (101, 99), (100, 37), (50, 50), (33, 33), (33, 33, 33), (31, 30, 29)])
+def test_tiles_reach_fewer_points_than_raster_does(grid: Grid) -> None:
+    ahead = 6 if len(grid) == 2 else 3
+    found = reached(curve(grid), grid, ahead)
+    raster = torch.arange(math.prod(grid))
+    for axes in permutations(range(len(grid))):
+        assert found < reached(raster.view(grid).permute(axes).flatten(), grid, ahead)
+
+
+@pytest.mark.parametrize("grid", [(301, 6), (6, 301), (300, 7), (301, 7), (301, 5, 6)])
+def test_a_long_grid_is_gone_through_from_end_to_end(grid: Grid) -> None:
+    length, width = max(grid), sorted(grid)[-2]
+    along = coordinates(curve(grid), grid)[:, grid.index(length)]
+    level = torch.linspace(0, length - 1, len(along))
+    assert (along - level).abs().max() < 2 * width  # a box is no longer than that
+
+
+# --- as a function ----------------------------------------------------------------------------------------------------
+
+
+def test_type_and_place() -> None:
+    for grid in ((5,), (5, 6), (5, 6, 7)):
+        found = curve(grid)
+        assert (found.dtype, found.device.type, found.shape) == (torch.int64, "cpu", (math.prod(grid),))
+        assert found.is_contiguous()
+        assert curve(grid) is found
+
+
+def test_a_first_call_in_another_mode() -> None:
+    curve.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        found = curve((5, 6))
+    assert faults(found, (5, 6)) == []
+    values = torch.randn(30, requires_grad=True)
+    (grad,) = torch.autograd.grad((values[found] * torch.arange(30.0)).sum(), values)  # the index is saved
+    assert torch.equal(grad[found], torch.arange(30.0))
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(grid: Grid) -> int:
+    curve.cache_clear()
+    mode = Operations()
+    with mode:
+        curve(grid)
+    return mode.count
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_operations_grow_with_the_logarithm(rank: int) -> None:
+    counts = [operations((side,) * rank) for side in (8, 16, 32, 64)]
+    assert counts[0] > 0
+    assert counts[3] - counts[2] == counts[2] - counts[1] == counts[1] - counts[0]

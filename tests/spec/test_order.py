@@ -1,0 +1,322 @@
+"""Orders of tokens as permutations, patterns of tokens that are kept in them, and the way in and out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend, explain, from_order, positions, to_order
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.learning.features import bucket, features
+from attn_dispatch.spec.groups import title
+from attn_dispatch.spec.orders import ORDERS, permutation, places, serves
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.store.folder import Store, cache_folder
+from tests.support.calls import BUILT_IN, qkv
+
+REORDERED = ("hilbert", "residue")
+TRICKY: list[tuple[Pattern, int]] = [
+    (Dense(is_causal=True), 30),
+    (Window(3, 1), 27),
+    (Dilated((8,), (2,)), 32),
+    (Dilated((9, 18), (2, 3), is_causal=True), 31),
+    (Dilated((8, 32), (2, 4), offsets="block"), 32),
+    (Dilated((8, 16), (2, 4), heads="split"), 32),
+    (Neighborhood((5, 7), (3, 3)), 35),
+    (Neighborhood((8, 8), (3, 5), is_causal=(True, False)), 64),
+    (Neighborhood((6, 9), (3, 3), (2, 3), edges="shift"), 54),
+    (Neighborhood((3, 4, 5), (3, 3, 3)), 60),
+    (Neighborhood((32,), (5,), (3,)), 32),
+]
+EACH = pytest.mark.parametrize(("pattern", "length"), TRICKY, ids=lambda value: str(value))
+ORDER = pytest.mark.parametrize("order", REORDERED)
+
+
+# --- permutations -----------------------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_position_has_one_place(order: str, pattern: Pattern, length: int) -> None:
+    found = permutation(order, pattern, length)
+    if found is None:
+        assert order == "natural" or not serves(order, pattern)
+        return
+    assert found.dtype == torch.int64
+    assert torch.equal(found.sort().values, torch.arange(length))
+    assert not torch.equal(found, torch.arange(length))
+    assert torch.equal(found[places(found)], torch.arange(length))
+    assert torch.equal(places(found)[found], torch.arange(length))
+
+
+@pytest.mark.parametrize("pattern", [Dense(is_causal=True), Dilated((7,), (3,)), Dilated((64,), (2,))], ids=str)
+@ORDER
+def test_any_length(order: str, pattern: Pattern) -> None:
+    for length in range(1, 80):
+        assert torch.equal(positions(order, pattern, length).sort().values, torch.arange(length))
+
+
+@pytest.mark.parametrize(
+    ("order", "pattern", "expected"),
+    [
+        ("natural", Dense(), True),
+        ("hilbert", Dense(), False),
+        ("hilbert", Window(3, 3), False),
+        ("hilbert", Neighborhood((8, 8), (3, 3)), True),
+        ("hilbert", Neighborhood((8, 1), (3, 3)), False),
+        ("hilbert", Neighborhood((64,), (3,)), False),
+        ("residue", Neighborhood((64,), (3,), (2,)), True),
+        ("residue", Neighborhood((64,), (3,)), False),
+        ("residue", Neighborhood((8, 8), (3, 3), (2, 2)), False),
+        ("residue", Dilated((8, 16), (1, 2)), True),
+        ("residue", Dilated((8, 16), (1, 1)), False),
+        ("hilbert", Dilated((8, 16), (1, 2)), False),
+    ],
+    ids=str,
+)
+def test_where_an_order_serves(order: str, pattern: Pattern, expected: bool) -> None:
+    assert serves(order, pattern) == expected
+
+
+def test_residues_stand_together_within_a_segment() -> None:
+    assert positions("residue", Dilated((8,), (2,)), 12).tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 9, 11]
+    assert positions("residue", Dilated((6, 12), (2, 3)), 12).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert positions("residue", Neighborhood((7,), (3,), (3,)), 7).tolist() == [0, 3, 6, 1, 4, 2, 5]
+
+
+def test_classes_of_a_dilated_grid_stand_apart() -> None:
+    """Tokens of two of them never meet."""
+    pattern = Neighborhood((6, 8), (3, 3), (2, 1))
+    rows = positions("hilbert", pattern, 48) // 8
+    assert (rows[:24] % 2 == 0).all()
+    assert (rows[24:] % 2 == 1).all()
+
+
+# --- patterns of tokens in another order ------------------------------------------------------------------------------
+
+
+@EACH
+@ORDER
+def test_a_reordered_pattern_is_the_pattern_on_positions(order: str, pattern: Pattern, length: int) -> None:
+    at = positions(order, pattern, length)
+    generator = torch.Generator().manual_seed(0)
+    masks: dict[str, Any] = {
+        "seq_lens": torch.tensor([length - 3, length]),
+        "key_mask": torch.rand(2, length, generator=generator) < 0.7,
+    }
+    whole = pattern.multiplicity(length, heads=4)[:, at][:, :, at]
+    found = Reordered(pattern, order).multiplicity(length, heads=4)
+    assert torch.equal(found, whole)
+    # What the tensors hide is about the tokens as they lie.
+    some, lens = torch.tensor([0, 5, length - 2]), masks["seq_lens"][:, None, None, None]
+    hidden = (
+        whole[1:3, some] * masks["key_mask"][:, None, None] * (torch.arange(length) < lens) * (some[:, None] < lens)
+    )
+    kept = Reordered(pattern, order).multiplicity(length, heads=4, h_pos=(1, 2), q_pos=some, **masks)
+    assert torch.equal(kept, hidden)
+
+
+@EACH
+@ORDER
+def test_the_plainest_means_the_same(order: str, pattern: Pattern, length: int) -> None:
+    reordered = Reordered(pattern, order)
+    plain = reordered.simplify(length, length, 4)
+    assert torch.equal(plain.multiplicity(length, heads=4), reordered.multiplicity(length, heads=4))
+    assert plain.simplify(length, length, 4) == plain
+
+
+GRID = Neighborhood((4, 4), (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (Reordered(GRID, "natural"), GRID),
+        (Reordered(GRID, "residue"), GRID),
+        (Reordered(GRID, "hilbert"), Reordered(GRID, "hilbert")),
+        (Reordered(Dense(), "hilbert"), Dense()),
+        (Reordered(Window(99, 99), "hilbert"), Dense()),
+        (Reordered(Window(99, 0), "hilbert"), Reordered(Dense(is_causal=True), "hilbert")),
+        (Reordered(Neighborhood((16,), (5,)), "hilbert"), Window(2, 2)),
+        (Reordered(Dilated((4, 99), (2, 2)), "residue"), Reordered(Dilated((4, 16), (2, 2)), "residue")),
+    ],
+    ids=str,
+)
+def test_equal_calls_share_a_decision(given: Pattern, expected: Pattern) -> None:
+    q, k, v = qkv()
+    problem = Problem.of(q, k, v, given)
+    assert problem.pattern == expected
+    assert hash(problem) == hash(Problem.of(q, k, v, expected))
+
+
+def test_it_is_told_and_written_down() -> None:
+    problem = Problem.of(*qkv(), Reordered(GRID, "hilbert"))
+    assert "Reordered(Neighborhood(grid=(4, 4), window=(3, 3)), hilbert)" in str(problem)
+    plain = problem.to_dict()
+    assert plain["pattern"] == {"kind": "Reordered", "pattern": GRID.to_dict(), "order": "hilbert"}
+    assert Problem.from_dict(plain) == problem
+    assert "Reordered(Neighborhood(2-D) hilbert)" in title(plain)
+    natural = replace(problem, pattern=GRID).to_dict()
+    assert features(plain) == features(natural)
+    assert bucket(plain)[1:] == bucket(natural)[1:]
+    with pytest.raises(InvalidInput, match="order must be one of"):
+        Problem.from_dict({**plain, "pattern": {**plain["pattern"], "order": "spiral"}})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Reordered(GRID, "spiral"), "order must be one of 'natural', 'hilbert', 'residue', got 'spiral'"),
+        (lambda: Reordered(GRID, None), "order must be one of"),  # type: ignore[arg-type]
+        (
+            lambda: Reordered(Reordered(GRID, "hilbert"), "hilbert"),
+            "pattern must be a pattern in natural order, got Reo",
+        ),
+        (lambda: Reordered("hilbert", GRID), "pattern must be a pattern in natural order, got 'hilbert'"),  # type: ignore[arg-type]
+        (lambda: Reordered(GRID, "hilbert").check(15, 15), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
+        (lambda: Reordered(Dense(), "hilbert").check(4, 5), "Reordered needs q_len == k_len, got 4 and 5"),
+    ],
+)
+def test_what_cannot_be_reordered(make: Any, message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        make()
+    assert message in str(raised.value)
+
+
+# --- computed ---------------------------------------------------------------------------------------------------------
+
+
+def by_hand(x: Tensor, order: str, pattern: Pattern) -> Tensor:
+    return x[:, positions(order, pattern, x.shape[1])]
+
+
+@pytest.mark.parametrize("backend", ["manual", "sdpa_mask"])
+@EACH
+@ORDER
+def test_it_is_the_call_on_tokens_put_in_order_by_hand(order: str, pattern: Pattern, length: int, backend: str) -> None:
+    """out, lse and all gradients, with heads that differ, and a mask that lies as the tokens do."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, length, 4, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    mask = torch.rand(1, length, generator=generator) < 0.8
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = attend(q, k, v, pattern, key_mask=mask, return_lse=True, backend="manual")
+    expected = torch.autograd.grad((out, lse), (q, k, v), (grad, grad[..., 0].transpose(1, 2)))
+    q, k, v = (by_hand(x.detach(), order, pattern).requires_grad_() for x in (q, k, v))
+    mask, grad = (by_hand(x, order, pattern) for x in (mask, grad))
+    reordered = Reordered(pattern, order)
+    kept_out, kept_lse = attend(q, k, v, reordered, key_mask=mask, return_lse=True, backend=backend)
+    found = torch.autograd.grad((kept_out, kept_lse), (q, k, v), (grad, grad[..., 0].transpose(1, 2)))
+    assert torch.allclose(kept_out, by_hand(out, order, pattern))
+    assert torch.allclose(kept_lse, by_hand(lse.transpose(1, 2), order, pattern).transpose(1, 2))
+    for one, other in zip(found, expected):
+        assert torch.allclose(one, by_hand(other, order, pattern))
+
+
+@pytest.mark.usefixtures("little_time")
+@pytest.mark.parametrize(
+    "pattern",
+    [Reordered(GRID, "hilbert"), Reordered(Dilated((4, 8), (1, 2), True, heads="split"), "residue")],
+    ids=str,
+)
+def test_it_passes_the_gate_and_is_decided_on(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not know such a pattern refuse it; none fails on it."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "10000")  # nobody is left out, however busy the machine is
+    q, k, v = (x.requires_grad_() for x in qkv())
+    attend(q, k, v, pattern).sum().backward()
+    ((_, decision),) = Store(cache_folder()).all()
+    rows = {row.backend: row.status for row in decision.candidates}
+    assert rows.keys() == set(BUILT_IN)
+    able = {"sdpa_mask", "manual", "tiles"} | ({"native"} if isinstance(pattern.natural, Neighborhood) else set())
+    assert {rows[name] for name in able} <= {"chosen", "slower", "tie"}
+    others = {status for name, status in rows.items() if name not in able}
+    assert others <= {"unsupported", "not_installed"}
+    assert explain(q, k, v, pattern).choice == decision.choice
+
+
+# --- in and out -------------------------------------------------------------------------------------------------------
+
+
+@EACH
+@ORDER
+def test_into_an_order_and_out_of_it(order: str, pattern: Pattern, length: int) -> None:
+    x = torch.randn(2, length, 3)
+    there = to_order(x, order, pattern)
+    assert torch.equal(there, by_hand(x, order, pattern))
+    assert torch.equal(from_order(there, order, pattern), x)
+    assert torch.equal(to_order(x.transpose(1, 2), order, pattern, dim=-1), there.transpose(1, 2))
+    assert torch.equal(to_order(torch.arange(length), order, pattern, dim=0), positions(order, pattern, length))
+
+
+def test_the_natural_order_copies_nothing() -> None:
+    x = torch.randn(1, 16, 2)
+    assert to_order(x, "natural", GRID) is x
+    assert from_order(x, "residue", GRID) is x
+    assert positions("natural", GRID, 16).tolist() == list(range(16))
+
+
+def test_what_is_given_out_may_be_written_to() -> None:
+    positions("hilbert", GRID, 16).zero_()
+    assert positions("hilbert", GRID, 16).sort().values.tolist() == list(range(16))
+
+
+@ORDER
+def test_a_whole_model_in_another_order(order: str) -> None:
+    """Converted once at its edges: the result and the gradient are those of the model in natural order."""
+    pattern = Dilated((6, 12), (2, 4), is_causal=True)
+    x = torch.randn(1, 24, 2, 8, dtype=torch.float64, requires_grad=True)
+    angles = torch.arange(24.0, dtype=torch.float64)[None, :, None, None]
+
+    def model(x: Tensor, angles: Tensor, pattern: Pattern) -> Tensor:
+        for _ in range(2):
+            x = x + attend(x * angles.cos(), x * angles.sin(), x, pattern, backend="manual")
+        return x
+
+    natural = model(x, angles, pattern)
+    moved = positions(order, pattern, 24).double()[None, :, None, None]
+    reordered = from_order(model(to_order(x, order, pattern), moved, Reordered(pattern, order)), order, pattern)
+    assert torch.allclose(reordered, natural)
+    weights = torch.randn_like(natural)
+    one, other = (torch.autograd.grad((y * weights).sum(), x)[0] for y in (natural, reordered))
+    assert torch.allclose(one, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2], "hilbert", GRID), "x must be a torch.Tensor, got list"),
+        ((torch.zeros(1, 16), "spiral", GRID), "order must be one of 'natural', 'hilbert', 'residue', got 'spiral'"),
+        ((torch.zeros(1, 16), None, GRID), "order must be one of"),
+        ((torch.zeros(1, 16), "hilbert", "grid"), "pattern must be a pattern in natural order, got 'grid'"),
+        ((torch.zeros(1, 16), "hilbert", Reordered(GRID, "hilbert")), "pattern must be a pattern in natural order"),
+        ((torch.zeros(1, 15), "hilbert", GRID), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
+        ((torch.zeros(1, 16), "hilbert", GRID, 2), "dim must be an axis of x, which has 2, got 2"),
+        ((torch.zeros(1, 16), "hilbert", GRID, "n"), "dim must be an axis of x, which has 2, got 'n'"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
+    for call in (to_order, from_order):
+        with pytest.raises(InvalidInput) as raised:
+            call(*arguments)
+        assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("length", [0, -1, 1.5, "16", True])
+def test_a_wrong_length(length: Any) -> None:
+    with pytest.raises(InvalidInput, match="length must be an integer >= 1, got"):
+        positions("hilbert", Dense(), length)
+
+
+def test_what_is_kept_serves_calls_of_every_mode() -> None:
+    permutation.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        found = permutation("hilbert", Neighborhood((6, 7), (3,)), 42)
+    assert found is not None
+    x = torch.randn(42, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(x.index_select(0, found).sum(), x)
+    assert grad.shape == x.shape

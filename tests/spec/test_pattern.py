@@ -1,0 +1,250 @@
+"""Patterns against an evaluation of the definition in plain Python integers, one query and key at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from tests.support.definition import KINDS, SPECS, Spec, dense, dilated, masks, neighborhoods, windows
+
+# --- multiplicity -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specs", [dense(), windows(), dilated(), neighborhoods()], ids=list(KINDS))
+def test_multiplicity_is_the_definition(specs: st.SearchStrategy[Spec]) -> None:
+    @settings(max_examples=100)
+    @given(specs)
+    def holds(spec: Spec) -> None:
+        found = spec.pattern.multiplicity(*spec.lengths)
+        assert found.dtype == torch.int32
+        assert found.tolist() == spec.multiplicity()
+
+    holds()
+
+
+@settings(max_examples=80)
+@given(st.data(), SPECS)
+def test_masks_take_keys_and_padding_queries_away(data: st.DataObject, spec: Spec) -> None:
+    seq_lens, key_mask = data.draw(masks(spec))
+    found = spec.pattern.multiplicity(
+        *spec.lengths,
+        seq_lens=None if seq_lens is None else torch.tensor(seq_lens),
+        key_mask=None if key_mask is None else torch.tensor(key_mask),
+    )
+    plain = spec.multiplicity()
+    if seq_lens is None and key_mask is None:
+        assert found.tolist() == plain
+        return
+    for row in range(len(found)):
+        length = spec.k_len + spec.q_len if seq_lens is None else seq_lens[row]
+        kept = [j < length and (key_mask is None or key_mask[row][j]) for j in range(spec.k_len)]
+        expected = [
+            [[c if i < length and kept[j] else 0 for j, c in enumerate(keys)] for i, keys in enumerate(queries)]
+            for queries in plain
+        ]
+        assert found[row].tolist() == expected
+
+
+@settings(max_examples=60)
+@given(st.data(), SPECS)
+def test_parts_are_parts_of_the_whole(data: st.DataObject, spec: Spec) -> None:
+    def some(size: int) -> list[int]:
+        return data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4))
+
+    heads, queries, keys = some(spec.heads), some(spec.q_len), some(spec.k_len)
+    found = spec.pattern.multiplicity(*spec.lengths, h_pos=heads, q_pos=torch.tensor(queries), k_pos=torch.tensor(keys))
+    whole = spec.multiplicity()
+    assert found.tolist() == [[[whole[h][i][j] for j in keys] for i in queries] for h in heads]
+
+
+def test_parts_with_a_key_mask() -> None:
+    key_mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
+    found = Dense().multiplicity(4, key_mask=key_mask, q_pos=torch.tensor([2]), k_pos=torch.tensor([3, 2, 0]))
+    assert found.tolist() == [[[[0, 1, 1]]], [[[1, 1, 0]]]]
+
+
+@settings(max_examples=100)
+@given(SPECS)
+def test_simplify_keeps_the_multiplicity(spec: Spec) -> None:
+    simple = spec.pattern.simplify(*spec.lengths)
+    assert simple.multiplicity(*spec.lengths).tolist() == spec.multiplicity()
+    assert simple.simplify(*spec.lengths) == simple
+
+
+@pytest.mark.parametrize(
+    ("pattern", "simple"),
+    [
+        (Window(7, None), Dense()),
+        (Window(7, 0), Dense(is_causal=True)),
+        (Window(6, 3), Window(6, 3)),
+        (Window(100, 3), Window(None, 3)),
+        (Dilated((8,), (1,), is_causal=True), Dense(is_causal=True)),
+        (Dilated((9,), (1,), heads="split"), Dense()),
+        (Dilated((99, 4), (2, 1)), Dilated((8, 4), (2, 1))),
+        (Dilated((4, 8), (1, 2), offsets="block"), Dilated((4, 8), (1, 2))),
+        (Neighborhood((8,), (15,)), Dense()),
+        (Neighborhood((8,), (5,), is_causal=True), Window(2, 0)),  # type: ignore[arg-type]
+        (Neighborhood((8,), (5,), edges="shift"), Neighborhood((8,), (5,), edges="shift")),
+    ],
+    ids=str,
+)
+def test_simplify_finds_the_plainest(pattern: Pattern, simple: Pattern) -> None:
+    assert pattern.simplify(8, 8, 2) == simple
+
+
+@pytest.mark.parametrize("pattern", [Dense(is_causal=True), Window(None, 0), Window(5, 0)], ids=str)
+def test_one_query_sees_all(pattern: Pattern) -> None:
+    assert pattern.simplify(1, 6, 3) == Dense()
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+NUMBER = np.int64
+SAME: list[tuple[Pattern, Pattern]] = [
+    (Window(np.int32(3), NUMBER(0)), Window(3, 0)),  # type: ignore[arg-type]
+    (Dilated([8, 16], [1, 2]), Dilated((8, 16), (1, 2))),  # type: ignore[arg-type]
+    (Dilated(np.array([8, 16]), (NUMBER(1), NUMBER(2))), Dilated((8, 16), (1, 2))),  # type: ignore[arg-type]
+    (Dilated(torch.tensor([8, 16]), (1, 2)), Dilated((8, 16), (1, 2))),  # type: ignore[arg-type]
+    (Dilated(8, 2), Dilated((8,), (2,))),  # type: ignore[arg-type]
+    (Dilated((x for x in (8, 16)), range(1, 3)), Dilated((8, 16), (1, 2))),  # type: ignore[arg-type]
+    (Dilated((16, 8), (2, 1)), Dilated((8, 16), (1, 2))),
+    (Dilated((8, 16), (1, 1), offsets="block"), Dilated((8, 16), (1, 1))),
+    (Dilated((8, 16), (1, 2), heads="split", offsets="block"), Dilated((8, 16), (1, 2), heads="split")),
+    (Neighborhood([4, 6], 3), Neighborhood((4, 6), (3, 3), (1, 1), (False, False))),  # type: ignore[arg-type]
+    (Neighborhood((4, 6), (3,), NUMBER(2), True), Neighborhood((4, 6), (3, 3), (2, 2), (True, True))),  # type: ignore[arg-type]
+    (Neighborhood((4, 6), (3, 99), is_causal=[True, False]), Neighborhood((4, 6), (3, 11), is_causal=(True, False))),  # type: ignore[arg-type]
+    (Neighborhood((9,), (99,), (2,)), Neighborhood((9,), (9,), (2,))),
+    (Neighborhood(7, 3), Neighborhood((7,), (3,))),  # type: ignore[arg-type]
+]
+DIFFERENT: list[tuple[Pattern, Pattern]] = [
+    (Dense(), Dense(is_causal=True)),
+    (Window(None, 0), Window(0, None)),
+    (Dilated((16, 8), (2, 1), heads="split"), Dilated((8, 16), (1, 2), heads="split")),
+    (Dilated((16, 8), (1, 2)), Dilated((8, 16), (1, 2))),
+    (Dilated((8,), (2,)), Dilated((8,), (2,), offsets="block")),
+    (Dilated((8, 8), (2, 2)), Dilated((8,), (2,))),
+    (Neighborhood((9,), (3,)), Neighborhood((9,), (3,), edges="shift")),
+    (Neighborhood((3, 9), (3,)), Neighborhood((9, 3), (3,))),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME, ids=lambda pattern: str(pattern))
+def test_equal_values(one: Pattern, other: Pattern) -> None:
+    assert one == other
+    assert hash(one) == hash(other)
+    assert str(one) == str(other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=lambda pattern: str(pattern))
+def test_different_values(one: Pattern, other: Pattern) -> None:
+    assert one != other
+    assert str(one) != str(other)
+
+
+def test_fields_are_plain_integers() -> None:
+    pattern = Neighborhood(np.array([4, 6]), NUMBER(3), [NUMBER(2), 1], [True, False])  # type: ignore[arg-type]
+    numbers = (*pattern.grid, *pattern.window, *pattern.dilation)
+    assert [type(number) for number in numbers] == [int] * 6
+
+
+@settings(max_examples=60)
+@given(SPECS)
+def test_frozen_hashable_picklable(spec: Spec) -> None:
+    pattern = spec.pattern
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert {pattern: 1}[spec.pattern] == 1
+    field = dataclasses.fields(pattern)[0].name  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(pattern, field, 1)
+
+
+@settings(max_examples=60)
+@given(SPECS)
+def test_a_pattern_made_from_its_fields_is_the_same(spec: Spec) -> None:
+    pattern = spec.pattern
+    assert type(pattern)(**dataclasses.asdict(pattern)) == pattern  # type: ignore[call-overload]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+PAIR = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)}
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("Dense", {"is_causal": 1}, "is_causal must be True or False, got 1"),
+    ("Dense", {"is_causal": None}, "is_causal must be True or False, got None"),
+    ("Window", {"left": -1}, "left must be None or an integer >= 0, got -1"),
+    ("Window", {"right": -2}, "right must be None or an integer >= 0, got -2"),
+    ("Window", {"left": True}, "left must be None or an integer >= 0, got True"),
+    ("Window", {"left": 1.0}, "left must be None or an integer >= 0, got 1.0"),
+    ("Window", {"right": "3"}, "right must be None or an integer >= 0, got '3'"),
+    ("Window", {"right": np.True_}, "right must be None or an integer >= 0, got"),
+    ("Window", {"right": np.array([1, 2])}, "right must be None or an integer >= 0, got"),
+    ("Window", {"right": torch.tensor(1.5)}, "right must be None or an integer >= 0, got"),
+    ("Dilated", PAIR | {"segment_lengths": (8, 0)}, "segment_lengths must be integers >= 1, got 0"),
+    ("Dilated", PAIR | {"segment_lengths": (8, -1)}, "segment_lengths must be integers >= 1, got -1"),
+    ("Dilated", PAIR | {"segment_lengths": (8, True)}, "segment_lengths must be integers >= 1, got True"),
+    ("Dilated", PAIR | {"segment_lengths": (8, 16.0)}, "segment_lengths must be integers >= 1, got 16.0"),
+    ("Dilated", PAIR | {"segment_lengths": "16"}, "segment_lengths must be integers >= 1, got '16'"),
+    ("Dilated", PAIR | {"segment_lengths": ()}, "segment_lengths must hold at least one integer, got ()"),
+    ("Dilated", PAIR | {"segment_lengths": None}, "segment_lengths must be integers >= 1, got None"),
+    ("Dilated", PAIR | {"dilation_rates": (1, 0)}, "dilation_rates must be integers >= 1, got 0"),
+    ("Dilated", PAIR | {"dilation_rates": []}, "dilation_rates must hold at least one integer, got []"),
+    ("Dilated", PAIR | {"dilation_rates": (1,)}, "segment_lengths has 2 entries and dilation_rates 1"),
+    ("Dilated", PAIR | {"is_causal": "yes"}, "is_causal must be True or False, got 'yes'"),
+    ("Dilated", PAIR | {"offsets": "random"}, "offsets must be one of 'mod', 'block', got 'random'"),
+    ("Dilated", PAIR | {"heads": "some"}, "heads must be one of 'all', 'split', got 'some'"),
+    ("Neighborhood", {"grid": (2, 2, 2, 2), "window": 1}, "grid has 4 axes, but may have 1 to 3: (2, 2, 2, 2)"),
+    ("Neighborhood", {"grid": (), "window": 1}, "grid must hold at least one integer, got ()"),
+    ("Neighborhood", {"grid": (4, 0), "window": 1}, "grid must be integers >= 1, got 0"),
+    ("Neighborhood", {"grid": (4, 4), "window": (3, 4)}, "window must be odd on every axis, got (3, 4)"),
+    ("Neighborhood", {"grid": (4, 4), "window": 0}, "window must be integers >= 1, got 0"),
+    ("Neighborhood", {"grid": (4, 4), "window": (3, 3, 3)}, "window has 3 entries, but grid has 2 axes"),
+    ("Neighborhood", {"grid": (4, 4), "window": 3, "dilation": -1}, "dilation must be integers >= 1, got -1"),
+    ("Neighborhood", {"grid": (4, 4, 4), "window": 3, "dilation": (1, 2)}, "dilation has 2 entries, but grid has 3"),
+    ("Neighborhood", {"grid": (4, 4), "window": 3, "is_causal": 0}, "is_causal must be True or False, got 0"),
+    ("Neighborhood", {"grid": (4, 4), "window": 3, "is_causal": (True, 1)}, "is_causal must be True or False, got 1"),
+    ("Neighborhood", {"grid": (4, 4, 4), "window": 3, "is_causal": (True, False)}, "is_causal has 2 entries"),
+    ("Neighborhood", {"grid": (4, 4), "window": 3, "is_causal": ()}, "is_causal has 0 entries"),
+    (
+        "Neighborhood",
+        {"grid": (4, 4), "window": 3, "edges": "wrap"},
+        "edges must be one of 'clip', 'shift', got 'wrap'",
+    ),
+    (
+        "Neighborhood",
+        {"grid": (8, 4), "window": 3, "dilation": (1, 2), "edges": "shift"},
+        "edges='shift' needs window * dilation <= grid on every axis, got 3 * 2 > 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"), BAD, ids=[f"{kind}-{message[:40]}" for kind, _, message in BAD]
+)
+def test_wrong_arguments(kind: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        KINDS[kind](**arguments)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "q_len", "k_len", "message"),
+    [
+        (Dilated((4,), (2,)), 8, 9, "Dilated needs q_len == k_len, got 8 and 9"),
+        (Neighborhood((2, 4), (1,)), 8, 9, "Neighborhood needs q_len == k_len, got 8 and 9"),
+        (Neighborhood((2, 4), (1,)), 9, 9, "grid (2, 4) holds 8 tokens, but the sequence has 9"),
+    ],
+)
+def test_lengths_that_do_not_fit(pattern: Pattern, q_len: int, k_len: int, message: str) -> None:
+    for call in (pattern.check, pattern.multiplicity):
+        with pytest.raises(InvalidInput) as raised:
+            call(q_len, k_len)
+        assert message in str(raised.value)

@@ -1,0 +1,204 @@
+"""A Problem is written down as plain data and read back; what is no problem is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import zeros
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.recording import read_record
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import DTYPES, Problem
+from attn_dispatch.spec.reordered import Reordered
+from tests.support.fakes import SILICON
+
+SHAPE = (2, 12, 4, 8)
+PROBLEM = Problem.of(zeros(SHAPE), zeros(SHAPE), zeros(SHAPE))
+PATTERNS: list[Pattern] = [
+    *(Dense(), Dense(is_causal=True), Window(3, None), Window(None, 2), Window(0, 0)),
+    *(Dilated((4, 8), (1, 2), is_causal=True), Dilated((8, 4), (3, 2), heads="split")),
+    Dilated((5,), (2,), offsets="block"),
+    Neighborhood((3, 4), (3, 1), (1, 2), (True, False)),
+    Neighborhood((12,), (3,), (2,), edges="shift"),
+    Reordered(Neighborhood((3, 4), (3, 1), (1, 2), (True, False)), "hilbert"),
+    Reordered(Dilated((8, 4), (3, 2), heads="split"), "residue"),
+]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from(DTYPES))
+    swapped = st.booleans()
+    q, k, v = (
+        zeros(1, n, 12, 3, dtype=dtype).transpose(1, 2) if draw(swapped) else zeros(1, 12, n, 3, dtype=dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    found = Problem.of(
+        q.requires_grad_() if draw(st.booleans()) else q,
+        k,
+        v,
+        draw(st.sampled_from(PATTERNS)),
+        seq_lens=torch.tensor([5]) if draw(st.booleans()) else None,
+        key_mask=torch.ones(1, 12, dtype=torch.bool) if draw(st.booleans()) else None,
+        dropout_p=draw(st.floats(0, 1, exclude_max=True)),
+        scale=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+        return_lse=draw(st.booleans()),
+    )
+    return replace(found, ranks=draw(st.integers(1, 9)))
+
+
+@settings(max_examples=100)
+@given(problems())
+def test_json_and_back(given_problem: Problem) -> None:
+    found = Problem.from_dict(json.loads(json.dumps(given_problem.to_dict(), allow_nan=False)))
+    assert found == given_problem
+    assert hash(found) == hash(given_problem)
+    assert found.key(SILICON) == given_problem.key(SILICON)
+    assert str(found) == str(given_problem)
+
+
+def test_to_dict_covers_every_field() -> None:
+    assert set(PROBLEM.to_dict()) == {field.name for field in fields(Problem) if field.init}
+
+
+def test_pickled_for_another_process(tmp_path: Path) -> None:
+    """Hashes of strings differ from process to process."""
+    (tmp_path / "pickled").write_bytes(pickle.dumps(PROBLEM))
+    code = (
+        "import pathlib, pickle, sys, torch\n"
+        "from attn_dispatch import Problem\n"
+        "found = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        f"x = torch.zeros({SHAPE})\n"
+        "assert {Problem.of(x, x, x): 1}[found] == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "pickled")], check=True, timeout=60)
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(100_000):
+    DEEP = {"kind": DEEP}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "batch-zero": {"batch": 0},
+    "batch-bool": {"batch": True},
+    "batch-str": {"batch": "2"},
+    "q_len-none": {"q_len": None},
+    "k_len-float": {"k_len": 12.0},
+    "heads-negative": {"heads": -4},
+    "head_dim-list": {"head_dim": [8]},
+    "kv_heads": {"kv_heads": 3},
+    "ranks": {"ranks": 0},
+    "dtype-unknown": {"dtype": "int8"},
+    "dtype-none": {"dtype": None},
+    "dtype-list": {"dtype": ["float32"]},
+    "device-unknown": {"device": "abacus"},
+    "device-none": {"device": None},
+    "pattern-none": {"pattern": None},
+    "pattern-str": {"pattern": "Dense"},
+    "pattern-kind": {"pattern": {"kind": "Spiral"}},
+    "pattern-no-kind": {"pattern": {"is_causal": True}},
+    "pattern-kind-list": {"pattern": {"kind": ["Dense"]}},
+    "pattern-field": {"pattern": {"kind": "Window", "left": 3, "middle": 4}},
+    "pattern-value": {"pattern": {"kind": "Window", "left": -3}},
+    "pattern-lengths": {"pattern": {"kind": "Neighborhood", "grid": [5, 5], "window": [3]}},
+    "pattern-deep": {"pattern": DEEP},
+    "scale-none": {"scale": None},
+    "scale-nan": {"scale": math.nan},
+    "scale-inf": {"scale": math.inf},
+    "scale-huge": {"scale": 10**400},
+    "dropout": {"dropout_p": 1},
+    "strides-none": {"strides": None},
+    "strides-short": {"strides": ["bnhd", "bnhd"]},
+    "strides-str": {"strides": "bnhd"},
+    "strides-number": {"strides": ["bnhd", "bnhd", 3]},
+    "strides-list": {"strides": ["bnhd", "bnhd", ["bnhd"]]},
+    "strides-twice": {"strides": ["bnhd", "bnhd", "bbhd"]},
+    "strides-flag": {"strides": ["bnhd", "bnhd", "bnhd+holes"]},
+    "needs_grad": {"needs_grad": "yes"},
+    "return_lse": {"return_lse": None},
+    "has_seq_lens": {"has_seq_lens": 1},
+    "has_key_mask": {"has_key_mask": []},
+    "deterministic": {"deterministic": 3},
+    "seq_lens-cross": {"has_seq_lens": True, "k_len": 13},
+    "precision": {"matmul_precision": "lowest"},
+    "precision-list": {"matmul_precision": []},
+    "unknown-field": {"colour": "red"},
+    "private-field": {"_hash": 3},
+}
+
+
+@pytest.mark.parametrize("changes", HOSTILE.values(), ids=HOSTILE)
+def test_dicts_that_are_no_problem(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        Problem.from_dict(PROBLEM.to_dict() | changes)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("plain", [None, [], 3, "problem", [1], {}, {1: 2}, b"{}"], ids=repr)
+def test_values_that_are_no_problem(plain: Any) -> None:
+    with pytest.raises(InvalidInput, match="not a problem"):
+        Problem.from_dict(plain)
+
+
+@pytest.mark.parametrize("name", sorted(PROBLEM.to_dict()))
+def test_what_must_be_there(name: str) -> None:
+    """A field with a default may be missing, and no other."""
+    plain = PROBLEM.to_dict()
+    del plain[name]
+    needed = {
+        "pattern",
+        "batch",
+        "q_len",
+        "k_len",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "dtype",
+        "device",
+        "scale",
+        "strides",
+    }
+    if name in needed:
+        with pytest.raises(InvalidInput, match=name):
+            Problem.from_dict(plain)
+    else:
+        assert Problem.from_dict(plain) == PROBLEM
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(PROBLEM.to_dict())), JSON)
+def test_any_value_in_any_field(name: str, value: Any) -> None:
+    plain = PROBLEM.to_dict() | {name: value}
+    try:
+        found = Problem.from_dict(plain)
+    except InvalidInput:
+        return
+    assert Problem.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"pattern": 3}', "[" * 100_000], ids=["cut", "list", "field", "deep"])
+def test_a_record_names_the_wrong_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "record.jsonl"
+    path.write_text(json.dumps(PROBLEM.to_dict()) + "\n" + line + "\n")
+    with pytest.raises(InvalidInput, match=r"record\.jsonl, line 2: "):
+        read_record(path)

@@ -1,0 +1,90 @@
+"""Without a home folder, or with one that cannot be written, calls run, and nothing is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attn_dispatch import NotDecided, attend, explain
+from attn_dispatch.cli import main
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.store import files, quarantine
+from attn_dispatch.store.folder import NO_HOME, cache_folder
+from tests.support.calls import close, formula, qkv
+from tests.support.commands import SMALL
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+@pytest.fixture(autouse=True)
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user whom the system does not know."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("ATTN_DISPATCH_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    quarantine._tables.clear()
+
+
+def test_there_is_no_home() -> None:
+    with pytest.raises(RuntimeError):
+        Path("~").expanduser()
+    assert cache_folder() == files.NOWHERE
+
+
+@pytest.mark.parametrize("named", [None, "~/decisions"])
+@pytest.mark.parametrize("mode", ["tune", "predict", "locked", "off"])
+def test_calls_run(
+    mode: str, named: str | None, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    if named is not None:
+        monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", named)
+    monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)
+    for length in (32, 48):
+        q, k, v = qkv(length)
+        if mode == "locked":
+            with pytest.raises(NotDecided):
+                attend(q, k, v)
+        else:
+            assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+        assert explain(q, k, v).candidates
+    assert warnings() == [NO_HOME]
+
+
+def test_a_home_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """A plain file stands in its place: root, too, cannot write below it."""
+    home = tmp_path / "home"
+    home.touch()
+    monkeypatch.setenv("HOME", str(home))
+    for length in (32, 48):
+        q, k, v = qkv(length)
+        assert close(attend(q, k, v, is_causal=length == 48), formula(q, k, v, Dense(is_causal=length == 48))[0])
+    assert len([text for text in warnings() if text.startswith("decisions are not kept: ")]) == 1
+    assert all("cannot be written" in text for text in warnings())
+
+
+def test_commands_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["inspect"], ["inspect", "--regret"], ["inspect", "--thresholds"], ["doctor"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr()
+        assert str(files.NOWHERE) not in shown.out or arguments[1:]
+        if not arguments[1:]:
+            assert NO_HOME in shown.out
+    assert main(["profile", *SMALL, "--quick"]) == 0
+    assert "kept      nothing: this user has no home folder" in capsys.readouterr().out
+    assert main(["inspect", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"] == []
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["writable"], report["missed"]["count"]) == (False, 0)
+    assert not os.path.lexists("~")

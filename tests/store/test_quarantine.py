@@ -1,0 +1,245 @@
+"""What is kept out stays out, in every process and in no other version, whatever is wrong with the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from attn_dispatch.store import quarantine, sealed
+from attn_dispatch.store.crash_markers import contact, place_of
+from attn_dispatch.store.quarantine import Quarantine, silicons, sweep
+from tests.support.fakes import SILICON
+from tests.support.quarantines import GROUP, entry, path_of, path_of_new
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_added_is_found_in_later_processes(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    given = entry(kind="hung", provenance={"torch": "2"})
+    for found in (Quarantine(folder, SILICON), Quarantine(folder, SILICON), anew()):
+        if not place_of(folder, SILICON).exists():
+            found.add(given)
+        assert found.find("made_up", "1") == given
+        assert found.entries() == [given]
+    assert silicons(folder) == [SILICON]
+
+
+@pytest.mark.parametrize(
+    ("scope", "asked", "is_out"),
+    [("", "", True), ("", GROUP, True), (GROUP, GROUP, True), (GROUP, "", False), (GROUP, "f" * 12, False)],
+)
+def test_scopes(folder: Path, scope: str, asked: str, is_out: bool) -> None:
+    kept = Quarantine(folder, SILICON)
+    kept.add(entry(scope=scope))
+    assert (kept.find("made_up", "1", asked) is not None) is is_out
+    for backend, version in (("made_up", "2"), ("made_up", None), ("other", "1")):
+        assert kept.find(backend, version, asked) is None
+    assert Quarantine(folder, "cpu-other").find("made_up", "1", asked) is None
+
+
+def test_a_backend_without_a_version(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    Quarantine(folder, SILICON).add(entry(version=None))
+    assert anew().find("made_up", None) is not None
+    assert anew().find("made_up", "") is None
+
+
+def test_groups_and_versions_lie_side_by_side(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    given = [entry(), entry(scope=GROUP), entry(version="2"), entry(backend="other")]
+    for each in reversed(given):
+        Quarantine(folder, SILICON).add(each)
+    assert anew().entries() == given
+
+
+def test_the_folder_is_read_once(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    Quarantine(folder, SILICON).add(entry())
+    path = path_of(folder)
+    content = path.read_bytes()
+    path.unlink()
+    kept = anew()
+    assert kept.find("made_up", "1") is None
+    path.write_bytes(content)
+    assert kept.find("made_up", "1") is None
+    kept.reread()
+    assert kept.find("made_up", "1") is not None
+
+
+def test_nothing_is_made_before_there_is_something(folder: Path) -> None:
+    assert Quarantine(folder, SILICON).find("made_up", "1") is None
+    assert Quarantine(folder, SILICON).lift() == []
+    assert silicons(folder) == []
+    assert not folder.exists()
+
+
+def test_an_entry_of_another_silicon(folder: Path) -> None:
+    with pytest.raises(ValueError, match="cpu-other"):
+        Quarantine(folder, SILICON).add(entry(silicon="cpu-other"))
+
+
+@pytest.mark.parametrize("name", ["", "..", "../cpu", "a/b", "CPU", "a" * 129])
+def test_paths_stay_in_the_folder(name: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match="not a fingerprint"):
+        Quarantine(folder, name)
+    with pytest.raises(ValueError, match="not a fingerprint"), contact(folder, name, "made_up", "1", ""):
+        raise AssertionError
+    Quarantine(folder, SILICON).add(entry(backend="../../../escaped", scope="../x"))
+    assert path_of(folder).parent == folder / "quarantine" / SILICON
+
+
+def test_what_is_shown_is_one_line(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    Quarantine(folder, SILICON).add(entry(reason="RuntimeError:\n  at \x1b[31m0x7", title="a\tb"))
+    (found,) = anew().entries()
+    assert (found.reason, found.title) == ("RuntimeError: at ?[31m0x7", "a b")
+
+
+# --- lifting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "left"), [("made_up", ["other"]), (None, []), ("nobody", ["made_up", "made_up", "other"])]
+)
+def test_lifting(folder: Path, name: str | None, left: list[str], anew: Callable[[], Quarantine]) -> None:
+    given = [entry(), entry(scope=GROUP), entry(backend="other")]
+    for each in given:
+        Quarantine(folder, SILICON).add(each)
+    kept = Quarantine(folder, SILICON)
+    assert kept.lift(name) == [each for each in given if each.backend not in left]
+    for found in (kept, anew()):
+        assert [each.backend for each in found.entries()] == left
+
+
+def test_another_process_is_lifted_too(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    kept = anew()
+    assert kept.entries() == []
+    mine = quarantine._tables.copy()
+    anew().add(entry())
+    quarantine._tables.update(mine)
+    assert [each.backend for each in kept.lift("made_up")] == ["made_up"]
+    assert anew().entries() == []
+
+
+def test_what_cannot_be_removed_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    kept = Quarantine(folder, SILICON)
+    kept.add(entry())
+
+    def refuse(path: Path, missing_ok: bool) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for _ in range(2):
+        assert kept.lift() == []
+    assert kept.find("made_up", "1") is not None
+    (text,) = warnings()
+    assert "made_up stays in quarantine" in text
+
+
+# --- a bad disk -------------------------------------------------------------------------------------------------------
+
+
+def resealed(**changes: Any) -> bytes:
+    return sealed.encode_checked(entry(**changes))
+
+
+DAMAGED: dict[str, bytes] = {
+    "empty": b"",
+    "truncated": resealed()[:-40],
+    "flipped": resealed().replace(b"0.31", b"0.01"),
+    "not-sealed": msgspec.json.encode(entry()),
+    "not-json": b"\xff\xfe",
+    "another-version": resealed(version="2"),
+    "another-silicon": resealed(silicon="cpu-other"),
+    "another-kind": resealed().replace(b"incorrect", b"unhealthy"),
+    "control": resealed(reason="\x1b[2J"),
+    "lines": resealed(title="a\nb"),
+    "large": resealed(title="x" * sealed.LIMIT),
+    "nested": b'{"sha256":"","content":' + b"[" * 30_000,
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_damage_is_ignored_and_said_once(
+    folder: Path, content: bytes, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+) -> None:
+    Quarantine(folder, SILICON).add(entry())
+    path = path_of(folder)
+    assert content != path.read_bytes()
+    path.write_bytes(content)
+    for _ in range(2):
+        assert anew().find("made_up", "1") is None
+    (text,) = warnings()
+    assert text.startswith(f"ignored {path}: ")
+    anew().add(entry())
+    assert anew().find("made_up", "1") is not None
+
+
+def pipe(path: Path, target: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("make", [pipe, link, lambda path, _: path.mkdir()], ids=["pipe", "link", "folder"])
+@pytest.mark.parametrize("suffix", [".json", ".mark"])
+def test_what_is_no_plain_file_is_not_opened(
+    make: Callable[[Path, Path], None],
+    suffix: str,
+    folder: Path,
+    anew: Callable[[], Quarantine],
+    warnings: Callable[[], list[str]],
+) -> None:
+    """A pipe would be waited for."""
+    Quarantine(folder, SILICON).add(entry())
+    there = path_of(folder).rename(folder / "elsewhere")
+    make(path_of_new(folder, suffix), there)
+    for _ in range(2):
+        assert anew().find("made_up", "1") is None
+    (text,) = warnings()
+    assert "ignored " in text
+
+
+@pytest.mark.parametrize("target", ["os.fsync", "os.replace", "pathlib.Path.mkdir"])
+def test_a_folder_that_cannot_be_written(
+    target: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    anew: Callable[[], Quarantine],
+    warnings: Callable[[], list[str]],
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, refuse)
+        kept = Quarantine(folder, SILICON)
+        for scope in ("", GROUP):
+            kept.add(entry(scope=scope))
+        (text,) = warnings()
+        assert "for this process only" in text
+    kept.reread()
+    assert [each.scope for each in kept.entries()] == ["", GROUP]
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert anew().entries() == []
+
+
+def test_what_could_not_be_written_can_be_lifted(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("not a folder")
+    kept = Quarantine(folder, SILICON)
+    kept.add(entry())
+    assert kept.find("made_up", "1") is not None
+    with contact(folder, SILICON, "made_up", "1", ""):
+        pass
+    assert sweep(folder, SILICON) == []
+    folder.unlink()
+    assert len(kept.lift()) == 1
+    assert kept.find("made_up", "1") is None
+    assert len(warnings()) == len({text.split(":")[0] for text in warnings()}) > 1

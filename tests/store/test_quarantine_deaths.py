@@ -1,0 +1,297 @@
+"""A process that dies is not forgotten; one that ends otherwise, or goes on, is no death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from attn_dispatch.kernels.registry import LAST_RESORT
+from attn_dispatch.store import quarantine
+from attn_dispatch.store.crash_markers import contact, dead, place_of
+from attn_dispatch.store.quarantine import Quarantine, sweep
+from tests.support.fakes import SILICON
+from tests.support.quarantines import GROUP, STARTED, TRIED, markers, run, start
+
+# --- a process that dies ----------------------------------------------------------------------------------------------
+
+DEATHS = {
+    "abort": "os.abort()",
+    "segfault": "ctypes.string_at(0)",
+    "kill": "os.kill(os.getpid(), 9)",
+    "exit": "os._exit(3)",
+}
+
+
+@pytest.mark.parametrize("death", DEATHS.values(), ids=DEATHS)
+def test_a_death_is_remembered(
+    death: str, folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+) -> None:
+    code, _, _ = run(folder, TRIED.format(death))
+    assert code != 0
+    assert len(markers(folder)) == 1
+    found = anew().find("made_up", "1", GROUP)
+    assert found is not None
+    assert (found.kind, found.scope, found.title) == ("died", "", "dense 1 x 64")
+    assert found.reason.startswith("the process died while made_up 1 ran dense 1 x 64 for the first time (segfault")
+    (text,) = warnings()
+    assert (
+        text == f"{found.reason}{quarantine.until(found)}; `attn-dispatch doctor --lift made_up` lets it be tried again"
+    )
+    assert markers(folder) == []
+    assert anew().find("made_up", "1") == found
+    assert anew().find("made_up", "2") is None
+    assert len(warnings()) == 1
+    assert anew().lift("made_up") == [found]
+    assert anew().find("made_up", "1") is None
+
+
+def test_a_death_in_a_group(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    run(folder, STARTED + f"with contact(folder, silicon, 'made_up', None, 'x', {GROUP!r}): os.abort()")
+    kept = anew()
+    assert kept.find("made_up", None, GROUP) is not None
+    assert kept.find("made_up", None) is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_exceptions_are_no_death(error: type[BaseException], folder: Path, anew: Callable[[], Quarantine]) -> None:
+    seen = []
+
+    def fail() -> None:
+        seen.extend(markers(folder))
+        raise error
+
+    with pytest.raises(error), contact(folder, SILICON, "made_up", "1", "x"):
+        fail()
+    assert len(seen) == 1
+    assert markers(folder) == []
+    assert anew().find("made_up", "1") is None
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "sys.exit(3)",
+        "signal.raise_signal(signal.SIGINT)",
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    ],
+)
+def test_a_regular_end_is_no_death(ending: str, folder: Path) -> None:
+    run(folder, TRIED.format(ending))
+    assert place_of(folder, SILICON).is_dir()
+    assert markers(folder) == []
+
+
+def test_the_main_thread_may_end_before_a_trial(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    trial = """
+def trial():
+    with contact(folder, silicon, "made_up", "1", "x"):
+        entered.set()
+        time.sleep(60)
+
+entered = threading.Event()
+threading.Thread(target=trial, daemon=True).start()
+entered.wait()
+print(len(list(folder.rglob("*.mark"))))
+"""
+    assert run(folder, STARTED + trial) == (0, "1\n", "")
+    assert markers(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "patience", "kind"),
+    [
+        *(("SIGTERM", patience, kind) for patience, kind in (("3600", None), ("None", None), ("0", "hung"))),
+        *((number, "3600", None) for number in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGQUIT")),
+    ],
+)
+def test_being_told_to_stop_is_no_death(
+    number: str, patience: str, kind: str | None, folder: Path, anew: Callable[[], Quarantine]
+) -> None:
+    """Sooner than a trial may take, it is a scheduler's doing; later, somebody had waited long enough."""
+    trial = TRIED.replace("3600", patience).format(f"time.sleep(0.1); os.kill(os.getpid(), signal.{number})")
+    code, _, _ = run(folder, trial)
+    assert code == -signal.Signals[number]
+    assert len(markers(folder)) == 1
+    found = anew().find("made_up", "1")
+    assert (found and found.kind) == kind
+    assert markers(folder) == []
+
+
+def test_a_child_of_multiprocessing_may_end_before_a_trial(folder: Path) -> None:
+    """It leaves by os._exit."""
+    code = """
+import multiprocessing
+
+def trial():
+    with contact(folder, silicon, "made_up", "1", "x"):
+        entered.set()
+        time.sleep(60)
+
+def child():
+    threading.Thread(target=trial, daemon=True).start()
+    entered.wait()
+    print(len(list(folder.rglob("*.mark"))), flush=True)
+
+entered = threading.Event()
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+"""
+    assert run(folder, STARTED + code) == (0, "1\n", "")
+    assert markers(folder) == []
+
+
+def test_the_last_resort_is_never_kept_out(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """There would be nothing else to run."""
+    assert quarantine.LAST_RESORT == LAST_RESORT
+    code, _, _ = run(folder, TRIED.replace("made_up", LAST_RESORT).format("os.abort()"))
+    assert code != 0
+    assert len(markers(folder)) == 1
+    assert anew().entries() == []
+    assert markers(folder) == []
+
+
+def test_being_killed_in_c_code_that_keeps_the_interpreter(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Python's own handlers would not run there."""
+    with start(folder, TRIED.replace("3600", "0").format("print(flush=True); ctypes.PyDLL(None).sleep(60)")) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.2)
+        process.terminate()
+    found = anew().find("made_up", "1")
+    assert found is not None
+    assert found.kind == "hung"
+
+
+def test_others_handlers_are_left_alone(folder: Path) -> None:
+    """Python's, which C code's may stand behind, and those that only C code knows of."""
+    code = """
+import faulthandler
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+dump = open(folder.parent / "dump", "w+")
+faulthandler.register(signal.SIGHUP, file=dump)
+with contact(folder, silicon, "made_up", "1", "x"):
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    print(len(next(folder.rglob("*.mark")).read_text().splitlines()))
+os.kill(os.getpid(), signal.SIGHUP)
+print((folder.parent / "dump").read_text().count("most recent call first"))
+"""
+    assert run(folder, STARTED + code) == (0, "handled\n1\n2\n", "")
+
+
+def test_a_handler_set_during_a_trial_stays(folder: Path) -> None:
+    """In another thread's, say: without it, a later alarm would end the process. Afterwards signals are noted again."""
+    code = """
+with contact(folder, silicon, "made_up", "1", "x"):
+    signal.signal(signal.SIGALRM, lambda *_: print("handled", flush=True))
+os.kill(os.getpid(), signal.SIGALRM)
+signal.signal(signal.SIGALRM, signal.SIG_DFL)
+with contact(folder, silicon, "made_up", "1", "x"):
+    os.kill(os.getpid(), signal.SIGALRM)
+"""
+    assert run(folder, STARTED + code) == (-signal.SIGALRM, "handled\n", "")
+    assert [found.told_to_stop for found in dead(place_of(folder, SILICON))] == [True]
+
+
+def test_signals_end_the_process_as_before(folder: Path) -> None:
+    code = """
+with contact(folder, silicon, "made_up", "1", "x"):
+    with contact(folder, silicon, "made_up", "2", "x"):
+        pass
+    inside = open("/proc/self/status").read().split("SigCgt:")[1].split()[0]
+print(int(inside, 16) >> 14 & 1, int(open("/proc/self/status").read().split("SigCgt:")[1].split()[0], 16) >> 14 & 1)
+"""
+    assert run(folder, STARTED + code) == (0, "1 0\n", "")
+
+
+# --- processes that live ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trying(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process in the middle of a trial."""
+    with start(folder, TRIED.format("print(flush=True); time.sleep(60)")) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_trial_that_goes_on_is_left_alone(
+    trying: subprocess.Popen[str], folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+) -> None:
+    with contact(folder, SILICON, "mine", "1", "x"):
+        kept = anew()
+        assert kept.entries() == []
+        assert len(markers(folder)) == 2
+    trying.kill()
+    trying.wait()
+    assert kept.find("made_up", "1") is None
+    assert [each.backend for each in kept.sweep()] == ["made_up"]
+    assert kept.find("made_up", "1") is not None
+    assert len(warnings()) == 1
+
+
+def test_a_forked_child_does_not_keep_the_marker_alive(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    forking = "os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
+    with start(folder, TRIED.format(forking)) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        try:
+            assert anew().find("made_up", "1") is not None
+        finally:
+            os.kill(child, signal.SIGKILL)  # fails if it was not there
+
+
+def test_a_forked_child_does_not_take_the_marker_away(folder: Path) -> None:
+    code = """
+with contact(folder, silicon, "made_up", "1", "x"):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        print(len(list(folder.rglob("*.mark"))))
+if not child:
+    with contact(folder, silicon, "made_up", "2", "x"):
+        os.abort()
+"""
+    assert run(folder, STARTED + code) == (0, "2\n", "")
+    assert [each.version for each in sweep(folder, SILICON)] == ["2"]
+
+
+def test_markers_are_swept_by_many_at_once(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Whoever comes second, while the first is at it, must not take the lock for the backend's."""
+    run(folder, TRIED.format("os.abort()"))
+    place = place_of(folder, SILICON)
+    seen = []
+    for first in dead(place):
+        for second in dead(place):
+            seen.append(second)
+        os.unlink(first.path)
+        assert list(dead(place)) == []
+    assert [each.marker.backend for each in seen] == ["made_up"]
+
+
+def test_processes_that_start_at_once_all_know(folder: Path) -> None:
+    for version in "1234":
+        run(folder, TRIED.replace('"1"', f'"{version}"').format("os.abort()"))
+    asking = """
+while not (folder / "go").exists():
+    pass
+print(*(Quarantine(folder, silicon).find("made_up", version).kind for version in "1234"))
+"""
+    processes = [start(folder, STARTED + asking) for _ in range(4)]
+    (folder / "go").touch()
+    for process in processes:
+        with process:
+            assert process.communicate(timeout=60)[0] == "died died died died\n"
+    assert markers(folder) == []
+    assert len(list(place_of(folder, SILICON).iterdir())) == 4

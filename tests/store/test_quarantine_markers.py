@@ -1,0 +1,215 @@
+"""Markers of trials where files cannot be locked, on other machines, and where they are damaged or not written."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attn_dispatch.store import crash_markers as contacts
+from attn_dispatch.store import sealed
+from attn_dispatch.store.crash_markers import Marker, Process, contact
+from attn_dispatch.store.quarantine import Quarantine
+from tests.support.fakes import SILICON
+from tests.support.quarantines import STARTED, TRIED, markers, path_of_new, start
+
+
+@pytest.fixture
+def unlockable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def plant(folder: Path, process: Process, locked: bool = False, age_s: float = 0.0, note: bytes = b"") -> Path:
+    path = path_of_new(folder, ".mark")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    marker = Marker(
+        backend="made_up",
+        version="1",
+        silicon=SILICON,
+        title="x",
+        scope="",
+        process=process,
+        locked=locked,
+        began=time.time() - age_s,
+    )
+    path.write_bytes(sealed.encode_checked(marker) + note)
+    then = time.time() - age_s
+    os.utime(path, (then, then))
+    return path
+
+
+HERE = msgspec.structs.replace(contacts._this_process(), host="here")
+
+
+@pytest.mark.usefixtures("unlockable")
+def test_without_locks_processes_are_looked_up(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    with contact(folder, SILICON, "mine", "1", "x"):
+        assert b'"locked":false' in markers(folder)[0].read_bytes()
+        assert anew().entries() == []
+        assert len(markers(folder)) == 1
+    assert markers(folder) == []
+    plant(folder, msgspec.structs.replace(HERE, start="1"))  # the pid is another process's now
+    assert anew().find("made_up", "1") is not None
+
+
+@pytest.mark.usefixtures("unlockable")
+def test_without_locks_a_death_is_remembered(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    code = STARTED + "import errno, fcntl\ndef refuse(*_): raise OSError(errno.ENOLCK, '')\nfcntl.flock = refuse\n"
+    trying = code + TRIED.removeprefix(STARTED).format("print(flush=True); time.sleep(60)")
+    with start(folder, trying) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert anew().entries() == []
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but still listed
+        assert anew().find("made_up", "1") is not None
+
+
+@pytest.mark.parametrize(
+    "strange", [{"boot": "another", "host": "there"}, {"namespace": "pid:[1]"}], ids=["machine", "container"]
+)
+@pytest.mark.parametrize(("age_s", "is_out"), [(60.0, False), (7200.0, True), (-7200.0, True)])
+def test_processes_that_cannot_be_looked_up(
+    strange: dict[str, str],
+    age_s: float,
+    is_out: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    anew: Callable[[], Quarantine],
+) -> None:
+    monkeypatch.setattr(contacts, "_machine", lambda: (HERE.namespace, HERE.boot, "here"))
+    plant(folder, msgspec.structs.replace(HERE, pid=1, **strange), age_s=age_s)
+    assert (anew().find("made_up", "1") is not None) is is_out
+    assert len(markers(folder)) == (not is_out)
+
+
+@pytest.mark.parametrize(
+    ("there", "is_out"),
+    [
+        ({"boot": "another", "host": "there"}, True),
+        ({"boot": "another", "host": "here"}, False),
+        ({"boot": "another", "host": ""}, False),
+        ({"boot": "", "host": "here"}, True),
+        ({}, True),
+    ],
+)
+def test_a_reboot_is_no_death(
+    there: dict[str, str],
+    is_out: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    anew: Callable[[], Quarantine],
+) -> None:
+    """A loss of power leaves the markers of all trials. A lock that is gone needs no age."""
+    monkeypatch.setattr(contacts, "_machine", lambda: (HERE.namespace, "now", "here"))
+    plant(folder, msgspec.structs.replace(HERE, **{"boot": "now", **there}), locked=True)
+    assert (anew().find("made_up", "1") is not None) is is_out
+    assert markers(folder) == []
+
+
+def test_a_marker_that_its_process_had_done_with(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Seen at the moment it goes, left where files cannot be removed, or by a process that was killed just then."""
+    plant(folder, HERE, locked=True, note=b"over\n")
+    assert anew().find("made_up", "1") is None
+    assert markers(folder) == []
+
+
+def test_a_marker_that_another_process_took_note_of(folder: Path) -> None:
+    path = plant(folder, HERE, locked=True)
+    handle = sealed.open_regular(path)
+    path.unlink()
+    assert contacts._examined(path, handle) is None
+    plant(folder, HERE, locked=True)  # a later one, by the same name
+    assert contacts._examined(path, handle) is None
+    os.close(handle)
+
+
+@pytest.mark.parametrize(("age_s", "left"), [(0.0, 1), (7200.0, 0)])
+def test_a_marker_that_is_being_written(
+    age_s: float, left: int, folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+) -> None:
+    path = plant(folder, HERE)
+    path.write_bytes(path.read_bytes()[:100])
+    then = time.time() - age_s
+    os.utime(path, (then, then))
+    assert anew().entries() == []
+    assert len(markers(folder)) == left
+    assert warnings() == []
+
+
+def test_a_damaged_marker(folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]) -> None:
+    path = plant(folder, HERE, locked=True)
+    path.write_bytes(path.read_bytes().replace(b"made_up", b"made-up"))
+    for _ in range(2):
+        assert anew().entries() == []
+    (text,) = warnings()
+    assert text.startswith(f"ignored {path}: ")
+
+
+def test_news_that_cannot_be_written_down_is_kept_as_a_marker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+) -> None:
+    plant(folder, HERE, locked=True)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", refuse)
+        for _ in range(2):
+            assert anew().find("made_up", "1") is not None
+    assert len(markers(folder)) == 1
+    assert len(warnings()) == 2
+    assert anew().find("made_up", "1") is not None
+    assert markers(folder) == []
+
+
+@pytest.mark.parametrize("target", ["os.fsync", "pathlib.Path.mkdir", "os.write"])
+def test_a_trial_goes_on_unmarked(
+    target: str, folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(target, refuse)
+    entered = 0
+    for _ in range(2):
+        with contact(folder, SILICON, "made_up", "1", "x"):
+            entered += 1
+    assert entered == 2
+    assert markers(folder) == []
+    assert contacts._held == {}
+    (text,) = warnings()
+    assert text.startswith("a crash could not be remembered: ")
+
+
+def test_trials_of_many_threads(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    met = threading.Barrier(8)
+
+    def trial(name: str) -> None:
+        for _ in range(5):
+            with contact(folder, SILICON, name, "1", "x"):
+                met.wait(60)
+                assert len(markers(folder)) == 8
+                met.wait(60)
+
+    threads = [threading.Thread(target=trial, args=(f"made_up_{index}",)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not met.broken
+    assert markers(folder) == []
+    assert (contacts._held, contacts._noted) == ({}, set())
+    assert len(os.listdir("/proc/self/fd")) == before

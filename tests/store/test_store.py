@@ -1,0 +1,285 @@
+"""Decisions on disk: what is written is read, all of it or nothing, and nothing on disk can stop a call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from attn_dispatch.store import folder as store
+from attn_dispatch.store import problem_files
+from attn_dispatch.store.decision import Row
+from attn_dispatch.store.folder import Store
+from tests.support.entries import GROUP, KEY, OTHER, WHOLE, chosen, decision, files_in, plant
+from tests.support.fakes import SILICON
+
+# --- reading and writing ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_put_is_got(folder: Path) -> None:
+    given = decision(budget_ms=2000.0, elapsed_ms=12.5)
+    assert Store(folder).put(given) == folder / "v2" / SILICON / GROUP / f"{KEY}.json"
+    assert Store(folder).get(SILICON, GROUP, KEY) == given
+
+
+def test_the_later_one_holds(folder: Path) -> None:
+    for choice, created in (("sdpa", "2025-01-01T00:00:00"), ("other", "2025-01-01T00:00:01")):
+        Store(folder).put(decision(created=created, **chosen(choice)))
+    found = Store(folder).get(SILICON, GROUP, KEY)
+    assert found is not None
+    assert found.choice == "other"
+
+
+def test_nothing_is_there_at_first(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    assert Store(folder).get(SILICON, GROUP, KEY) is None
+    assert list(Store(folder).all()) == []
+    assert not folder.exists()
+    assert warnings() == []
+
+
+def test_all_in_the_order_of_their_addresses(folder: Path) -> None:
+    given = [decision(silicon=s, key=k) for s in ("cpu-b", "cpu-a") for k in (OTHER, KEY)]
+    for each in given:
+        Store(folder).put(each)
+    found = [(each.silicon, each.key) for _, each in Store(folder).all()]
+    assert found == [("cpu-a", KEY), ("cpu-a", OTHER), ("cpu-b", KEY), ("cpu-b", OTHER)]
+
+
+def test_all_passes_over_damaged_files(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    plant(folder, b"{")
+    Store(folder).put(decision(key=OTHER))
+    assert [each.key for _, each in Store(folder).all()] == [OTHER]
+    assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize(
+    ("silicon", "key"),
+    [
+        ("..", KEY),
+        ("../" + SILICON, KEY),
+        ("/etc", KEY),
+        ("a/b", KEY),
+        ("", KEY),
+        ("Cpu", KEY),
+        ("a" * 129, KEY),
+        (SILICON + "\n", KEY),
+        (SILICON, ""),
+        (SILICON, "../../../../etc/pass"),
+        (SILICON, KEY[:19]),
+        (SILICON, KEY + "0"),
+        (SILICON, KEY + "\n"),
+        (SILICON, KEY[:19] + "G"),
+        (SILICON, KEY.upper()),
+    ],
+    ids=repr,
+)
+def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: Store(folder).path(silicon, GROUP, key),
+        lambda: Store(folder).get(silicon, GROUP, key),
+        lambda: Store(folder).put(decision(silicon=silicon, key=key)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="not a store address"):
+            call()
+    assert not folder.exists()
+
+
+def test_a_clock_too_coarse_to_tell(folder: Path) -> None:
+    given = decision(
+        candidates=(
+            Row(backend="sdpa", order="natural", status="chosen", median_ms=0.0, low_ms=0.0, high_ms=0.0, rounds=1),
+        )
+    )
+    assert Store(folder).put(given) is not None
+    assert Store(folder).get(SILICON, GROUP, KEY) == given
+
+
+# --- writing that fails -----------------------------------------------------------------------------------------------
+
+FAILURES: dict[str, str] = {"folder": "pathlib.Path.mkdir", "file": "tempfile.mkstemp", "rename": "os.replace"}
+
+
+@pytest.mark.parametrize("target", FAILURES.values(), ids=FAILURES)
+def test_a_folder_that_cannot_be_written(
+    folder: Path, target: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """The names of temporary files differ from one attempt to the next, what is said must not."""
+    attempts = count()
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", f"/somewhere/file-{next(attempts)}.tmp")
+
+    monkeypatch.setattr(target, refuse)
+    for key in (KEY, OTHER, KEY):
+        assert Store(folder).put(decision(key=key)) is None
+    assert next(attempts) == 3
+    (text,) = warnings()
+    assert text.startswith("decisions are not kept: ")
+    assert "Permission denied" in text
+    monkeypatch.undo()
+    assert files_in(folder) == []
+
+
+@pytest.mark.parametrize("target", ["os.replace", "os.fsync"])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, MemoryError], ids=lambda kind: kind.__name__)
+def test_a_writer_that_is_stopped_leaves_the_old_file(
+    folder: Path, target: str, stop: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(folder).put(decision())
+
+    def interrupt(*args: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(target, interrupt)
+    with pytest.raises(stop):
+        Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other")))
+    assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
+    assert Store(folder).get(SILICON, GROUP, KEY) == decision()
+
+
+def test_a_full_disk_leaves_the_old_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(folder).put(decision())
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other"))) is None
+    assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
+    assert Store(folder).get(SILICON, GROUP, KEY) == decision()
+
+
+def test_what_a_killed_writer_left_is_not_seen(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    """Killed between writing and renaming: nothing cleans up."""
+    killed = "import os\nos.replace = lambda *paths: os._exit(9)\n" + WRITER
+    command = [sys.executable, "-c", killed, str(folder), "one", "1"]
+    assert subprocess.run(command, input=WHOLE, check=False, timeout=60).returncode == 9
+    assert len(files_in(folder)) == 1
+    assert Store(folder).get(SILICON, GROUP, KEY) is None
+    assert list(Store(folder).all()) == []
+    assert warnings() == []
+
+
+def test_problems_that_were_missed_are_noted(folder: Path) -> None:
+    for batch in (1, 2):
+        problem_files.note_missed(folder, {"batch": batch})
+    assert (folder / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
+
+
+def test_problems_that_cannot_be_noted(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.write_text("not a folder")
+    for _ in range(2):
+        problem_files.note_missed(folder, {"batch": 1})
+    (text,) = warnings()
+    assert text.startswith("misses are not noted: ")
+
+
+def test_files_are_as_open_as_the_users_others(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    path = Store(tmp_path).put(decision())
+    assert path is not None
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_the_mask_may_change(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        modes = []
+        for mask, key in ((0o077, KEY), (0o007, OTHER)):
+            os.umask(mask)
+            path = Store(tmp_path).put(decision(key=key))
+            assert path is not None
+            modes.append(path.stat().st_mode & 0o777)
+    finally:
+        os.umask(before)
+    assert modes == [0o600, 0o660]
+
+
+# --- many processes ---------------------------------------------------------------------------------------------------
+
+WRITES = 200
+WRITER = """
+import sys
+from pathlib import Path
+from datetime import UTC, datetime
+import msgspec
+from attn_dispatch.store.folder import Store
+from attn_dispatch.store.decision import decode
+
+store, name = Store(Path(sys.argv[1])), sys.argv[2]
+given = decode(sys.stdin.buffer.read())
+for i in range(int(sys.argv[3])):
+    title = f"{name} {i} " + "x" * (i * 97 % 5000)
+    created = datetime.now(UTC).isoformat()
+    assert store.put(msgspec.structs.replace(given, title=title, created=created)) is not None
+"""
+
+
+def start_writer(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), name, str(WRITES)], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(WHOLE)
+    process.stdin.close()
+    return process
+
+
+def titles_seen(folder: Path, writers: list[subprocess.Popen[bytes]]) -> Iterator[str]:
+    there = False
+    while any(writer.poll() is None for writer in writers):
+        found = Store(folder).get(SILICON, GROUP, KEY)
+        assert found is not None or not there, "a decision that was there is gone"
+        if found is not None:
+            there = True
+            yield found.title
+
+
+def test_readers_see_whole_files_while_others_write(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    writers = [start_writer(folder, name) for name in ("one", "two")]
+    seen = set(titles_seen(folder, writers))
+    for writer in writers:
+        with writer:
+            assert writer.stderr is not None
+            assert writer.stderr.read() == b""
+        assert writer.returncode == 0
+    assert warnings() == []
+    assert len(seen) > 1
+    assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
+    found = Store(folder).get(SILICON, GROUP, KEY)
+    assert found is not None
+    assert found.title.split()[1] == str(WRITES - 1)
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "here"))
+    assert store.cache_folder() == tmp_path / "here"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "~/there")
+    assert store.cache_folder() == tmp_path / "there"
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_the_folder_by_default(value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if value is None:
+        monkeypatch.delenv("ATTN_DISPATCH_CACHE_DIR")
+    else:
+        monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.cache_folder() == tmp_path / "attn-dispatch"
+
+
+def test_no_torch() -> None:
+    code = "import sys, attn_dispatch.store.folder; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,267 @@
+"""What the cache folder may grow to, who clears it up, and how writers wait for one another."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.store import files, problem_files
+from attn_dispatch.store import folder as store
+from attn_dispatch.store.decision import Row, encode
+from attn_dispatch.store.folder import Store
+from attn_dispatch.store.problem_files import note_missed
+from tests.support.entries import GROUP, KEY, OTHER, decision, files_in
+from tests.support.fakes import SILICON
+
+SIZE = len(encode(decision()))
+DAY = 86400
+
+
+def plant_many(folder: Path, count: int) -> list[Path]:
+    """Decisions of which the first has not been used for longest."""
+    paths = []
+    for number in range(count):
+        key = f"{number:020x}"
+        path = Store(folder).path(SILICON, f"{number % 3:012x}", key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(decision(key=key, group=f"{number % 3:012x}")))
+        os.utime(path, (0, time.time() - (count - number) * DAY))
+        paths.append(path)
+    return paths
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_MB", repr(count * SIZE / 1e6))
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+
+def test_those_not_used_for_longest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = plant_many(tmp_path, 20)
+    bound(monkeypatch, 10)
+    assert Store(tmp_path).get(SILICON, paths[0].parent.name, paths[0].stem) is not None
+    written = Store(tmp_path).put(decision(key=OTHER))
+    assert written is not None
+    assert set(files_in(tmp_path)) == {paths[0], *paths[-7:], written}
+
+
+def test_what_was_just_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_many(tmp_path, 3)
+    bound(monkeypatch, 0.5)
+    written = Store(tmp_path).put(decision(key=OTHER))
+    assert written is not None
+    assert files_in(tmp_path) == [written]
+
+
+def test_within_the_bound_nothing_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_many(tmp_path, 9)
+    bound(monkeypatch, 10)
+    Store(tmp_path).put(decision(key=OTHER))
+    assert len(files_in(tmp_path)) == 10
+
+
+def test_the_size_is_looked_at_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(files, "tidy", lambda *given, **named: looked.append(len(written)))
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+    written: list[int] = []
+    for number in range(2 * store.EACH + 1):
+        written.append(number)
+        Store(tmp_path).put(decision(key=f"{number:020x}"))
+    assert looked == [1, store.EACH + 1, 2 * store.EACH + 1]
+
+
+def test_others_may_clear_up_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = plant_many(tmp_path, 6)
+    real = os.stat
+
+    def gone(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        if path == str(paths[0]):
+            paths[0].unlink(missing_ok=True)
+        return real(path, *given, **named)
+
+    def used(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        if path == str(paths[1]):
+            os.utime(path)
+        return gone(path, *given, **named)
+
+    bound(monkeypatch, 5)
+    monkeypatch.setattr("os.stat", used)
+    Store(tmp_path).put(decision(key=OTHER))
+    monkeypatch.undo()
+    assert not paths[0].exists()
+    assert paths[1].exists()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "much", "1 MB"])
+def test_a_bound_that_is_none(tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_MB", value)
+    with pytest.raises(InvalidInput, match=r"ATTN_DISPATCH_CACHE_MB.*" + value):
+        Store(tmp_path).put(decision())
+    assert files_in(tmp_path) == []
+
+
+def test_use_is_noted_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = plant_many(tmp_path, 1)
+    times = []
+    for _ in range(2):
+        assert Store(tmp_path).get(SILICON, path.parent.name, path.stem) is not None
+        times.append(path.stat().st_mtime_ns)
+        os.utime(path, (0, 1e9))
+    assert times[0] > 1.1e18
+    assert times[1] == 10**18
+
+
+def test_use_that_cannot_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    (path,) = plant_many(tmp_path, 1)
+
+    def refuse(name: str, *, follow_symlinks: bool) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("os.utime", refuse)
+    assert Store(tmp_path).get(SILICON, path.parent.name, path.stem) is not None
+    assert warnings() == []
+
+
+# --- what killed writers leave ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
+def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
+    """A time that has not come says nothing of the age."""
+    left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd_123.tmp")
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half a")
+    os.utime(left, (0, time.time() - age_s))
+    Store(tmp_path).put(decision(key=OTHER))
+    assert left.exists() == stays
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_time_that_has_not_come_does_not_win(tmp_path: Path) -> None:
+    ahead = (datetime.now(UTC) + timedelta(days=900)).isoformat()
+    wrong = decision(created=ahead, candidates=(Row(backend="sdpa", order="natural", status="chosen", measured=ahead),))
+    path = Store(tmp_path).path(SILICON, GROUP, KEY)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(encode(wrong))
+    now = datetime.now(UTC).isoformat()
+    fresh = decision(created=now, candidates=(Row(backend="sdpa", order="natural", status="chosen", measured=now),))
+    Store(tmp_path).put(fresh)
+    assert Store(tmp_path).get(SILICON, GROUP, KEY) == fresh
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def row(backend: str, status: str) -> Row:
+    return Row(backend=backend, order="natural", status=status, median_ms=1.0, measured="2025-01-01T00:00:00")
+
+
+def test_writers_of_one_key_do_not_lose_each_others_rows(tmp_path: Path) -> None:
+    def write(name: str) -> None:
+        for number in range(10):
+            mine = decision(choice=f"{name}{number}", candidates=(row(f"{name}{number}", "chosen"),))
+            assert Store(tmp_path).put(mine) is not None
+
+    writers = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    found = Store(tmp_path).get(SILICON, GROUP, KEY)
+    assert found is not None
+    assert {each.backend for each in found.candidates} == {f"{name}{number}" for name in "abcd" for number in range(10)}
+
+
+def test_a_writer_that_holds_on_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(files, "LOCK_S", 0.05)
+    folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
+    folder.mkdir(parents=True)
+    with (folder / files.LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert Store(tmp_path).put(decision()) is not None
+    assert Store(tmp_path).get(SILICON, GROUP, KEY) == decision()
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get)
+def test_folders_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert Store(tmp_path).put(decision()) is not None
+    assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
+
+
+def test_something_else_in_place_of_the_lock(tmp_path: Path) -> None:
+    folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
+    (folder / files.LOCK).mkdir(parents=True)
+    assert Store(tmp_path).put(decision()) is not None
+
+
+def test_a_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "fcntl", None)
+    assert Store(tmp_path).put(decision()) is not None
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    path = Store(tmp_path).path(SILICON, GROUP, KEY)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    assert Store(tmp_path).get(SILICON, GROUP, KEY) is None
+    assert list(Store(tmp_path).all()) == []
+    (text,) = warnings()
+    assert "not a plain file" in text
+    os.mkfifo(tmp_path / problem_files.MISSED)
+    note_missed(tmp_path, {"batch": 1})
+    assert len(warnings()) == 2
+
+
+# --- problems that were missed ----------------------------------------------------------------------------------------
+
+
+def test_a_problem_is_noted_once_in_a_process(tmp_path: Path) -> None:
+    for batch in (1, 2, 1):
+        note_missed(tmp_path, {"batch": batch})
+    assert (tmp_path / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
+
+
+def test_a_huge_file_of_misses_is_cut_down(tmp_path: Path) -> None:
+    path = tmp_path / problem_files.MISSED
+    path.touch()
+    os.truncate(path, 1 << 33)  # takes no room
+    with path.open("ab") as file:
+        file.write(b"\n")
+    note_missed(tmp_path, {"batch": 7})
+    assert path.read_text() == '{"batch":7}\n'
+
+
+def test_the_older_half_of_the_misses_goes(tmp_path: Path) -> None:
+    path = tmp_path / problem_files.MISSED
+    for number in range(1100):
+        note_missed(tmp_path, {"number": number, "text": "x" * 1000})
+        assert path.stat().st_size <= problem_files.MOST
+    numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()]
+    assert numbers == list(range(numbers[0], 1100))
+    assert 0 < numbers[0] < 600
+    assert files_in(tmp_path) == [path]

@@ -1,0 +1,133 @@
+"""Whatever a file of a decision holds, and whatever stands in its place: a miss, said once."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attn_dispatch.store import files
+from attn_dispatch.store.decision import canonical
+from attn_dispatch.store.folder import Store
+from tests.support.entries import GROUP, KEY, OTHER, WHOLE, decision, encoded, plant, written
+from tests.support.fakes import SILICON
+
+
+def timed(**changes: object) -> dict[str, object]:
+    return {"backend": "sdpa", "order": "natural", "status": "chosen", "median_ms": 1.0, **changes}
+
+
+DAMAGED: dict[str, bytes] = {
+    "empty": b"",
+    "not-json": b"decision",
+    "cut-in-half": WHOLE[: len(WHOLE) // 2],
+    "cut-at-the-end": WHOLE[:-1],
+    "two": WHOLE + WHOLE,
+    "zeros": b"\0" * 4096,
+    "not-utf-8": WHOLE.replace("Ω".encode(), b"\xff"),
+    "list": b"[]",
+    "null": b"null",
+    "no-fields": b"{}",
+    "missing-field": encoded(without="choice"),
+    "wrong-type": encoded(choice=3),
+    "wrong-row": encoded(candidates=[{"backend": "sdpa"}]),
+    "nan": WHOLE.replace(b'"rounds":7', b'"rounds":NaN'),
+    "negative-time": encoded(candidates=[timed(median_ms=-1.0)]),
+    "negative-first-call": encoded(candidates=[timed(first_ms=-1.0)]),
+    "negative-ratio": encoded(candidates=[timed(ratio_low=-0.5)]),
+    "negative-memory": encoded(candidates=[timed(peak_bytes=-1)]),
+    "negative-rounds": encoded(candidates=[timed(rounds=-1)]),
+    "below-its-interval": encoded(candidates=[timed(low_ms=2.0)]),
+    "beyond-its-interval": encoded(candidates=[timed(high_ms=0.5)]),
+    "no-interval": encoded(candidates=[timed(median_ms=None, low_ms=2.0, high_ms=1.0)]),
+    "older-schema": encoded(schema=1),
+    "later-schema": encoded(schema=3),
+    "schema-of-another-kind": encoded(schema="2"),
+    "no-checksum": canonical(written()),
+    "other-checksum": WHOLE.replace(b'"checksum":"', b'"checksum":"0'),
+    "checksum-of-another-kind": canonical({**written(), "checksum": 3}),
+    "other-time": WHOLE.replace(b"0.30000000000000004", b"0.3"),
+    "no-choice": encoded(choice="", order=""),
+    "choice-without-row": encoded(choice="manual"),
+    "choice-in-another-order": encoded(order="hilbert"),
+    "choice-that-is-slower": encoded(candidates=[written()["candidates"][0] | {"status": "slower"}]),
+    "two-choices": encoded(candidates=[row | {"status": "chosen"} for row in written()["candidates"]]),
+    "two-rows-of-one": encoded(candidates=written()["candidates"][:1] + written()["candidates"][1:] * 2),
+    "no-time": encoded(created="yesterday"),
+    "row-without-time": encoded(candidates=[written()["candidates"][0] | {"measured": "then"}]),
+    "infinite": encoded().replace(b'"rounds":7', b'"rounds":1e999'),
+    "many-digits": encoded().replace(b'"rounds":7', b'"rounds":' + b"7" * 10_000),
+    "huge": WHOLE + b" " * (1 << 24),
+    "other-group": encoded(group="f" * 12),
+    "no-group": encoded(group="../../etc"),
+    "other-key": encoded(key=OTHER),
+    "other-silicon": encoded(silicon="cpu-other"),
+    "nested": WHOLE.replace(b'"batch":1', b'"batch":' + b"[" * 1_000_000),
+}
+
+
+def test_the_damage_is_damage() -> None:
+    assert all(content != WHOLE for content in DAMAGED.values())
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_damage_is_a_miss_and_said_once(folder: Path, content: bytes, warnings: Callable[[], list[str]]) -> None:
+    path = plant(folder, content)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+    (text,) = warnings()
+    assert f"ignored {path}: " in text
+    Store(folder).put(decision())
+    assert Store(folder).get(SILICON, GROUP, KEY) == decision()
+
+
+def test_a_folder_in_place_of_a_file(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    Store(folder).path(SILICON, GROUP, KEY).mkdir(parents=True)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+    assert len(warnings()) == 1
+    for _ in range(2):
+        assert Store(folder).put(decision()) is None
+    assert len(warnings()) == 2
+
+
+def test_a_file_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.write_text("not a folder")
+    for _ in range(2):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+        assert Store(folder).put(decision()) is None
+    assert list(Store(folder).all()) == []
+    (text,) = warnings()
+    assert "decisions are not kept" in text
+
+
+def test_links_in_a_circle_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.symlink_to(folder)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+        assert Store(folder).put(decision()) is None
+    assert list(Store(folder).all()) == []
+    (text,) = warnings()
+    assert "decisions are not kept" in text
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_file_that_cannot_be_read(
+    folder: Path, code: int, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    path = plant(folder, WHOLE)
+
+    def refuse(name: str, most: int) -> bytes:
+        if str(name) != str(path):
+            raise FileNotFoundError
+        raise OSError(code, os.strerror(code), str(name))
+
+    monkeypatch.setattr(files, "_read", refuse)
+    for _ in range(2):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+        assert list(Store(folder).all()) == []
+    (text,) = warnings()
+    assert f"ignored {path}: " in text

@@ -1,0 +1,344 @@
+"""`attn-dispatch export` and `import`: what is kept here, there too; what others wrote is not trusted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from attn_dispatch import cli
+from attn_dispatch.cli import urls
+from attn_dispatch.store import files
+from attn_dispatch.store.bundle import Refused, read_bundle, write_bundle
+from attn_dispatch.store.decision import Damaged, Decision, Row, canonical, encode
+from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.quarantine import Entry, Quarantine
+from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, written
+from tests.support.fakes import SILICON
+
+GIVEN = (
+    decision(),
+    decision(key=OTHER, group="f" * 12, extra={"colour": "red"}),
+    decision(silicon="cpu-other", created="2025-02-01T00:00:00.000000+00:00"),
+)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[int, str]]:
+    caplog.set_level(logging.WARNING, "attn_dispatch")
+
+    def run(*arguments: object) -> tuple[int, str]:
+        code = cli.main([str(argument) for argument in arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+def keep(*decisions: Decision) -> None:
+    for each in decisions:
+        assert Store(cache_folder()).put(each) is not None
+
+
+def kept() -> dict[str, bytes]:
+    folder = cache_folder()
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files_in(folder)}
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(folder))
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["{folder}/bundle.json", "memory://attn/{folder}.json", "file://{folder}/b.json"])
+def test_an_import_of_an_export_is_the_original(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    keep(*GIVEN)
+    name = place.format(folder=tmp_path)
+    code, out = run("export", name)
+    assert code == 0
+    assert f"3 decisions from {cache_folder()} written to {name}" in out
+    before = kept()
+    elsewhere(monkeypatch, tmp_path / "elsewhere")
+    code, out = run("import", name, "--json")
+    plain = json.loads(out)
+    assert code == 0
+    assert {how: plain[how] for how in ("added", "merged", "unchanged", "refused")} == {
+        "added": 3,
+        "merged": 0,
+        "unchanged": 0,
+        "refused": 0,
+    }
+    assert kept() == before
+    assert json.loads(run("import", name, "--json")[1])["unchanged"] == 3
+
+
+def test_the_same_decisions_make_the_same_bytes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = tmp_path / "one.json", tmp_path / "other.json"
+    for path, order in zip(paths, (1, -1)):
+        elsewhere(monkeypatch, tmp_path / path.stem)
+        keep(*GIVEN[::order])
+        run("export", path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    addresses = [(each["silicon"], each["key"]) for each in json.loads(paths[0].read_bytes())["decisions"]]
+    assert addresses == sorted(addresses)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [((), 3), (("--silicon", SILICON), 2), (("--key", "FF"), 1), (("--silicon", "cpu-o", "--key", KEY[:3]), 1)],
+)
+def test_what_is_exported(run: Run, tmp_path: Path, options: tuple[str, ...], count: int) -> None:
+    keep(*GIVEN)
+    code, out = run("export", tmp_path / "bundle.json", *options, "--json")
+    assert code == 0
+    assert json.loads(out)["decisions"] == count
+    assert len(read_bundle((tmp_path / "bundle.json").read_bytes())) == count
+
+
+def test_nothing_is_meant(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(*GIVEN)
+    assert cli.main(["export", str(tmp_path / "bundle.json"), "--key", "abc"]) == 1
+    assert "no decision in" in capsys.readouterr().err
+    assert not (tmp_path / "bundle.json").exists()
+
+
+def test_single_files_and_folders(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(*GIVEN)
+    folder, before = cache_folder(), kept()
+    (folder / "missed.jsonl").write_text("{}\n")
+    (folder / "v2" / ".half.json").write_text("{")
+    single = tmp_path / "single.json"
+    single.write_bytes(encode(GIVEN[0]))
+    elsewhere(monkeypatch, tmp_path / "elsewhere")
+    code, out = run("import", single, folder)
+    assert code == 0
+    assert [line.split()[1:] for line in out.splitlines()[1:3]] == [["1", "0", "0", "0"], ["2", "0", "1", "0"]]
+    assert kept() == before
+
+
+def test_imports_in_any_order(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = decision(
+        created="2025-03-01T00:00:00+00:00",
+        candidates=(Row(backend="plugin", order="natural", status="chosen", median_ms=1.0),),
+        choice="plugin",
+    )
+    urls = []
+    for name, given in (("early", decision(extra={"a": 1})), ("late", replace(late, extra={"b": 2}))):
+        urls.append(tmp_path / f"{name}.json")
+        urls[-1].write_bytes(write_bundle([given]))
+    results = []
+    for order in (1, -1):
+        elsewhere(monkeypatch, tmp_path / str(order))
+        assert run("import", *urls[::order])[0] == 0
+        results.append(kept())
+    assert results[0] == results[1]
+    (plain,) = map(json.loads, results[0].values())
+    assert (plain["choice"], plain["a"], plain["b"]) == ("plugin", 1, 2)
+    assert {row["backend"] for row in plain["candidates"]} == {"sdpa", "other", "plugin"}
+
+
+# --- what cannot be read ----------------------------------------------------------------------------------------------
+
+BUNDLE = write_bundle(GIVEN)
+
+
+def bundle(*decisions: bytes) -> bytes:
+    return b'{"schema":2,"decisions":[' + b",".join(decisions) + b"]}"
+
+
+WHOLLY: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "truncated"),
+    "cut": (BUNDLE[:-20], ""),
+    "list": (b"[]", "Expected `object`"),
+    "later": (BUNDLE.replace(b'{"schema":2', b'{"schema":3', 1), "schema 3, this version reads up to 2"),
+    "nested": (bundle(b"[" * 1_000_000), "recursion"),
+    "pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", ""),
+    "missing field": (b'{"decisions":[]}', "schema"),
+}
+PARTLY: dict[str, tuple[bytes, str]] = {
+    "no-checksum": (canonical(written()), "checksum"),
+    "other-checksum": (encode(decision()).replace(b"0.30000000000000004", b"0.4"), "checksum"),
+    "path": (encoded(key="../../../../etc/cron.d"), "address"),
+    "other-path": (encoded(silicon=".."), "address"),
+    "negative": (
+        encoded(candidates=[{"backend": "sdpa", "order": "natural", "status": "chosen", "median_ms": -1}]),
+        "negative",
+    ),
+    "later": (encoded(schema=3), "schema 3"),
+    "version-1": (encoded(schema=1), "versions"),
+    "text": (b'"decision"', "Expected `object`"),
+    "null": (b"null", "Expected `object`"),
+    "large": (encoded(title="x" * (1 << 24)), "over"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), WHOLLY.values(), ids=WHOLLY)
+def test_a_file_that_is_refused(run: Run, tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "good.json").write_bytes(encode(decision()))
+    (tmp_path / "bad.json").write_bytes(content)
+    code, out = run("import", tmp_path / "bad.json", tmp_path / "good.json", "--json")
+    plain = json.loads(out)
+    assert code == 1
+    assert (plain["added"], plain["refused"]) == (1, 1)
+    (told,) = plain["sources"][0]["reasons"]
+    assert told["what"] == str(tmp_path / "bad.json")
+    assert reason in told["reason"]
+
+
+@pytest.mark.parametrize(("content", "reason"), PARTLY.values(), ids=PARTLY)
+def test_a_decision_that_is_refused(run: Run, tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "bundle.json").write_bytes(bundle(encode(decision()), content))
+    code, out = run("import", tmp_path / "bundle.json", "--json")
+    plain = json.loads(out)
+    assert code == 1
+    assert (plain["added"], plain["refused"]) == (1, 1)
+    assert reason in plain["sources"][0]["reasons"][0]["reason"]
+    assert list(kept()) == [f"v2/{SILICON}/{GROUP}/{KEY}.json"]
+    assert set(files_in(tmp_path)) == {tmp_path / "bundle.json", *files_in(cache_folder())}
+
+
+@pytest.mark.parametrize("title", ["C:\\u001b \\\\b\tline\nline Ω", "\x1b]0;owned\x07", "\x9b2J"])
+def test_any_title_goes_there_and_back_and_is_shown_in_print(
+    run: Run, tmp_path: Path, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = decision().candidates
+    given = decision(title=title, provenance={"name": title}, candidates=(first, replace(second, reason=title)))
+    keep(given)
+    assert run("export", tmp_path / "bundle.json")[0] == 0
+    elsewhere(monkeypatch, tmp_path / "there")
+    assert run("import", tmp_path / "bundle.json")[0] == 0
+    assert [each for _, each in Store(cache_folder()).all()] == [given]
+    for options in ((), ("--key", KEY)):
+        code, out = run("inspect", *options)
+        assert code == 0
+        assert out.replace("\n", "").isprintable()
+        assert "Ω" in out or "Ω" not in title
+
+
+def test_a_whole_cache_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(*GIVEN)
+    entry = Entry(
+        backend="made_up", version="1", silicon=SILICON, kind="incorrect", reason="dq is wrong", title="dense"
+    )
+    Quarantine(cache_folder(), SILICON).add(entry)
+    (cache_folder() / "native").mkdir()
+    (cache_folder() / "native" / "built.json").write_text("{}")
+    source = cache_folder()
+    elsewhere(monkeypatch, tmp_path / "there")
+    code, out = run("import", source, "--json")
+    assert (code, json.loads(out)["added"]) == (0, len(GIVEN))
+    assert run("import", source / "quarantine")[0] == 1  # what is named is meant
+
+
+def test_a_refusal_is_told_in_words(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_bytes(bundle(canonical(written(title="\x1b"))))
+    code, out = run("import", tmp_path / "bad.json", tmp_path / "absent.json")
+    assert code == 1
+    assert f"refused   {tmp_path}/bad.json, decision 1, key '{KEY}': its content does not fit its checksum" in out
+    assert f"refused   {tmp_path}/absent.json: No such file or directory" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("name", ["nothing://there", "http://127.0.0.1:9/bundle.json", "memory://absent.json", "://"])
+def test_a_url_that_leads_nowhere(run: Run, name: str) -> None:
+    code, out = run("import", name, "--json")
+    assert code == 1
+    assert json.loads(out)["sources"][0]["reasons"][0]["reason"]
+
+
+def test_a_file_that_is_too_large(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    with path.open("wb") as file:
+        file.truncate(urls.MOST_BYTES + 1)  # takes no room
+    code, out = run("import", path)
+    assert code == 1
+    assert f"{urls.MOST_BYTES + 1} bytes, over {urls.MOST_BYTES}" in out
+
+
+def test_a_url_that_is_too_large(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large.json").write_bytes(BUNDLE)
+    monkeypatch.setattr(urls, "MOST_BYTES", len(BUNDLE) - 1)
+    code, out = run("import", f"file://{tmp_path}/large.json")
+    assert code == 1
+    assert f"more than {len(BUNDLE) - 1} bytes" in out
+
+
+def test_a_folder_that_cannot_be_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bundle.json").write_bytes(BUNDLE)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "write", full)
+    code, out = run("import", tmp_path / "bundle.json")
+    assert code == 1
+    assert out.count("No space left on device") == 3
+
+
+@pytest.mark.parametrize("place", ["absent/bundle.json", "", "nothing://there"])
+def test_a_place_that_cannot_be_written(run: Run, tmp_path: Path, place: str, capsys: Any) -> None:
+    keep(*GIVEN)
+    assert cli.main(["export", place if "://" in place else f"{tmp_path}/{place}"]) == 1
+    assert "cannot be written: " in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) == {cache_folder()}
+
+
+def test_a_link_stays_a_link(run: Run, tmp_path: Path) -> None:
+    keep(*GIVEN)
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    assert run("export", tmp_path / "link.json")[0] == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert len(read_bundle((tmp_path / "real.json").read_bytes())) == 3
+
+
+def test_a_pipe_is_written_to_and_not_replaced(run: Run, tmp_path: Path) -> None:
+    keep(*GIVEN)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run("export", pipe)[0] == 0
+        assert len(read_bundle(os.read(reader, 1 << 16))) == 3
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize("arguments", [["import"], ["export"], ["export", "a", "b"], ["import", "--silicon", "x"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+
+
+def test_bundles_in_bundles_are_decisions_without_a_key() -> None:
+    (found,) = read_bundle(bundle(BUNDLE))
+    assert isinstance(found, Refused)
+
+
+def test_damage_has_one_name() -> None:
+    with pytest.raises(Damaged):
+        read_bundle(b'{"schema":2,"decisions":3}')
+
+
+def test_no_torch() -> None:
+    code = (
+        "import sys; from importlib import import_module as load\n"
+        "for name in ('export', 'import'): load(f'attn_dispatch.cli.{name}')\n"
+        "sys.exit(bool({'torch', 'fsspec'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,204 @@
+"""Merging decisions: no order of copying matters, no candidate is lost, and what one decision said of itself holds."""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import permutations
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from attn_dispatch.store.decision import Decision, Drift, Row, canonical, decode, encode, from_plain, to_plain
+from attn_dispatch.store.merge import merge
+from tests.support.entries import OTHER, decision
+
+TIMES = tuple(f"2025-01-0{day}T00:00:00.000000+00:00" for day in (1, 2, 3))
+ABSENT = ("failed", "unsupported", "not_measured", "incorrect", "quarantined")
+
+
+def random_row(random: Random, backend: str) -> Row:
+    timed = random.random() < 0.6
+    low, median, high = sorted(random.choices([1.0, 1.5, 2.0], k=3))
+    return Row(
+        backend=backend,
+        order="natural",
+        status=random.choice(["slower", "tie"] if timed else ABSENT),
+        reason=random.choice(["", "why"]),
+        median_ms=median if timed else None,
+        low_ms=low if timed else None,
+        high_ms=high if timed else None,
+        ratio=random.choice([None, 2.0]),
+        measured=random.choice([None, *TIMES]),
+        extra=random_extra(random),
+    )
+
+
+def random_extra(random: Random) -> dict[str, Any]:
+    names = [name for name in ("colour", "extra") if random.random() < 0.3]
+    return {name: random.choice([1, 1.0, True, "red", {"a": [None]}]) for name in names}
+
+
+def random_decision(random: Random) -> Decision:
+    """As a tuner or another version could have written it; often at the same time as another."""
+    names = random.sample("abcd", random.randint(1, 4))
+    found = [random_row(random, name) for name in names]
+    found[0] = replace(found[0], status="chosen")
+    random.shuffle(found)
+    drift = Drift(median_ms=1.0, low_ms=1.0, high_ms=1.0, samples=random.randint(1, 2), seen=random.choice(TIMES))
+    return decision(
+        choice=names[0],
+        candidates=tuple(found),
+        created=random.choice(TIMES),
+        title=random.choice(["one", "two"]),
+        drift=random.choice([None, drift]),
+        preferred=random.choice([None, None, ("b", "natural")]),
+        extra=random_extra(random),
+    )
+
+
+def related(seed: int) -> list[Decision]:
+    """Four decisions, of which some are merged, marked or judged anew from others."""
+    random = Random(seed)
+    a, b, c, d = (random_decision(random) for _ in range(4))
+    if random.random() < 0.3:
+        b = merge(a, b)
+    if random.random() < 0.2:
+        c = replace(a, drift=c.drift)
+    if random.random() < 0.2:
+        other = {"slower": "tie", "tie": "slower"}
+        d = replace(c, candidates=tuple(replace(r, status=other.get(r.status, r.status)) for r in c.candidates))
+    return [a, b, c, d]
+
+
+four = st.integers(0, 2**64).map(related)  #: from a seed: drawn value by value they take a hundred times as long
+
+
+def plain(one: Decision) -> bytes:
+    return canonical(to_plain(one))
+
+
+@settings(max_examples=1000)
+@given(four)
+def test_the_order_of_merging_does_not_matter(given: list[Decision]) -> None:
+    a, b, c, d = given
+    assert plain(merge(a, a)) == plain(a)
+    assert plain(merge(a, b)) == plain(merge(b, a))
+    assert plain(merge(merge(a, b), c)) == plain(merge(a, merge(b, c)))
+    assert plain(merge(merge(a, b), merge(c, d))) == plain(merge(merge(d, b), merge(a, c)))
+    assert plain(merge(merge(a, b), a)) == plain(merge(a, b))
+
+
+@given(four)
+def test_every_order_through_files(given: list[Decision]) -> None:
+    """Written, read and merged step by step: what a file does not hold cannot be needed later."""
+
+    def step(x: Decision, y: Decision) -> Decision:
+        return merge(from_plain(to_plain(x)), y)
+
+    assert len({plain(reduce(step, order)) for order in permutations(given)}) == 1
+
+
+@given(four)
+def test_what_a_merge_is(given: list[Decision]) -> None:
+    a, b, *_ = given
+    found = merge(a, b)
+    names = {(row.backend, row.order) for one in (a, b) for row in one.candidates}
+    assert {(row.backend, row.order) for row in found.candidates} == names
+    assert len(found.candidates) == len(names)
+    assert found.extra.keys() == a.extra.keys() | b.extra.keys()
+    assert found.created == max(a.created, b.created)
+    chosen = [(row.backend, row.order) for row in found.candidates if row.status == "chosen"]
+    assert chosen == ([(found.choice, found.order)] if found.choice else [])
+    if found.choice:
+        assert decode(encode(found)) == found
+    else:
+        assert not [row for row in found.candidates if row.status in {"slower", "tie"}]
+
+
+def row(backend: str, status: str, day: int, median: float | None = None, **more: Any) -> Row:
+    times = {} if median is None else {"median_ms": median, "low_ms": median * 0.9, "high_ms": median * 1.1}
+    return Row(backend=backend, order="natural", status=status, measured=TIMES[day - 1], **{**times, **more})
+
+
+def of(day: int, *candidates: Row, **more: Any) -> Decision:
+    choice = next(each.backend for each in candidates if each.status == "chosen")
+    return decision(choice=choice, candidates=candidates, created=TIMES[day - 1], **more)
+
+
+def statuses(one: Decision) -> dict[str, str]:
+    return {each.backend: each.status for each in one.candidates}
+
+
+def test_rows_that_the_later_one_does_not_mention_are_kept() -> None:
+    old = of(1, row("a", "chosen", 1, 1.0), row("plugin", "slower", 1, 5.0), row("gone", "failed", 1, reason="broke"))
+    new = of(2, row("a", "slower", 2, 3.0), row("b", "chosen", 2, 2.0), title="new")
+    found = merge(old, new)
+    assert (found.choice, found.title, found.created) == ("b", "new", TIMES[1])
+    assert statuses(found) == {"b": "chosen", "a": "slower", "plugin": "slower", "gone": "failed"}
+    assert next(each.reason for each in found.candidates if each.backend == "gone") == "broke"
+    assert next(each.median_ms for each in found.candidates if each.backend == "a") == 3.0
+
+
+def test_a_later_row_in_an_earlier_decision() -> None:
+    first = of(3, row("a", "chosen", 1, 1.0), row("b", "slower", 1, 2.0))
+    other = of(2, row("a", "chosen", 2, 4.0))
+    found = merge(first, other)
+    assert found.choice == "a"
+    assert statuses(found) == {"a": "chosen", "b": "tie"}
+    assert next(each.median_ms for each in found.candidates if each.backend == "a") == 4.0
+
+
+def test_what_a_decision_says_of_its_own_rows_holds() -> None:
+    """Paired samples can tell more than two intervals do."""
+    fresh = of(2, row("b", "slower", 2, 1.01, ratio=1.01, reason="by a little"), row("a", "chosen", 2, 1.0))
+    old = of(1, row("a", "tie", 1, 1.0), row("b", "chosen", 1, 1.0))
+    assert merge(old, fresh) == fresh
+    assert merge(fresh, fresh) == fresh
+    more = merge(fresh, of(1, row("c", "chosen", 1, 9.0)))
+    assert statuses(more) == {"a": "chosen", "b": "tie", "c": "slower"}
+    assert [(each.ratio, each.reason) for each in more.candidates] == [(None, "")] * 3
+
+
+def test_a_choice_that_a_later_row_rules_out_comes_back_with_a_later_one() -> None:
+    header = of(3, row("a", "chosen", 1, 1.0), row("b", "slower", 1, 3.0), row("c", "slower", 1, 2.0))
+    failed = of(2, row("a", "failed", 2), row("b", "chosen", 1, 3.0))
+    found = merge(header, failed)
+    assert (found.choice, found.preferred) == ("c", ("a", "natural"))
+    assert statuses(found) == {"a": "failed", "b": "slower", "c": "chosen"}
+    again = merge(found, of(1, row("a", "chosen", 3, 1.5)))
+    assert (again.choice, again.preferred) == ("a", None)
+
+
+def test_each_rules_out_the_others_choice() -> None:
+    a = of(2, row("a", "chosen", 1, 1.0), row("b", "failed", 2))
+    b = of(1, row("a", "failed", 2), row("b", "chosen", 1, 1.0))
+    assert (merge(a, b).choice, merge(b, a).choice) == ("", "")
+
+
+def test_the_latest_drift_of_the_latest_decision() -> None:
+    def drifted(day: int, seen: int) -> Decision:
+        drift = Drift(median_ms=2.0, low_ms=1.0, high_ms=3.0, samples=9, seen=TIMES[seen - 1])
+        return of(day, row("a", "chosen", 1, 1.0), drift=drift)
+
+    for pair in permutations([drifted(2, 2), drifted(2, 3)]):
+        found = merge(*pair).drift
+        assert found is not None
+        assert found.seen == TIMES[2]
+    assert merge(drifted(1, 3), of(2, row("a", "chosen", 1, 1.0))).drift is None
+
+
+def test_different_problems_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="different problems"):
+        merge(decision(), decision(key=OTHER))
+
+
+def test_times_are_compared_as_times() -> None:
+    """Two o'clock in Berlin is before half past one in London."""
+    early = of(1, row("a", "chosen", 1, 1.0), title="early")
+    early = replace(early, created="2025-01-01T14:00:00+01:00")
+    late = replace(early, created="2025-01-01T13:30:00", title="late")
+    assert merge(early, late).title == merge(late, early).title == "late"

@@ -1,0 +1,192 @@
+"""What a pattern is, in plain Python integers, one query and key at a time; and patterns to draw from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+
+KINDS: dict[str, Callable[..., Pattern]] = {
+    "Dense": Dense,
+    "Window": Window,
+    "Dilated": Dilated,
+    "Neighborhood": Neighborhood,
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A pattern's arguments as they were given, and the lengths to evaluate it at."""
+
+    kind: str
+    arguments: dict[str, Any]
+    q_len: int
+    k_len: int
+    heads: int
+
+    @property
+    def pattern(self) -> Pattern:
+        return KINDS[self.kind](**self.arguments)
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        return self.q_len, self.k_len, self.heads
+
+    def multiplicity(self) -> list[list[list[int]]]:
+        """[heads][queries][keys] by the definition."""
+        sees = NAIVE[self.kind]
+        return [
+            [[sees(self, h, i, j) for j in range(self.k_len)] for i in range(self.q_len)] for h in range(self.heads)
+        ]
+
+
+# --- the definition, naively ------------------------------------------------------------------------------------------
+
+
+def naive_dense(spec: Spec, h: int, i: int, j: int) -> int:
+    if not spec.arguments["is_causal"]:
+        return 1
+    return 1 if j <= i + (spec.k_len - spec.q_len) else 0
+
+
+def naive_window(spec: Spec, h: int, i: int, j: int) -> int:
+    distance = j - (i + spec.k_len - spec.q_len)
+    left, right = spec.arguments["left"], spec.arguments["right"]
+    too_far_left = left is not None and distance < -left
+    too_far_right = right is not None and distance > right
+    return 0 if too_far_left or too_far_right else 1
+
+
+def naive_offset(arguments: dict[str, Any], b: int, h: int, heads: int) -> int | None:
+    """The offset of head h in branch b; None where it stays out of that branch."""
+    rate: int = arguments["dilation_rates"][b]
+    if arguments["heads"] == "split":
+        groups = len(arguments["segment_lengths"])
+        owners: list[int] = []
+        for group in range(groups):
+            owners += [group] * (heads // groups + (1 if group < heads % groups else 0))
+        return b % rate if owners[h] == b else None
+    if arguments["offsets"] == "mod":
+        return h % rate
+    run = heads // rate
+    while run * rate < heads:
+        run += 1
+    return h // run
+
+
+def naive_dilated(spec: Spec, h: int, i: int, j: int) -> int:
+    count = 0
+    for b in range(len(spec.arguments["segment_lengths"])):
+        w = min(spec.arguments["segment_lengths"][b], spec.q_len)
+        r = spec.arguments["dilation_rates"][b]
+        offset = naive_offset(spec.arguments, b, h, spec.heads)
+        selected = offset is not None and (i % w) % r == offset and (j % w) % r == offset
+        in_time = j <= i or not spec.arguments["is_causal"]
+        if selected and i // w == j // w and in_time:
+            count += 1
+    return count
+
+
+def per_axis(value: Any, axes: int) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value] * axes
+
+
+def coordinates(position: int, grid: list[int]) -> list[int]:
+    """Row-major: the last axis runs fastest."""
+    found = []
+    for size in reversed(grid):
+        found.append(position % size)
+        position //= size
+    return found[::-1]
+
+
+def naive_axis(x: int, y: int, size: int, w: int, e: int, causal: bool, edges: str) -> bool:
+    if x % e != y % e:
+        return False
+    query, key, half = x // e, y // e, (w - 1) // 2
+    if edges == "clip":
+        return abs(query - key) <= half and (key <= query or not causal)
+    if causal:
+        return query - w < key <= query
+    members = len(range(x % e, size, e))
+    low = max(0, min(query - half, members - w))
+    return low <= key < low + w
+
+
+def naive_neighborhood(spec: Spec, h: int, i: int, j: int) -> int:
+    grid = list(spec.arguments["grid"])
+    x, y, edges = coordinates(i, grid), coordinates(j, grid), spec.arguments["edges"]
+    window, dilation, causal = (
+        per_axis(spec.arguments[name], len(grid)) for name in ("window", "dilation", "is_causal")
+    )
+    near = (naive_axis(x[a], y[a], grid[a], window[a], dilation[a], causal[a], edges) for a in range(len(grid)))
+    return int(all(near))
+
+
+NAIVE: dict[str, Callable[[Spec, int, int, int], int]] = {
+    "Dense": naive_dense,
+    "Window": naive_window,
+    "Dilated": naive_dilated,
+    "Neighborhood": naive_neighborhood,
+}
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def dense(draw: st.DrawFn) -> Spec:
+    lengths = draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    return Spec("Dense", {"is_causal": draw(st.booleans())}, *lengths, draw(st.integers(1, 2)))
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> Spec:
+    lengths = draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    side = st.none() | st.integers(0, 14)
+    return Spec("Window", {"left": draw(side), "right": draw(side)}, *lengths, draw(st.integers(1, 2)))
+
+
+@st.composite
+def dilated(draw: st.DrawFn) -> Spec:
+    n, branches = draw(st.integers(1, 24)), draw(st.integers(1, 3))
+    arguments = {
+        "segment_lengths": draw(st.lists(st.integers(1, 30), min_size=branches, max_size=branches)),
+        "dilation_rates": draw(st.lists(st.integers(1, 5), min_size=branches, max_size=branches)),
+        "is_causal": draw(st.booleans()),
+        "offsets": draw(st.sampled_from(["mod", "block"])),
+        "heads": draw(st.sampled_from(["all", "split"])),
+    }
+    return Spec("Dilated", arguments, n, n, draw(st.integers(1, 5)))
+
+
+@st.composite
+def neighborhoods(draw: st.DrawFn) -> Spec:
+    axes = draw(st.integers(1, 3))
+    grid = draw(st.lists(st.integers(1, (24, 6, 4)[axes - 1]), min_size=axes, max_size=axes))
+    edges = draw(st.sampled_from(["clip", "shift"]))
+    dilation = [draw(st.integers(1, min(3, size) if edges == "shift" else 3)) for size in grid]
+    widest = [size // e if edges == "shift" else 9 for size, e in zip(grid, dilation, strict=True)]
+    window = [draw(st.integers(0, (most - 1) // 2)) * 2 + 1 for most in widest]
+    causal = draw(st.lists(st.booleans(), min_size=axes, max_size=axes) | st.booleans())
+    arguments = {"grid": grid, "window": window, "dilation": dilation, "is_causal": causal, "edges": edges}
+    n = int(np.prod(grid))
+    return Spec("Neighborhood", arguments, n, n, draw(st.integers(1, 2)))
+
+
+SPECS = dense() | windows() | dilated() | neighborhoods()
+
+
+@st.composite
+def masks(draw: st.DrawFn, spec: Spec) -> tuple[list[int] | None, list[list[bool]] | None]:
+    batch = draw(st.integers(1, 2))
+    rows = st.lists(st.booleans(), min_size=spec.k_len, max_size=spec.k_len)
+    lens = st.lists(st.integers(0, spec.q_len), min_size=batch, max_size=batch)
+    seq_lens = draw(st.none() | lens) if spec.q_len == spec.k_len else None
+    key_mask = draw(st.none() | st.lists(rows, min_size=batch, max_size=batch))
+    return seq_lens, key_mask

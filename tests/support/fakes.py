@@ -1,0 +1,100 @@
+"""Made-up machines: their name, files, torch device properties, NVML and meshes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from attn_dispatch.machine import hardware, memory
+
+MIB, GIB = 1 << 20, 1 << 30
+CUDA = (memory.cuda_devices, memory.cuda_identity)
+SILICON = "cpu-made-up-8c-8t"
+
+
+def forget() -> None:
+    """Drop everything that the two modules read once."""
+    for cached in (hardware._gpus, hardware._read_cpu, hardware._chip, memory._nvml, *CUDA):
+        cached.cache_clear()
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def props(name: str, capability: tuple[int, int], sms: int, l2: int, total: int, **more: object) -> SimpleNamespace:
+    major, minor = capability
+    pci = {"pci_domain_id": 0, "pci_bus_id": 0x1A, "pci_device_id": 0}
+    known = {"multi_processor_count": sms, "L2_cache_size": l2, "total_memory": total, **pci, **more}
+    return SimpleNamespace(name=name, major=major, minor=minor, **known)
+
+
+H100 = props(
+    *("NVIDIA H100 80GB HBM3", (9, 0), 132, 50 * MIB, 85_045_018_624),
+    uuid="aaaa-1",
+    shared_memory_per_block_optin=232448,
+)
+GTX1080 = props("NVIDIA GeForce GTX 1080", (6, 1), 20, 2 * MIB, 8_510_701_568, uuid="bbbb-2", pci_bus_id=0x2B)
+SLICE = props("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 14, 5 * MIB, 5_100_273_664, uuid="cccc-3")
+
+
+class FakeNvmlError(Exception):
+    pass
+
+
+def fake_nvml(monkeypatch: pytest.MonkeyPatch, boards: dict[str, dict[str, Any]]) -> ModuleType:
+    """A pynvml whose handles are UUIDs; each board may have ``pci``, ``free``, ``mig_mode`` and ``slice``."""
+
+    def look_up(find: Callable[[str], bool]) -> str:
+        found = [uuid for uuid in boards if find(uuid)]
+        if not found:
+            raise FakeNvmlError("Not Found")
+        return found[0]
+
+    def mig_mode(handle: str) -> list[int]:
+        if "mig_mode" not in boards[handle]:
+            raise FakeNvmlError("Not Supported")
+        return [boards[handle]["mig_mode"], 0]
+
+    nvml: Any = ModuleType("pynvml")
+    nvml.NVMLError = FakeNvmlError
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlSystemGetDriverVersion = lambda: "550.54.15"
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: list(boards)[index]
+    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: look_up(lambda known: known == uuid)
+    nvml.nvmlDeviceGetHandleByPciBusId = lambda bus: look_up(lambda known: boards[known].get("pci") == bus)
+    nvml.nvmlDeviceGetUUID = lambda handle: handle
+    nvml.nvmlDeviceGetMigMode = mig_mode
+    nvml.nvmlDeviceIsMigDeviceHandle = lambda handle: int(boards[handle].get("slice", False))
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(free=boards[handle]["free"])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return nvml  # type: ignore[no-any-return]
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, *devices: SimpleNamespace) -> None:
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: devices[index])
+    monkeypatch.setattr("torch.cuda.current_device", lambda: len(devices) - 1)
+    cuda_memory(monkeypatch, free=0)
+
+
+def cuda_memory(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, reserved: int = 0, allocated: int = 0, fraction: float = 1.0
+) -> None:
+    def mem_get_info(index: int) -> tuple[int, int]:
+        if free is None:
+            raise RuntimeError("CUDA error: out of memory")
+        return free, 0
+
+    monkeypatch.setattr("torch.cuda.mem_get_info", mem_get_info)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: reserved)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda index: allocated)
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda index: fraction)

@@ -1,0 +1,103 @@
+"""One backend with orders and one without, which take as long as they are told, and what is kept of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.folder import Store, cache_folder
+from tests.support.calls import close, forget, formula
+from tests.support.planted import Planted
+
+MS = 1e-3
+OTHER = ("other", "natural")
+NATURAL, HILBERT, RESIDUE = (("tiled", order) for order in ("natural", "hilbert", "residue"))
+
+
+@dataclass
+class Paced(Planted):
+    """One without orders. `handed` is what came by keyword."""
+
+    takes_ms: float = 4
+    handed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    reasons: list[Refusal] = field(default_factory=list[Refusal])
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return self.reasons
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Any:
+        self.handed.append(tensors)
+        time.sleep(self.takes_ms * MS)
+        return super().run(q, k, v, problem, **tensors)
+
+
+@dataclass
+class Ordered(Paced):
+    """Takes as long as its order says, and is off by a hundredth in one of them."""
+
+    name: str = "tiled"
+    paces_ms: dict[str, float] = field(default_factory=lambda: {"natural": 6, "hilbert": 1, "residue": 9})
+    offered: Callable[[Problem], Any] = lambda problem: ("hilbert", "natural")
+    all_orders: tuple[str, ...] = ("residue",)
+    wrong_in: str = ""
+    prepared: int = 0
+    forgotten: list[Problem] = field(default_factory=list[Problem])
+
+    def orders(self, problem: Problem) -> Any:
+        return self.offered(problem)
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def forget(self, problem: Problem) -> None:
+        self.forgotten.append(problem)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Any:
+        order = tensors.get("order", "natural")
+        self.takes_ms = self.paces_ms[order]
+        out, lse = super().run(q, k, v, problem, **tensors)
+        return (out * 1.01 if order == self.wrong_in else out), lse
+
+    def last(self) -> str | None:
+        return self.handed[-1].get("order")
+
+    def orders_run(self) -> set[str | None]:
+        return {each.get("order") for each in self.handed}
+
+
+class House:
+    """One backend with orders and one without, alone; `restart` is what a new process would know."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.other, self.tiled = Paced(name="other"), Ordered()
+        for backend in (self.other, self.tiled):
+            registry._added[backend.name] = backend
+        monkeypatch.setattr(registry, "names", lambda: ("other", "tiled"))
+
+    def restart(self) -> None:
+        forget()
+        for backend in (self.other, self.tiled):
+            backend.handed.clear()
+
+
+def kept() -> Decision:
+    ((_, decision),) = Store(cache_folder()).all()
+    return decision
+
+
+def rows() -> dict[tuple[str, str], Row]:
+    return {row.id: row for row in kept().candidates}
+
+
+def right(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return close(out, formula(q, k, v, Dense())[0])

@@ -1,0 +1,67 @@
+"""Made-up entries of a quarantine, its files, and processes that try something. They load no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from attn_dispatch.store import crash_markers as contacts
+from attn_dispatch.store.crash_markers import place_of
+from attn_dispatch.store.quarantine import Entry
+from tests.support.fakes import SILICON
+
+GROUP = "0123456789ab"
+STARTED = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.store.crash_markers import contact
+
+folder, silicon = Path(sys.argv[1]), sys.argv[2]
+"""
+TRIED = (
+    STARTED
+    + """
+with contact(folder, silicon, "made_up", "1", "dense 1 x 64", patience_s=3600):
+    {}
+"""
+)
+
+
+def entry(**changes: Any) -> Entry:
+    values: dict[str, Any] = {
+        "backend": "made_up",
+        "version": "1",
+        "silicon": SILICON,
+        "kind": "incorrect",
+        "reason": "dq is wrong by 0.31",
+        "title": "dense Ω",
+    }
+    return Entry(**(values | changes))
+
+
+def path_of(folder: Path) -> Path:
+    (path,) = place_of(folder, SILICON).glob("*.json")
+    return path
+
+
+def path_of_new(folder: Path, suffix: str) -> Path:
+    suffix = f"-{'0' * 12}{suffix}" if suffix == ".mark" else suffix
+    return place_of(folder, SILICON) / f"{contacts.digest(*entry().key)}{suffix}"
+
+
+def markers(folder: Path) -> list[Path]:
+    return sorted(place_of(folder, SILICON).glob("*.mark"))
+
+
+def start(folder: Path, code: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, str(folder), SILICON]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, code: str) -> tuple[int, str, str]:
+    with start(folder, code) as process:
+        out, err = process.communicate(timeout=60)
+    return process.returncode, out, err

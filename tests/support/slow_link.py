@@ -1,0 +1,53 @@
+"""Two ranks over a loopback device that is held back, in the network namespace that this process was started in.
+
+unshare -n python -m tests.support.slow_link BYTES_PER_S
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from attn_dispatch import attend
+from attn_dispatch.ring.link import link_of
+from attn_dispatch.ring.rows.layout import Layout, deal
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from tests.support.cases import gate
+from tests.support.ring_calls import shards, whole
+from tools.bench.ring_overlap import slowed
+from tools.lib.ranks import together
+
+LAYOUT = Layout(deal(512, 2))
+
+
+def problem() -> Problem:
+    q = torch.empty(1, LAYOUT.tokens, 4, 64, device="meta", requires_grad=True)
+    return Problem.of(q, q, q, Dense(is_causal=True), return_lse=True, device="cpu")
+
+
+def work() -> tuple[float, int, dict[str, torch.Tensor]]:
+    """Seconds of a call with its gradients, bytes sent, and results."""
+    mine = shards(gate(problem()), LAYOUT)[dist.get_rank()]
+    q, k, v = (mine[name].requires_grad_() for name in "qkv")
+    dist.barrier()
+    start = time.perf_counter()
+    out, lse = attend(q, k, v, is_causal=True, return_lse=True, mesh="world", order="ring")
+    grads = torch.autograd.grad([out, lse], (q, k, v), [mine["grad"], mine["grad_lse"]])
+    took = time.perf_counter() - start
+    return took, link_of("world").wire.shipped, dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+
+
+def main(bytes_per_s: float) -> None:
+    subprocess.run(["sh", "-c", slowed(bytes_per_s)], check=True)
+    times, shipped, found = zip(*together(work, LAYOUT.ranks))
+    verdict = gate(problem()).check(whole([{name: x.detach() for name, x in each.items()} for each in found], LAYOUT))
+    print(max(times), sum(shipped), *verdict.failures)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

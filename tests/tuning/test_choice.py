@@ -1,0 +1,192 @@
+"""The choice: planted timings for its rules, and re-tunings on a simulated clock for how far it can be trusted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from attn_dispatch.tuning import choice
+from attn_dispatch.tuning.choice import Entrant, Outcome, choose
+from attn_dispatch.tuning.intervals import Timing, faster_at_last
+from tools.checks import trust_choice
+from tools.checks.trust_choice import CLOSE, FIVE, NOISE, PAIR, Tuner
+
+ROUNDS = 20
+
+
+def entrant(name: str, cost_ms: float, *, rounds: int = ROUNDS, wobble: float = 0.001, **more: Any) -> Entrant:
+    """One whose samples are all but equal: what lies apart is surely apart."""
+    shift = sum(map(ord, name))
+    samples = (cost_ms * (1.0 + wobble * math.sin(shift + 2.0 * index)) for index in range(rounds))
+    return Entrant(name, Timing(tuple(samples), cost_ms + more.get("plan_ms", 0.0)), **more)
+
+
+def outcome(name: str, entrants: list[Entrant], incumbent: str | None = "old", calls: int = 1000) -> Outcome:
+    return choose(entrants, incumbent, calls=calls)[1][name]
+
+
+@pytest.mark.parametrize(("cost_ms", "chosen"), [(0.97, "new"), (0.985, "old"), (1.0, "old"), (1.1, "old")])
+def test_incumbent_is_replaced_only_beyond_the_margin(cost_ms: float, chosen: str) -> None:
+    better_in_order = entrant("new", cost_ms, workspace_bytes=0, rank=0)
+    entrants = [better_in_order, entrant("old", 1.0, workspace_bytes=10, rank=1)]
+    assert choose(entrants, "old", calls=1)[0] == chosen
+
+
+def test_margin_is_a_parameter() -> None:
+    entrants = [entrant("old", 1.0), entrant("new", 0.95)]
+    assert [choose(entrants, "old", calls=1, margin=margin)[0] for margin in (0.02, 0.08)] == ["new", "old"]
+
+
+@pytest.mark.parametrize("incumbent", [None, "gone"])
+def test_without_an_incumbent_the_order_decides_among_the_close(incumbent: str | None) -> None:
+    entrants = [
+        entrant("fastest", 1.0, workspace_bytes=2, rank=0),
+        entrant("complex", 1.01, workspace_bytes=1, rank=2),
+        entrant("simple", 1.015, workspace_bytes=1, rank=1),
+        entrant("slow", 1.1),
+    ]
+    assert choose(entrants, incumbent, calls=1)[0] == "simple"
+
+
+def test_who_beats_the_incumbent_may_yet_be_beaten_by_another() -> None:
+    entrants = [entrant("old", 1.0), entrant("lean", 0.9), entrant("fast", 0.8, workspace_bytes=100)]
+    chosen, outcomes = choose(entrants, "old", calls=1)
+    assert chosen == "fast"
+    assert [outcomes[name].status for name in ("old", "lean", "fast")] == ["slower", "slower", "chosen"]
+
+
+def test_where_everyone_is_beaten_the_least_median_is_chosen() -> None:
+    """Each beats the next one in two thirds of all rounds."""
+    samples = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 1.0), "c": (2.9, 0.9, 1.9)}
+    entrants = [Entrant(name, Timing(each * 40, 1.0)) for name, each in samples.items()]
+    beats = {
+        (one.name, other.name) for one in entrants for other in entrants if faster_at_last(one.timing, other.timing)
+    }
+    assert {name for _, name in beats} == samples.keys()
+    assert choose(entrants, None, calls=1)[0] == "c"
+
+
+def test_first_call_is_spread_over_the_calls() -> None:
+    entrants = [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)]
+    assert [choose(entrants, "old", calls=calls)[0] for calls in (900, 1100, 10_000)] == ["old", "built", "built"]
+    found = outcome("built", entrants, calls=900)
+    assert (found.status, found.reason) == ("slower", "pays after 1,000 calls")
+    assert found.break_even == pytest.approx(1000, rel=0.01)
+    assert found.ratio == pytest.approx(0.5, rel=0.01)
+
+
+def test_chosen_one_says_when_its_first_call_is_paid_for() -> None:
+    found = outcome("built", [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)], calls=10_000)
+    assert (found.status, found.reason) == ("chosen", "pays after 1,000 calls")
+
+
+def test_who_pays_too_late_to_save_the_margin_says_so() -> None:
+    found = outcome("built", [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)], calls=1010)
+    assert found.status == "tie"
+    assert found.reason == "pays after 1,000 calls, and not surely by 2% within 1,010"
+
+
+@pytest.mark.parametrize(("cost_ms", "plan_ms"), [(1.0, 500.0), (1.5, 500.0), (0.99, 500.0), (0.5, 0.0)])
+def test_no_break_even_without_a_dearer_first_call_and_faster_later_ones(cost_ms: float, plan_ms: float) -> None:
+    assert outcome("new", [entrant("old", 1.0), entrant("new", cost_ms, plan_ms=plan_ms)]).break_even is None
+
+
+@pytest.mark.parametrize(("plan_ms", "per_call_ms"), [(9.99, 0.0), (10.0, 2.0), (100.0, 20.0), (-3.0, 0.0)])
+def test_first_calls_that_only_warm_up_are_free(plan_ms: float, per_call_ms: float) -> None:
+    assert choice.per_call_ms(plan_ms, 5) == per_call_ms
+
+
+def test_dropped_ones_are_not_chosen() -> None:
+    entrants = [entrant("old", 1.0), entrant("hopeless", 0.1, rounds=1, dropped=5.0)]
+    chosen, outcomes = choose(entrants, None, calls=1)
+    assert chosen == "old"
+    assert outcomes["hopeless"].status == "slower"
+    assert outcomes["hopeless"].reason == "5.0 times the fastest after one round, not tried again"
+
+
+def test_someone_is_chosen_even_of_dropped_ones() -> None:
+    assert choose([entrant("hopeless", 1.0, dropped=5.0)], "hopeless", calls=1)[0] == "hopeless"
+
+
+TIES = [
+    ({"cost_ms": 1.0}, "old", "a tie goes to old, which was there first"),
+    ({"cost_ms": 1.0, "workspace_bytes": 2**21}, None, "a tie goes to less workspace: 2.0 MiB less"),
+    ({"cost_ms": 1.0, "rank": 1}, None, "a tie goes to the simpler one"),
+    ({"cost_ms": 0.7, "rounds": 2}, "old", "2 rounds are too few to tell"),
+    ({"cost_ms": 0.7, "rounds": 1}, "old", "1 round is too few to tell"),
+    ({"cost_ms": 0.97, "wobble": 0.5}, "old", "20 rounds are too few to tell"),
+]
+
+
+@pytest.mark.parametrize(("new", "incumbent", "reason"), TIES)
+def test_tie_has_its_reason(new: dict[str, Any], incumbent: str | None, reason: str) -> None:
+    found = outcome("new", [entrant("old", 1.0), entrant("new", **new)], incumbent)
+    assert (found.status, found.reason) == ("tie", reason)
+
+
+def test_tie_with_the_winner_that_does_not_beat_the_incumbent() -> None:
+    entrants = [entrant("old", 1.0), entrant("winner", 0.975), entrant("near", 0.985)]
+    chosen, outcomes = choose(entrants, "old", calls=1)
+    assert chosen == "winner"
+    assert (outcomes["near"].status, outcomes["near"].reason) == ("tie", "not surely 2% faster than old")
+
+
+def test_ratio_is_of_the_times_over_the_chosen_ones() -> None:
+    found = outcome("slow", [entrant("old", 1.0), entrant("slow", 3.0)])
+    low, median, high = found.ratio_low, found.ratio, found.ratio_high
+    assert median == pytest.approx(3.0, rel=0.01)
+    assert low is not None and median is not None and high is not None  # noqa: PT018
+    assert low < median < high
+    own = outcome("old", [entrant("old", 1.0)])
+    assert (own.status, own.reason, own.ratio, own.ratio_low, own.ratio_high) == ("chosen", "", 1.0, 1.0, 1.0)
+
+
+def test_choose_refuses() -> None:
+    with pytest.raises(ValueError, match="at least one entrant"):
+        choose([], None, calls=1)
+    with pytest.raises(ValueError, match="calls must be at least 1"):
+        choose([entrant("old", 1.0)], None, calls=0)
+
+
+# Trust: 3 % noise on every sample, candidates 0.5 % apart. `python -m tools.checks.trust_choice` has the full figures.
+
+
+def test_picks_of_close_candidates_do_not_flip() -> None:
+    for incumbent, found in trust_choice.stability(Tuner(), CLOSE, 25).items():
+        assert found["independent_flips"] <= 0.01, incumbent
+        assert found["chain_changes"] <= 0.01, incumbent
+        assert found["too_slow"] == 0.0, incumbent
+
+
+def test_picks_do_not_flip_where_two_are_apart_by_the_margin() -> None:
+    assert trust_choice.flips(trust_choice.independent(Tuner(), PAIR, "c1", 200)) <= 0.01
+
+
+def test_picks_in_five_rounds_do_not_flip() -> None:
+    for incumbent, found in trust_choice.stability(Tuner(options=FIVE), CLOSE, 200).items():
+        assert found["independent_flips"] <= 0.01, incumbent
+        assert found["chain_changes"] <= 0.01, incumbent
+
+
+@pytest.mark.parametrize("machine", [{"noise": NOISE, "tail": 0.05}, {"noise": NOISE, "swing": 0.2}])
+def test_disturbed_machine_does_not_flip_either(machine: dict[str, float]) -> None:
+    tuner = Tuner(machine)
+    assert set(trust_choice.independent(tuner, CLOSE, "c4", 30)) == {"c4"}
+    assert set(trust_choice.independent(tuner, {"slow": 1.2, "fast": 1.0}, "slow", 30)) == {"fast"}
+
+
+def test_naive_rule_flips_where_ours_does_not() -> None:
+    assert trust_choice.flips(trust_choice.independent(trust_choice.naive, CLOSE, None, 50)) > 0.3
+
+
+def test_what_is_four_percent_faster_is_found() -> None:
+    found = trust_choice.grey_zone(Tuner(), 30)
+    assert min(found["4.0%"], found["5.0%"], found["10.0%"]) >= 0.95
+
+
+def test_spreads_are_picked_from_without_much_loss() -> None:
+    found = trust_choice.spreads(Tuner(), 50)
+    assert found["mean_loss"] <= 0.01
+    assert found["worst"] <= 0.04

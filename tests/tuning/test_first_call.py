@@ -1,0 +1,357 @@
+"""What a backend builds before its first result: when it is tried, what is kept of it, how it is told."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch.backends import manual
+from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.dispatch import attend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.tuning import tuner
+from attn_dispatch.tuning.gate import COMPILED_CASES
+from attn_dispatch.tuning.hard_cases import hard_cases
+from tests.support.cases import Case
+
+PROBLEM = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
+
+
+@dataclass
+class Builder:
+    """The reference, whose first call of a problem is said to take `first_s`, and takes `sleep_s`."""
+
+    name: str = "builder"
+    first_s: float = 0.0
+    sleep_s: float = 0.0
+    factor: float = 1.0
+    built: set[Problem] = field(default_factory=set[Problem])
+    calls: int = 0
+    dropped: list[Problem] = field(default_factory=list[Problem])
+
+    def version(self) -> str:
+        return "1"
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return []
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        return 0
+
+    def first_call_ms(self, problem: Problem) -> float:
+        return 0.0 if problem in self.built else self.first_s * 1e3
+
+    def forget(self, problem: Problem) -> None:
+        self.dropped.append(problem)
+        self.built.discard(problem)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        self.calls += 1
+        if problem not in self.built:
+            time.sleep(self.sleep_s)
+            self.built.add(problem)
+        out, lse = manual.run(q, k, v, problem, **tensors)
+        return out * self.factor, lse
+
+
+@dataclass
+class Holder(Builder):
+    """One with `release` too."""
+
+    released: int = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@dataclass
+class Once(Builder):
+    """One with something to do once on a machine."""
+
+    prepare_s: float = 0.0
+    prepared: int = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
+        if self.prepare_s < 0:
+            raise OSError("no compiler")
+        time.sleep(self.prepare_s)
+
+
+Alone = Callable[..., None]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
+    """Make these the only backends, in this order."""
+
+    def only(*backends: Any) -> None:
+        monkeypatch.setattr(registry, "backends", lambda: list(backends))
+
+    return only
+
+
+def measured(budget_s: float | None) -> Decision:
+    decision = tuner.decide(PROBLEM, budget_s)
+    assert decision is not None
+    return decision
+
+
+def dropped(builder: Builder) -> list[Problem]:
+    """Of the problem itself; what the checks ran on goes in any case."""
+    assert len(builder.dropped) >= 5
+    return [problem for problem in builder.dropped if problem == PROBLEM]
+
+
+def row(decision: Decision, name: str = "builder") -> Row:
+    return next(each for each in decision.candidates if each.backend == name)
+
+
+# --- when it is tried -------------------------------------------------------------------------------------------------
+
+
+def test_not_tried_past_the_budget(alone: Alone) -> None:
+    builder = Builder(first_s=15)
+    alone(manual, builder)
+    decision = measured(1.2)
+    assert builder.calls == 0
+    assert decision.choice == "manual"
+    found = row(decision)
+    assert found.status == "not_measured"
+    start, rest = found.reason.split(", with ")
+    assert start == "its first calls, the checks' too, take about 45 s more than later ones"
+    left, told = rest.split(" s of the budget left: ")
+    assert 0 < float(left) <= 1.2
+    assert told == "`attn-dispatch profile --full` measures it"
+
+
+def test_nothing_left_is_told_as_nothing(alone: Alone) -> None:
+    alone(Builder("slow", sleep_s=0.05), Builder(first_s=15))
+    assert ", with 0 s of the budget left" in row(measured(0.01)).reason
+
+
+def test_the_least_work_is_tried_first(alone: Alone) -> None:
+    """After the static choice: what costs the whole budget must not come before what is quick."""
+    tried: list[str] = []
+
+    @dataclass
+    class Worker(Builder):
+        work: int = 0
+
+        def flops(self, problem: Problem) -> int:
+            return self.work
+
+        def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+            tried.append(self.name)
+            return manual.run(q, k, v, problem, **tensors)
+
+    alone(Worker("static", work=1000), Worker("heavy", work=900), Worker("light", work=300))
+    decision = measured(60.0)
+    assert list(dict.fromkeys(tried)) == ["static", "light", "heavy"]
+    assert [each.backend for each in decision.candidates] == ["static", "heavy", "light"]
+
+
+def test_what_is_done_once_is_not_in_the_budget(alone: Alone) -> None:
+    first, last = Once("first", prepare_s=0.5), Once("last")
+    alone(first, last)
+    decision = measured(0.4)
+    assert (first.prepared, last.prepared) == (1, 1)
+    assert row(decision, "last").status in ("chosen", "slower", "tie")
+    first_ms = row(decision, "first").first_ms
+    assert first_ms is not None
+    assert first_ms < 500
+
+
+def test_what_cannot_be_done_once_is_a_failure(alone: Alone) -> None:
+    broken = Once(prepare_s=-1)
+    alone(manual, broken)
+    decision = measured(None)
+    assert decision.choice == "manual"
+    assert (row(decision).status, row(decision).reason) == ("failed", "OSError: no compiler")
+    assert broken.calls == 0
+
+
+@pytest.mark.parametrize("budget_s", [None, 60.0])
+def test_tried_where_there_is_time(budget_s: float | None, alone: Alone) -> None:
+    builder = Builder(first_s=15)
+    alone(manual, builder)
+    assert row(measured(budget_s)).status in ("chosen", "slower", "tie")
+    assert builder.calls > 2
+
+
+def test_tried_once_it_is_built(alone: Alone) -> None:
+    builder = Builder(first_s=15, built={PROBLEM, *(case.problem for case in hard_cases(PROBLEM))})
+    alone(manual, builder)
+    assert row(measured(1.0)).status in ("chosen", "slower", "tie")
+
+
+def test_the_first_is_always_tried(alone: Alone) -> None:
+    builder = Builder(first_s=15)
+    alone(builder, manual)
+    assert row(measured(0.2)).median_ms is not None
+    assert builder.calls > 0
+
+
+def test_a_wrong_first_leaves_its_place_to_the_next(alone: Alone) -> None:
+    builder = Builder(first_s=15)
+    alone(Builder("wrong", factor=2.0), builder, manual)
+    decision = measured(0.2)
+    assert row(decision, "wrong").status == "incorrect"
+    assert row(decision).median_ms is not None
+
+
+def test_forced_it_runs() -> None:
+    builder = Builder(first_s=math.inf)
+    registry.register(builder)
+    q = torch.randn(1, 16, 2, 8)
+    attend(q, q, q, backend="builder")
+    assert builder.calls == 1
+
+
+# --- what is kept of it -----------------------------------------------------------------------------------------------
+
+
+def test_the_loser_is_forgotten_and_the_winner_kept(alone: Alone) -> None:
+    winner, loser = Builder("winner"), Builder("loser", sleep_s=0.02)
+    loser.run = _slowly(loser.run)  # type: ignore[method-assign]
+    alone(winner, loser)
+    assert measured(None).choice == "winner"
+    assert (dropped(winner), dropped(loser)) == ([], [PROBLEM])
+
+
+def _slowly(run: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any, **tensors: Tensor) -> Any:
+        time.sleep(0.01)
+        return run(*arguments, **tensors)
+
+    return slow
+
+
+def test_forget_goes_before_release(alone: Alone) -> None:
+    """Dropping everything would take along what other problems are routed to."""
+    holder = Holder()
+    alone(manual, holder)
+    decision = measured(None)
+    assert holder.released == 0
+    assert dropped(holder) == ([] if decision.choice == "builder" else [PROBLEM])
+
+
+def test_its_memory_is_not_the_compilers(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the figure is the process's: that of the call after."""
+    peaks = iter([1000, 777_777, 2000])
+    monkeypatch.setattr("attn_dispatch.machine.measure.peak_bytes", lambda call, device: (call(), next(peaks)))
+    alone(manual, Builder(first_s=0.001))
+    decision = measured(None)
+    assert (row(decision, "manual").peak_bytes, row(decision).peak_bytes) == (1000, 2000)
+
+
+def test_what_is_built_first_says_nothing_of_the_rate(alone: Alone) -> None:
+    """The next candidate is held to the later calls of the one before it: forty of those fit the budget."""
+    first, other = Builder("first", first_s=15, sleep_s=0.3), Builder("other")
+    first.flops, other.flops = lambda problem: 1000, lambda problem: 40_000  # type: ignore[attr-defined]
+    alone(first, other)
+    decision = measured(3.0)
+    assert (row(decision, "first").first_ms or 0) >= 300
+    assert row(decision, "other").median_ms is not None
+
+
+@pytest.mark.parametrize(("work", "first"), [(8_000, "short"), (2_000, "long")])
+def test_the_static_choice_does_not_take_the_time_of_what_has_far_less_to_do(
+    work: int, first: str, alone: Alone
+) -> None:
+    """The first one is tried whatever it takes; here that leaves no time for the other."""
+    long, short = Builder("long"), Builder("short")
+    long.flops, short.flops = lambda problem: work, lambda problem: 1000  # type: ignore[attr-defined]
+    for backend in (long, short):
+        backend.run = _after(0.8, backend.run)  # type: ignore[method-assign]
+    alone(long, short)
+    decision = measured(0.5)
+    assert [each.backend for each in decision.candidates if each.first_ms is not None] == [first]
+
+
+@pytest.mark.usefixtures("little_time")
+def test_the_slowest_are_left_out_where_time_is_short(alone: Alone) -> None:
+    """The close ones get their rounds; what is far behind after the call that was checked does not take them."""
+    fast, close, far = (Builder(name) for name in ("fast", "close", "far"))
+    for backend, pause_s in ((fast, 0.02), (close, 0.03), (far, 0.4)):
+        backend.run = _after(pause_s, backend.run)  # type: ignore[method-assign]
+    alone(close, fast, far)
+    decision = measured(2.5)
+    assert decision.choice == "fast"
+    assert (row(decision, "far").status, row(decision, "far").median_ms) == ("not_measured", None)
+    assert "times as long as the fastest's, and the budget was short" in row(decision, "far").reason
+    assert far.calls <= 2 + COMPILED_CASES + 2
+    assert min(row(decision, name).rounds or 0 for name in ("fast", "close")) >= 5
+
+
+@pytest.mark.usefixtures("little_time")
+def test_who_seems_faster_when_the_time_is_up_gets_a_little_more(alone: Alone) -> None:
+    """Three rounds cannot prove an eighth; a few more can."""
+    slow, fast = Builder("slow"), Builder("fast")
+    for backend, pause_s in ((slow, 0.1), (fast, 0.088)):
+        backend.run = _after(pause_s, backend.run)  # type: ignore[method-assign]
+    alone(slow, fast)
+    decision = measured(0.9)  # two checked calls each, and three rounds
+    assert decision.choice == "fast"
+    assert row(decision, "fast").rounds == row(decision, "slow").rounds
+    assert (row(decision, "fast").rounds or 0) >= 4
+
+
+def _after(pause_s: float, run: Callable[..., Any]) -> Callable[..., Any]:
+    def late(q: Tensor, *arguments: Any, **tensors: Tensor) -> Any:
+        time.sleep(pause_s if q.shape[1] == PROBLEM.q_len else 0)
+        return run(q, *arguments, **tensors)
+
+    return late
+
+
+# --- how it is told ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("little_time")
+def test_a_slow_start_is_remarked_on(alone: Alone) -> None:
+    alone(Builder(sleep_s=0.3))
+    decision = measured(None)
+    explanation = Explanation.of(decision)
+    (report,) = explanation.candidates
+    assert report.first_ms == row(decision).first_ms
+    assert report.first_ms is not None
+    assert report.first_ms >= 300
+    assert str(explanation).splitlines()[-1].split("   ")[-1].startswith("chosen: first call ")
+    assert explanation.to_dict()["candidates"][0]["first_ms"] == report.first_ms
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "reason", "verdict"),
+    [
+        (14_200.0, "", "slower: first call 14.2 s"),
+        (14_200.0, "4.1 times the fastest", "slower: 4.1 times the fastest; first call 14.2 s"),
+        (10.0, "", "slower"),
+        (10.1, "", "slower: first call 10.1 ms"),
+        (None, "", "slower"),
+    ],
+)
+def test_the_verdict(first_ms: float | None, reason: str, verdict: str) -> None:
+    """Told where it is more than ten times the median."""
+    report = CandidateReport("b", "natural", "slower", reason, 1.0, 0.9, 1.1, first_ms=first_ms)
+    assert explained(report)[-1] == verdict
+
+
+def test_no_remark_without_a_median() -> None:
+    assert explained(CandidateReport("b", "natural", "failed", "why", first_ms=5.0))[-1] == "failed: why"
+
+
+def explained(report: CandidateReport) -> list[str]:
+    plain = Explanation("b", "natural", "measured", "0", (), "problem", "device")
+    return replace(plain, candidates=(report,)).rows()[0]

@@ -1,0 +1,363 @@
+"""What is tried cannot hang the process, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from attn_dispatch.tuning import guard
+from attn_dispatch.tuning.guard import TimedOut, retire, run_guarded
+from tests.support.guarded import PATIENT_S, run
+
+pytestmark = pytest.mark.usefixtures("no_threads_are_left")
+
+# --- calls that come back ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [PATIENT_S, None])
+def test_the_result(timeout_s: float | None) -> None:
+    result = object()
+    assert run_guarded(lambda: result, timeout_s) is result
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, StopIteration])
+def test_exceptions_come_back_as_they_are(kind: type[BaseException]) -> None:
+    given = kind("said")
+    with pytest.raises(kind) as caught:
+        run_guarded(lambda: fail(given), PATIENT_S)
+    assert caught.value is given
+    names = [frame.name for frame in traceback.extract_tb(given.__traceback__)]
+    assert names[-2:] == ["<lambda>", "fail"]
+    assert "run" not in names  # the other thread's own frames say nothing to anyone
+    assert run_guarded(lambda: 1, PATIENT_S) == 1
+
+
+class Big:
+    """What a kernel had allocated."""
+
+
+def test_nothing_is_held_after_a_failure() -> None:
+    seen: list[weakref.ref[Big]] = []
+
+    def call() -> None:
+        local = Big()
+        seen.append(weakref.ref(local))
+        raise ValueError
+
+    try:
+        run_guarded(call, PATIENT_S)
+    except ValueError as error:
+        traceback.clear_frames(error.__traceback__)
+    assert seen[0]() is None
+
+
+def test_nothing_is_held_after_a_success() -> None:
+    """Without the garbage collector: no cycles either."""
+    argument, result = Big(), Big()
+    held = weakref.ref(argument), weakref.ref(result)
+    box = [result]
+
+    def call(given: Big = argument) -> Big:
+        return box.pop()
+
+    del argument, result
+    got = run_guarded(call, PATIENT_S)
+    del call
+    assert held[1]() is got
+    del got
+    assert [each() for each in held] == [None, None]
+
+
+def test_the_callers_context_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "IDLE_S", PATIENT_S)
+    held: list[weakref.ref[Big]] = []
+
+    def caller() -> None:
+        variable: contextvars.ContextVar[Big] = contextvars.ContextVar("variable")
+        variable.set(Big())
+        held.append(weakref.ref(variable.get()))
+        run_guarded(lambda: None, PATIENT_S)
+
+    contextvars.copy_context().run(caller)
+    end_s = time.monotonic() + 5.0
+    while held[0]() is not None and time.monotonic() < end_s:
+        time.sleep(0.001)  # the thread lets go just after it has said that it is done
+    assert held[0]() is None
+
+
+def test_an_exception_is_held_by_nobody_else() -> None:
+    def call() -> None:
+        raise Failure
+
+    class Failure(Exception):
+        pass
+
+    seen = None
+    try:
+        run_guarded(call, PATIENT_S)
+    except Failure as error:
+        seen = weakref.ref(error)
+    assert seen is not None
+    assert seen() is None
+
+
+def test_a_thread_is_kept_and_can_be_retired() -> None:
+    first, second = (run_guarded(threading.current_thread, PATIENT_S) for _ in range(2))
+    assert first is second
+    assert first is not threading.current_thread()
+    assert first.daemon
+    retire()
+    assert not first.is_alive()
+    third = run_guarded(threading.current_thread, PATIENT_S)
+    assert third is not first
+
+
+def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "IDLE_S", 0.01)
+    thread = run_guarded(threading.current_thread, PATIENT_S)
+    thread.join(PATIENT_S)
+    assert not thread.is_alive()
+    assert run_guarded(lambda: 1, PATIENT_S) == 1
+
+
+def test_guarded_calls_within_guarded_calls() -> None:
+    def within(depth: int) -> list[int]:
+        here = threading.get_ident()
+        return [here] if depth == 0 else [here, *run_guarded(lambda: within(depth - 1), PATIENT_S)]
+
+    threads = run_guarded(lambda: within(3), PATIENT_S)
+    assert len(set(threads)) == 4
+
+
+def test_guarded_calls_of_many_threads() -> None:
+    met = threading.Barrier(6)
+    found: list[int] = []
+
+    def caller(index: int) -> None:
+        for _ in range(10):
+            run_guarded(lambda: met.wait(PATIENT_S), PATIENT_S)  # all six at the same time
+            found.append(run_guarded(lambda: index, PATIENT_S) - index)
+
+    threads = [threading.Thread(target=caller, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [0] * 60
+
+
+# --- calls that do not ------------------------------------------------------------------------------------------------
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def stubborn_loop() -> None:
+    while True:
+        with contextlib.suppress(Exception):
+            while True:
+                pass
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy, a thread may wait for its turn."""
+    monkeypatch.setattr(guard, "GRACE_S", PATIENT_S)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("call", [loop, stubborn_loop])
+def test_a_loop_is_ended(call: Callable[[], None]) -> None:
+    threads: list[threading.Thread] = []
+
+    def hang() -> None:
+        threads.append(threading.current_thread())
+        call()
+
+    with pytest.raises(TimedOut, match=r"within 0\.05 s") as caught:
+        run_guarded(hang, 0.05)
+    assert (caught.value.seconds, caught.value.stopped) == (0.05, True)
+    threads[0].join(PATIENT_S)
+    assert not threads[0].is_alive()
+    assert run_guarded(threading.current_thread, PATIENT_S) is not threads[0]
+
+
+def test_what_sleeps_is_left_behind(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """In C code it cannot be ended; its thread ends as soon as it comes back, and nobody hears of what it found."""
+    monkeypatch.setattr(guard, "GRACE_S", 0.01)
+    threads: list[threading.Thread] = []
+    awake, done = threading.Lock(), []
+    awake.acquire()
+
+    def hang() -> None:
+        threads.append(threading.current_thread())
+        awake.acquire()
+        done.append(1)
+
+    with pytest.raises(TimedOut) as caught:
+        run_guarded(hang, 0.05)
+    assert not caught.value.stopped
+    assert threads[0].is_alive()
+    assert run_guarded(threading.current_thread, PATIENT_S) is not threads[0]
+    awake.release()
+    threads[0].join(PATIENT_S)
+    assert not threads[0].is_alive()
+    assert done == []
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("sleep", ["time.sleep(60)", "ctypes.CDLL(None).sleep(60)", "lock.acquire()"])
+def test_what_is_left_behind_does_not_keep_the_process(sleep: str) -> None:
+    code = f"""
+import ctypes, threading, time
+from attn_dispatch.tuning import guard
+guard.GRACE_S = 0.01
+lock = threading.Lock()
+lock.acquire()
+try:
+    guard.run_guarded(lambda: {sleep}, 0.05)
+except guard.TimedOut as error:
+    print(error, guard.run_guarded(lambda: 7, 60))
+"""
+    assert run(code) == (0, "did not come back within 0.05 s 7\n", "")
+
+
+def test_a_call_whose_time_is_over_before_it_began() -> None:
+    called: list[int] = []
+    worker = guard._Worker()
+    worker.stopping = True  # as `stop` leaves it
+    job = guard._Job(lambda: called.append(1))
+    worker.submit(job)
+    worker.stop()
+    assert job.done.wait(PATIENT_S)
+    worker.thread.join(PATIENT_S)
+    assert not worker.thread.is_alive()
+    assert called == []
+
+
+def test_ctrl_c_passes_on_at_once() -> None:
+    ended = threading.Event()
+
+    def hang() -> None:
+        try:
+            loop()
+        finally:
+            ended.set()
+
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_guarded(hang, PATIENT_S)
+    assert ended.wait(PATIENT_S)
+    assert run_guarded(lambda: 1, PATIENT_S) == 1
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("late_s", [0.0, 0.0005, 0.001, 0.002])
+def test_a_call_that_ends_as_its_time_does(late_s: float, capfd: pytest.CaptureFixture[str]) -> None:
+    """The exception that is to end it must not hit whatever its thread does next."""
+
+    def call() -> int:
+        time.sleep(late_s)
+        return 7
+
+    ends: list[object] = []
+    for _ in range(20):
+        try:
+            ends.append(run_guarded(call, 0.001))
+        except TimedOut as error:
+            ends.append(error.stopped)
+        ends.append(run_guarded(lambda: 8, PATIENT_S))
+    assert set(ends) <= {7, True, 8}
+    assert capfd.readouterr().err == ""
+
+
+def test_in_a_forked_child() -> None:
+    code = """
+import os
+from attn_dispatch.tuning.guard import run_guarded
+run_guarded(os.getpid, 60)
+child = os.fork()
+if child == 0:
+    os._exit(run_guarded(lambda: 7, 60))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    code_, out, _ = run(code)
+    assert (code_, out) == (0, "7\n")
+
+
+def test_while_the_interpreter_ends() -> None:
+    code = """
+import atexit
+from attn_dispatch.tuning.guard import run_guarded
+run_guarded(int, 60)
+atexit.register(lambda: print(run_guarded(lambda: 7, 60)))
+"""
+    assert run(code)[:2] == (0, "7\n")
+
+
+def test_without_threads_a_call_is_run_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert run_guarded(threading.current_thread, PATIENT_S) is threading.current_thread()
+    assert "tried without a time limit: can't start new thread" in caplog.text
+
+
+# --- profilers and debuggers ------------------------------------------------------------------------------------------
+
+PROFILED = """
+import cProfile, time
+from attn_dispatch.tuning import guard
+
+
+def work():
+    return sum(abs(i) for i in range(1000))
+
+
+def forever():
+    while True:
+        pass
+
+
+profile = cProfile.Profile()
+profile.enable()
+for _ in range(3):
+    assert guard.run_guarded(work, 5) == work()
+for endless in (forever, lambda: time.sleep(0.3)):
+    try:
+        guard.run_guarded(endless, 0.1)
+    except guard.TimedOut:
+        pass
+    work()
+time.sleep(0.5)
+work()
+profile.disable()
+print("done")
+"""
+
+
+def test_profiled_code_goes_on() -> None:
+    """A request to look for an exception that nobody takes makes a traced interpreter look for ever."""
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("done\n", "")

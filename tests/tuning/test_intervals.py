@@ -1,0 +1,198 @@
+"""Intervals of medians and ratios, and which of two candidates is faster, by planted costs."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from attn_dispatch.tuning import intervals
+from attn_dispatch.tuning.intervals import (
+    Interval,
+    Timing,
+    faster,
+    faster_at_last,
+    median_interval,
+    ratio_interval,
+    sure_interval,
+    surely_faster,
+)
+from tools.lib.simulated import Machine
+
+DRAWS = 300
+
+
+def share(outcomes: Iterator[bool]) -> float:
+    return statistics.fmean(outcomes)
+
+
+# Intervals
+
+
+@pytest.mark.parametrize("n", range(6, 26))
+def test_median_interval_covers_the_median(n: int) -> None:
+    source = random.Random(n)
+    intervals = [median_interval([source.expovariate(1.0) for _ in range(n)]) for _ in range(1000)]
+    # The exact coverage is >= 95 %; 1.4 points are two standard errors of 1,000 draws.
+    assert share(iv.low <= math.log(2) <= iv.high for iv in intervals) >= 0.95 - 0.014
+
+
+def exact_coverage(n: int, rank: int) -> float:
+    return 1.0 - 2.0 * sum(math.comb(n, k) for k in range(rank)) / 2.0**n
+
+
+@pytest.mark.parametrize("n", range(6, 60))
+def test_median_interval_is_the_shortest_with_exact_coverage(n: int) -> None:
+    interval = median_interval(range(1, n + 1))
+    rank = int(interval.low)
+    assert interval.high == n + 1 - rank
+    assert exact_coverage(n, rank) >= 0.95 > exact_coverage(n, rank + 1)
+
+
+def test_median_interval_of_few_samples_is_their_range() -> None:
+    assert median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == Interval(1.0, 5.0)
+    assert median_interval([7.0]) == Interval(7.0, 7.0)
+
+
+@pytest.mark.parametrize(("samples", "confidence"), [([], 0.95), ([1.0], 0.0), ([1.0], 1.0)])
+def test_median_interval_refuses(samples: list[float], confidence: float) -> None:
+    with pytest.raises(ValueError, match="median_interval"):
+        median_interval(samples, confidence)
+
+
+def test_median_interval_of_more_samples_than_a_float_has_powers() -> None:
+    interval = median_interval(range(2001))
+    # Normal approximation of the sign test: 1000 -+ 1.96 * sqrt(2001) / 2.
+    assert (interval.low, interval.high) == pytest.approx((956, 1044), abs=1)
+
+
+def test_timing_plus_adds_to_every_sample_alone() -> None:
+    assert Timing((1.0, 2.0), 9.0, 3.0, 4.0).plus(0.5) == Timing((1.5, 2.5), 9.0, 3.0, 4.0)
+
+
+def test_timing_summarises_its_samples() -> None:
+    timing = Timing((4.0, 1.0, 3.0, 2.0, 5.0, 6.0), first_ms=9.0)
+    assert (timing.low_ms, timing.median_ms, timing.high_ms) == (1.0, 3.5, 6.0)
+
+
+@pytest.mark.parametrize("samples_ms", [(), (1.0, math.nan)])
+def test_timing_refuses_no_samples_and_nan(samples_ms: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="samples_ms"):
+        Timing(samples_ms, 1.0)
+
+
+def test_ratio_interval_pairs_shared_rounds_only() -> None:
+    baseline = Timing((1.0, 2.0, 4.0, 8.0), 1.0)
+    assert ratio_interval(Timing((0.5, 1.0), 1.0), baseline) == Interval(0.5, 0.5)
+
+
+def test_ratio_interval_survives_a_clock_that_saw_nothing() -> None:
+    assert ratio_interval(Timing((0.0, 1.0), 0.0), Timing((0.0, 0.0), 0.0)) == Interval(1.0, math.inf)
+
+
+# Comparison
+
+
+def is_faster(costs_ms: dict[str, float], seed: int, margin: float = 0.02, **options: Any) -> bool:
+    turns = Machine(0.03, seed).race(costs_ms, seed=seed, **options)
+    return faster(turns.timings["new"], turns.timings["old"], margin)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rounds": 25}, {"max_rounds": 5}, {"max_rounds": 2}, {"max_rounds": 1}])
+def test_equal_candidates_are_not_faster(options: dict[str, Any]) -> None:
+    equal = {"new": 1.0, "old": 1.0}
+    assert share(not is_faster(equal, seed, **options) for seed in range(DRAWS)) >= 0.99
+
+
+@pytest.mark.parametrize(("cost_ms", "margin"), [(0.95, 0.0), (0.93, 0.02)])
+def test_faster_candidate_is_found_in_25_rounds(cost_ms: float, margin: float) -> None:
+    costs_ms = {"new": cost_ms, "old": 1.0}
+    assert share(is_faster(costs_ms, seed, margin, min_rounds=25, max_rounds=25) for seed in range(DRAWS)) >= 0.95
+
+
+def test_common_drift_cancels_out() -> None:
+    for seed in range(50):
+        machine = Machine(0.01, seed, slow_from_s=0.026)
+        turns = machine.race({"new": 1.0, "old": 1.0, "better": 0.9}, min_rounds=25, max_rounds=25, seed=seed)
+        new, old, better = (turns.timings[name] for name in ("new", "old", "better"))
+        assert old.high_ms > 1.9 * old.low_ms
+        assert not faster(new, old)
+        assert not faster(old, new)
+        assert faster(better, old)
+
+
+@pytest.mark.parametrize(("rounds", "guard"), [(1, 0.64), (2, 0.32), (3, 0.16), (4, 0.08), (5, 0.04), (6, 0.02)])
+def test_faster_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
+    baseline = Timing((1.0,) * rounds, 1.0)
+    assert faster(Timing((0.999 - guard,) * rounds, 1.0), baseline)
+    assert not faster(Timing((1.001 - guard,) * rounds, 1.0), baseline)
+
+
+@pytest.mark.parametrize(("rounds", "share_of_range"), [(4, 0.0), (5, 0.5), (6, 0.25), (10, 1 / 64), (11, 0.0)])
+def test_sure_interval_of_few_rounds_is_widened(rounds: int, share_of_range: float) -> None:
+    ratios = [0.9 + 0.1 * index / (rounds - 1) for index in range(rounds)]
+    interval = sure_interval(Timing(tuple(ratios), 1.0), Timing((1.0,) * rounds, 1.0))
+    wider = 0.1 * share_of_range
+    assert (interval.low, interval.high) == pytest.approx((0.9 - wider, 1.0 + wider))
+
+
+@pytest.mark.parametrize("n", range(11, 60))
+def test_sure_interval_is_the_shortest_with_exact_coverage(n: int) -> None:
+    interval = sure_interval(Timing(tuple(range(1, n + 1)), 1.0), Timing((1.0,) * n, 1.0))
+    rank = int(interval.low)
+    assert interval.high == n + 1 - rank
+    assert exact_coverage(n, rank) >= 0.999 > exact_coverage(n, rank + 1)
+
+
+VERDICTS: list[tuple[list[float], float, str]] = [
+    ([0.97] * 11, 0.0, "faster"),
+    ([0.97] * 5, 0.0, "open"),
+    ([0.95] * 5, 0.0, "faster"),
+    ([0.98] * 5, 0.0, "not"),
+    ([0.979, 0.982] * 10, 0.0, "open"),
+    ([0.979, 0.982] * 10, 0.0015, "close"),
+    ([0.979, 0.982] * 5, 0.0015, "open"),
+]
+
+
+@pytest.mark.parametrize(("ratios", "resolution", "verdict"), VERDICTS)
+def test_verdict(ratios: list[float], resolution: float, verdict: str) -> None:
+    candidate, baseline = Timing(tuple(ratios), 1.0), Timing((1.0,) * len(ratios), 1.0)
+    assert intervals.verdict(candidate, baseline, 0.02, resolution + 1e-12) == verdict
+    assert surely_faster(candidate, baseline) == (verdict == "faster")
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_one_look_at_few_rounds_errs_seldom(noise: float) -> None:
+    """At the worst place: a true ratio right at the margin."""
+    machine = Machine(noise, seed=1)
+    for rounds in (5, 7, 9, 12):
+        turns = [
+            machine.race({"old": 1.0, "new": 0.98}, min_rounds=rounds, max_rounds=rounds, seed=seed)
+            for seed in range(1000)
+        ]
+        errors = share(surely_faster(each.timings["new"], each.timings["old"]) for each in turns)
+        # 0.0033 by Student's t at 5 rounds, less later on, and three standard errors of 1,000 draws.
+        assert errors <= 0.0033 + 0.0055
+
+
+@pytest.mark.parametrize(
+    ("rounds", "guard"), [(1, 0.64), (3, 0.16), (4, 0.08), (5, 0.04), (7, 0.04), (8, 0.02), (11, 0.02)]
+)
+def test_last_look_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
+    baseline = Timing((1.0,) * rounds, 1.0)
+    # Ratios apart, so that no interval is surely below the margin before there are 11.
+    near, far = (tuple(1.0 - guard + step - 0.5 * (i % 2) for i in range(rounds)) for step in (0.001, -0.001))
+    assert faster_at_last(Timing(far, 1.0), baseline)
+    assert not faster_at_last(Timing(near, 1.0), baseline)
+
+
+def test_last_look_is_content_with_99_percent() -> None:
+    # 12 rounds, one of which is no gain: ranks 2 and 11 bound the median with 0.9936, and 1 and 12 with 0.9995.
+    candidate, baseline = Timing((0.9,) * 11 + (1.1,), 1.0), Timing((1.0,) * 12, 1.0)
+    assert faster_at_last(candidate, baseline)
+    assert not surely_faster(candidate, baseline)

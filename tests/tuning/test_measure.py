@@ -1,0 +1,359 @@
+"""Timing against a simulated clock with planted costs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from attn_dispatch.tuning import intervals
+from attn_dispatch.tuning.turns import Turns, time_in_turns
+from tools.lib.simulated import Machine
+
+
+class Doubling:
+    """A stopwatch that reads twice the time, a quarter of a millisecond of the host, and three times where cold."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
+        start_s = self.machine.clock()
+        for _ in range(repeats):
+            call()
+        return max((self.machine.clock() - start_s) * 2e3 / repeats, 1.0)
+
+    def host_ms(self, call: Callable[[], object]) -> float | None:
+        call()
+        return 0.25
+
+    def cold_ms(self, call: Callable[[], object]) -> float | None:
+        return self.mean_ms(call) * 1.5
+
+
+def winner(turns: Turns) -> str:
+    return min(turns.timings, key=lambda name: turns.timings[name].median_ms)
+
+
+def test_winner_does_not_depend_on_the_given_order() -> None:
+    costs_ms = {"a": 1.3, "b": 1.0, "c": 1.2, "d": 1.1}
+    for seed in range(20):
+        forward = Machine(0.03, seed).race(costs_ms)
+        backward = Machine(0.03, seed).race(dict(reversed(costs_ms.items())))
+        assert winner(forward) == winner(backward) == "b"
+
+
+def test_same_seed_gives_the_same_result_and_another_seed_another_order() -> None:
+    def log(seed: int) -> list[str]:
+        machine = Machine(0.03, 1)
+        machine.race({"a": 1.0, "b": 1.1, "c": 1.2}, seed=seed)
+        return machine.log
+
+    assert Machine(0.03, 1).race({"a": 1.0, "b": 1.1}) == Machine(0.03, 1).race({"a": 1.0, "b": 1.1})
+    assert log(0) == log(0) != log(1)
+
+
+def test_every_round_runs_each_survivor_once() -> None:
+    machine = Machine(0.03)
+    turns = machine.race({"a": 1.0, "b": 1.1, "c": 1.2}, min_rounds=7, max_rounds=7)
+    rounds = [machine.log[i : i + 3] for i in range(0, len(machine.log), 3)]
+    assert rounds[0] == ["a", "b", "c"]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 1
+    assert turns.rounds == len(rounds) - 1 == 7
+    assert all(len(timing.samples_ms) == 7 for timing in turns.timings.values())
+
+
+def test_first_call_is_kept_apart() -> None:
+    machine = Machine()
+    turns = time_in_turns(
+        {"jit": machine.call("jit", 1.0, first_ms=900.0), "plain": machine.call("plain", 2.0)},
+        budget_s=None,
+        clock=machine.clock,
+    )
+    assert turns.timings["jit"].first_ms == pytest.approx(900.0)
+    assert turns.timings["jit"].median_ms == pytest.approx(1.0)
+    assert not turns.dropped
+
+
+def test_hopeless_is_dropped_with_its_one_sample() -> None:
+    machine = Machine()
+    turns = machine.race({"slow": 50.0, "fast": 10.0})
+    assert turns.dropped == {"slow": pytest.approx(5.0)}
+    assert list(turns.timings["slow"].samples_ms) == [pytest.approx(50.0)]
+    assert machine.log.count("slow") == 2
+    assert turns.rounds == len(turns.timings["fast"].samples_ms) == 5
+    assert not turns.cold
+
+
+def test_disturbed_warm_run_drops_nobody() -> None:
+    """The first call was quick, so the slow second one was no property of the candidate."""
+    machine = Machine()
+    costs_ms = iter([1.0, 10.0])
+    calls = {"a": machine.call("a", 1.0), "b": lambda: machine.call("b", next(costs_ms, 1.0))()}
+    turns = time_in_turns(calls, budget_s=None, clock=machine.clock)
+    assert not turns.dropped
+    assert list(turns.timings["b"].samples_ms) == pytest.approx([10.0] + [1.0] * (turns.rounds - 1))
+
+
+@pytest.mark.parametrize(("costs_ms", "dropped"), [([900.0, 10.0, 1.0], False), ([900.0, 10.0, 10.0], True)])
+def test_who_built_something_runs_once_more_before_it_is_dropped(costs_ms: list[float], dropped: bool) -> None:
+    machine = Machine()
+    planted = iter(costs_ms)
+    calls = {"a": machine.call("a", 1.0), "b": lambda: machine.call("b", next(planted, 1.0))()}
+    turns = time_in_turns(calls, budget_s=None, clock=machine.clock)
+    assert ("b" in turns.dropped) == dropped
+    assert (len(turns.timings["b"].samples_ms) == 1) == dropped
+
+
+def test_the_incumbent_is_dropped_past_all_doubt() -> None:
+    turns = Machine().race({"slow": 170.0, "fast": 10.0}, keep=("slow",))
+    assert turns.dropped == {"slow": pytest.approx(17.0)}
+    assert not Machine().race({"slow": 150.0, "fast": 10.0}, keep=("slow",)).dropped
+
+
+def test_keep_and_no_limit_are_never_dropped() -> None:
+    costs_ms = {"slow": 50.0, "fast": 10.0}
+    for turns in (Machine().race(costs_ms, keep=("slow",)), Machine().race(costs_ms, hopeless=None)):
+        assert not turns.dropped
+        assert len(turns.timings["slow"].samples_ms) == turns.rounds == 5
+
+
+def test_hopeless_first_call_stands_once_the_budget_is_gone() -> None:
+    machine = Machine()
+    turns = machine.race({"slow": 500.0, "kept": 150.0, "fast": 10.0}, budget_s=0.1, keep=("kept",))
+    assert turns.dropped == {"slow": pytest.approx(50.0)}
+    assert turns.cold == {"slow"}
+    assert turns.timings["slow"].samples_ms == (turns.timings["slow"].first_ms,)
+    assert machine.log.count("slow") == 1
+    assert (machine.log.count("kept"), machine.log.count("fast"), turns.rounds) == (2, 2, 1)
+
+
+def failing(error: BaseException, after: int = 0) -> Callable[[], None]:
+    left = iter(range(after))
+
+    def run() -> None:
+        if next(left, None) is None:
+            raise error
+
+    return run
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_failure_ends_that_candidate_only(after: int) -> None:
+    machine = Machine()
+    error = RuntimeError("unsupported head_dim")
+    calls = {"a": machine.call("a", 1.0), "bad": failing(error, after), "b": machine.call("b", 2.0)}
+    turns = time_in_turns(calls, budget_s=None, hopeless=None, clock=machine.clock)
+    assert turns.failures == {"bad": error}
+    assert list(turns.timings) == ["a", "b"]
+    assert turns.rounds == 5
+    assert gc.isenabled()
+
+
+def test_failure_of_all_ends_the_race() -> None:
+    turns = time_in_turns({"bad": failing(ValueError("no"))}, budget_s=None)
+    assert (list(turns.failures), turns.timings, turns.rounds) == (["bad"], {}, 0)
+
+
+def test_failure_lets_go_of_what_the_call_held() -> None:
+    class Held:
+        alive = 0
+
+        def __init__(self) -> None:
+            Held.alive += 1
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    def run() -> None:
+        held = Held()
+        raise MemoryError(id(held))
+
+    assert time_in_turns({"bad": run}, budget_s=None).failures
+    assert Held.alive == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
+def test_interrupts_propagate_with_the_collector_back_on(error: BaseException) -> None:
+    assert gc.isenabled()
+    with pytest.raises(type(error)):
+        time_in_turns({"a": lambda: None, "stop": failing(error, after=1)}, budget_s=None)
+    assert gc.isenabled()
+
+
+def test_collector_is_off_while_timed_and_stays_off_for_who_had_it_off() -> None:
+    seen: list[bool] = []
+    time_in_turns({"a": lambda: seen.append(gc.isenabled())}, budget_s=None, clock=Machine().clock)
+    assert seen
+    assert not any(seen)
+    gc.disable()
+    try:
+        time_in_turns({"a": lambda: None}, budget_s=None, clock=Machine().clock)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("budget_s", [0.05, 0.2, 1.0])
+def test_budget_is_respected(budget_s: float) -> None:
+    machine = Machine(0.03)
+    turns = machine.race({"a": 4.0, "b": 4.0, "c": 4.0}, budget_s=budget_s, resolution=0.0)
+    assert 0.5 * budget_s < turns.elapsed_s <= 1.03 * budget_s
+    assert turns.elapsed_s == pytest.approx(machine.now_s)
+
+
+def test_budget_is_respected_where_calls_are_repeated() -> None:
+    for seed in range(10):
+        turns = Machine(0.03, seed).race({"a": 0.001, "b": 0.001}, budget_s=0.01, min_rounds=1000)
+        assert 0.5 * 0.01 < turns.elapsed_s <= 1.005 * 0.01
+
+
+def test_each_survivor_has_a_round_whatever_the_budget() -> None:
+    turns = Machine().race({"a": 4.0, "b": 5.0}, budget_s=0.0)
+    assert turns.rounds == 1
+    assert [len(timing.samples_ms) for timing in turns.timings.values()] == [1, 1]
+
+
+def test_settled_candidates_end_at_min_rounds_and_noisy_ones_at_max_rounds() -> None:
+    assert Machine(0.001).race({"a": 1.0, "b": 1.1}, min_rounds=8).rounds == 8
+    assert Machine(0.3).race({"a": 1.0, "b": 1.1}, max_rounds=12).rounds == 12
+
+
+def test_beaten_ones_retire_and_the_close_ones_race_on() -> None:
+    turns = Machine(0.03).race({"a": 1.0, "b": 1.0, "far": 1.5})
+    rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
+    assert turns.retired == {"far"}
+    assert 5 <= rounds["far"] <= 12
+    assert rounds["a"] == rounds["b"] == turns.rounds > 50
+    assert turns.timings["far"].median_ms == pytest.approx(1.5, rel=0.05)
+
+
+def test_who_surely_does_not_beat_the_incumbent_retires() -> None:
+    turns = Machine(0.01).race({"old": 1.0, "tie": 1.0, "near": 0.98}, keep=("old",), max_rounds=100, resolution=0.0)
+    rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
+    assert turns.retired == {"tie"}
+    assert rounds["tie"] < rounds["near"] == turns.rounds == 100
+
+
+def test_somebody_races_on_where_everyone_is_beaten() -> None:
+    """Each beats the next one in two thirds of all rounds."""
+    machine = Machine()
+    costs_ms = {"a": cycle((1.0, 2.0, 3.0)), "b": cycle((2.0, 3.0, 1.0)), "c": cycle((2.9, 0.9, 1.9))}
+    calls = {name: lambda each=each: machine.call("", next(each))() for name, each in costs_ms.items()}
+    turns = time_in_turns(calls, budget_s=None, clock=machine.clock, min_rounds=120)
+    assert turns.retired == {"a", "b"}
+
+
+def test_incumbent_races_until_all_who_are_left_surely_beat_it() -> None:
+    turns = Machine(0.03).race({"old": 1.5, "a": 1.0, "b": 1.0}, keep=("old",))
+    rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
+    assert turns.retired == {"old"}
+    assert intervals.surely_faster(turns.timings["a"], turns.timings["old"])
+    assert rounds["old"] < rounds["a"] == rounds["b"]
+
+
+def test_incumbent_that_beats_everyone_is_never_retired() -> None:
+    turns = Machine(0.03).race({"old": 1.0, "a": 1.5, "b": 2.0}, keep=("old",))
+    assert turns.retired == {"a", "b"}
+    assert len(turns.timings["old"].samples_ms) == turns.rounds
+
+
+def test_lone_survivor_ends_once_its_median_is_fine_enough() -> None:
+    assert Machine(0.01).race({"a": 1.0}).rounds == 5
+    assert 5 < Machine(0.03).race({"a": 1.0}).rounds <= 30
+    assert 24 <= Machine(0.5).race({"a": 1.0}).rounds <= 30
+
+
+@pytest.mark.parametrize(("cost_ms", "least", "most"), [(0.2, 500, 1000), (2.0, 300, 300), (1000.0, 24, 24)])
+def test_dear_calls_get_fewer_rounds_whatever_the_budget(cost_ms: float, least: int, most: int) -> None:
+    turns = Machine(0.3).race({"a": cost_ms, "b": cost_ms}, resolution=0.0)
+    assert least <= turns.rounds <= most
+
+
+def test_extra_cost_counts_in_comparisons_and_in_no_sample() -> None:
+    costs_ms, extra_ms = {"dear first": 1.0, "plain": 5.0}, {"dear first": 20.0}
+    turns = Machine().race(costs_ms, extra_ms=extra_ms)
+    assert turns.dropped == {"dear first": pytest.approx(4.2)}
+    assert list(turns.timings["dear first"].samples_ms) == pytest.approx([1.0])
+    turns = Machine().race(costs_ms, extra_ms={"dear first": 6.0})
+    assert not turns.dropped
+    assert turns.retired == {"dear first"}
+    assert list(Machine().race(costs_ms).dropped) == ["plain"]
+
+
+def test_any_stopwatch_will_do_and_survivors_get_their_extras() -> None:
+    machine = Machine()
+    timings = time_in_turns(
+        {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
+        budget_s=None,
+        clock=machine.clock,
+        stopwatch=Doubling(machine),
+    ).timings
+    assert (timings["a"].median_ms, timings["a"].host_ms, timings["a"].cold_ms) == pytest.approx((2.0, 0.25, 3.0))
+    assert (timings["far"].median_ms, timings["far"].host_ms, timings["far"].cold_ms) == (4.0, None, None)
+
+
+def test_extras_wait_for_no_budget_and_their_failure_ends_a_candidate() -> None:
+    machine = Machine()
+    turns = time_in_turns(
+        {"a": machine.call("a", 1.0)}, budget_s=0.002, clock=machine.clock, stopwatch=Doubling(machine)
+    )
+    assert (turns.timings["a"].host_ms, turns.timings["a"].cold_ms) == (None, None)
+    error = RuntimeError("illegal memory access")
+    calls = {"a": failing(error, after=6)}
+    turns = time_in_turns(calls, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
+    assert (turns.failures, turns.timings) == ({"a": error}, {})
+
+
+def test_extras_are_unknown_to_the_hosts_clock() -> None:
+    timing = Machine().race({"a": 1.0}).timings["a"]
+    assert (timing.host_ms, timing.cold_ms) == (None, None)
+
+
+def test_fast_calls_are_repeated_within_a_sample() -> None:
+    machine = Machine()
+    turns = machine.race({"fast": 0.002, "slow": 0.3}, hopeless=None, max_rounds=5)
+    assert turns.timings["fast"].median_ms == pytest.approx(0.002)
+    assert machine.log.count("slow") == 6
+    assert machine.log.count("fast") >= 5 * 100
+
+
+def test_calls_too_fast_for_the_clock_end() -> None:
+    machine = Machine()
+    turns = machine.race({"a": 0.0, "b": 0.0}, max_rounds=1)
+    assert turns.timings["a"].median_ms == 0.0
+    assert machine.log.count("a") <= 20_000
+
+
+def test_synchronize_brackets_each_sample() -> None:
+    machine = Machine()
+    log = machine.log
+
+    def clock() -> float:
+        log.append("clock")
+        return machine.clock()
+
+    time_in_turns(
+        {"a": machine.call("a", 1.0)},
+        budget_s=None,
+        max_rounds=3,
+        synchronize=lambda: log.append("sync"),
+        clock=clock,
+    )
+    sample = ["sync", "clock", "a", "sync", "clock"]
+    text = " ".join(log)
+    assert text.count(" ".join(sample)) == log.count("a") == 4
+
+
+@pytest.mark.parametrize("options", [{"max_rounds": 0}, {"hopeless": 0.5}])
+def test_time_in_turns_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        time_in_turns({}, budget_s=None, **options)
+
+
+def test_no_calls_give_empty_turns() -> None:
+    assert time_in_turns({}, budget_s=1.0, clock=Machine().clock) == Turns({}, {}, {}, 0, 0.0)

@@ -1,0 +1,81 @@
+"""Where there is no memory for the reference, a trial ends, the call goes on, and no backend is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch import attend, explain
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.tuning import hard_cases, oracle, tuner
+from attn_dispatch.tuning.candidates import candidates, heuristic
+from tests.support.calls import close, formula, qkv
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+ERRORS = {
+    "python": MemoryError(),
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried"),
+}
+PLACES = {
+    "example": (tuner, "make", 1),
+    "reference": (oracle._Sample, "evaluate", 1),
+    "tolerance": (oracle._Sample, "slack", 1),
+    "hard cases": (hard_cases, "_case", 1),
+    "comparison": (oracle, "_error", 12),
+    "another call": (oracle._Sample, "of", 2),
+}
+
+
+def fail_from(monkeypatch: pytest.MonkeyPatch, where: object, name: str, first: int, error: Exception) -> list[int]:
+    """Let the calls of a function from the `first` on raise."""
+    real, calls = getattr(where, name), [0]
+
+    def failing(*given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] >= first:
+            raise error
+        return real(*given, **named)
+
+    monkeypatch.setattr(where, name, failing)
+    return calls
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize(("where", "name", "first"), PLACES.values(), ids=PLACES)
+def test_the_call_goes_on(
+    where: object,
+    name: str,
+    first: int,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: Callable[[], list[str]],
+) -> None:
+    hard_cases._cases.cache_clear()
+    calls = fail_from(monkeypatch, where, name, first, error)
+    q, k, v = qkv(32)
+    for _ in range(2):
+        assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+    assert calls[0] == first
+    found = explain(q, k, v)
+    static = heuristic(candidates(Problem.of(q, k, v, Dense())))
+    assert static is not None
+    assert (found.source, found.choice) == ("heuristic", static.name)
+    assert Quarantine(cache_folder(), silicon("cpu")).entries() == []
+    assert list(Store(cache_folder()).all()) == []
+    (text,) = warnings()
+    assert text.startswith("not measured, for want of memory to check results: ")
+
+
+def test_other_errors_of_the_reference_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_from(monkeypatch, oracle._Sample, "evaluate", 1, RuntimeError("a mistake"))
+    with pytest.raises(RuntimeError, match="a mistake"):
+        attend(*qkv(32))

@@ -1,0 +1,163 @@
+"""What attend() adds to calling the backend directly, on a hit and in a process whose decision is on disk, and what
+importing the package costs.
+
+python -m tools.bench.dispatch
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import timeit
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch import Dense, Problem, attend, register
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.tuning.intervals import median_interval
+from tools.lib.common import parser, write
+
+CALLS, ROUNDS = 200, 201
+SHAPE = (1, 16, 2, 16)
+
+
+class Nothing:
+    """A backend that does nothing, so that nothing but attend() is timed."""
+
+    name = "nothing"
+
+    def version(self) -> str:
+        return "1"
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return []
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        return 0
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Tensor:
+        return q
+
+
+def overhead(name: str, call: str, **arguments: Any) -> dict[str, float]:
+    """Microseconds that attend() adds: paired runs in turns, each the mean of many calls.
+
+    Args:
+        call: the call of attend, as one would write it, of what is in `arguments` and q, k, v and `name`.
+    """
+    q, k, v = (torch.randn(SHAPE) for _ in range(3))
+    problem = Problem.of(q, k, v, **arguments)
+    there = {"attend": attend, "run": registry.load(name).run, "q": q, "k": k, "v": v, "name": name, **arguments}
+    with_attend = timeit.Timer(call, globals=there)
+    direct = timeit.Timer("run(q, k, v, problem)", globals={**there, "problem": problem})
+    added, alone = [], []
+    with_attend.timeit(CALLS)
+    for _ in range(ROUNDS):
+        alone.append(direct.timeit(CALLS) / CALLS * 1e6)
+        added.append(with_attend.timeit(CALLS) / CALLS * 1e6 - alone[-1])
+    interval = median_interval(added)
+    return {
+        "added_us": statistics.median(added),
+        "low_us": interval.low,
+        "high_us": interval.high,
+        "direct_us": statistics.median(alone),
+    }
+
+
+# Collected before, since going through all that torch holds takes as long as everything else together, and falls due
+# in one of the two or the other by how much each happened to allocate.
+READY = """
+import gc, time, torch
+from attn_dispatch import Dense, Problem, attend, counters, explain
+from attn_dispatch.kernels import registry
+q, k, v = (torch.randn({shape}) for _ in range(3))
+gc.collect()
+"""
+FIRST = "start = time.perf_counter(); {call}; print((time.perf_counter() - start) * 1e3)"
+BY_ATTEND = FIRST.format(call="attend(q, k, v, Dense())") + "; assert counters()['loaded'] == 1"
+DIRECT = "problem = Problem.of(q, k, v, Dense()); gc.collect(); " + FIRST.format(
+    call="registry.load({choice!r}).run(q, k, v, problem)"
+)
+DECIDE = "attend(q, k, v, Dense()); print(explain(q, k, v, Dense()).choice)"
+
+
+def warm_first(pairs: int = 15) -> dict[str, Any]:
+    """Milliseconds that attend() adds to the first call in a new process that has loaded torch and this package, where
+    the decision is on disk: pairs of processes, one with each call. Both load the backend's module.
+    """
+    choice = fresh(DECIDE).strip()
+    added, alone = [], []
+    for _ in range(pairs):
+        alone.append(float(fresh(DIRECT.format(choice=choice))))
+        added.append(float(fresh(BY_ATTEND)) - alone[-1])
+    interval = median_interval(added)
+    return {
+        "choice": choice,
+        "added_ms": statistics.median(added),
+        "low_ms": interval.low,
+        "high_ms": interval.high,
+        "direct_ms": statistics.median(alone),
+    }
+
+
+def fresh(code: str) -> str:
+    """What a new process prints."""
+    return python(READY.format(shape=SHAPE) + code)
+
+
+@cache
+def compiled() -> str:
+    """A folder for compiled modules, as an installation has them, whatever this process was told."""
+    return tempfile.mkdtemp()
+
+
+def python(code: str) -> str:
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    surroundings["PYTHONPYCACHEPREFIX"] = compiled()
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=surroundings).stdout
+
+
+def import_ms(statement: str, rounds: int = 15) -> Callable[[], float]:
+    code = f"import torch, time; t = time.perf_counter(); {statement}; print((time.perf_counter() - t) * 1e3)"
+
+    def run() -> float:
+        python(code)
+        return statistics.median(float(python(code)) for _ in range(rounds))
+
+    return run
+
+
+def main() -> None:
+    arguments = parser(__doc__, "dispatch.json").parse_args()
+    os.environ["ATTN_DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()
+    register(Nothing())
+    dense = "attend(q, k, v, pattern, backend=name)"
+    dilated = (
+        "attend(q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,"
+        " backend=name)"
+    )
+    branches = {"segment_lengths": (8, 16), "dilation_rates": (1, 2), "is_causal": True}
+    figures = {
+        "shape": SHAPE,
+        "dense_sdpa": overhead("sdpa", dense, pattern=Dense()),
+        "dense_nothing": overhead("nothing", dense, pattern=Dense()),
+        "dilated_nothing": overhead("nothing", dilated, **branches),
+        "warm_first_ms": warm_first(),
+        "import_after_torch_ms": import_ms("import attn_dispatch")(),
+        "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend")(),
+    }
+    print(figures)
+    write(arguments.output, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""One problem, measured without a limit, and what explain() says of it.
+
+python -m tools.bench.explain
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+
+from attn_dispatch import Dilated, profile
+from attn_dispatch.profiling import problem_of
+from tools.lib.common import parser, write
+
+PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
+
+
+def main() -> None:
+    arguments = parser(__doc__, "explain.json").parse_args()
+    problem = problem_of((1, 8192, 8, 64), PATTERN, torch.float32, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder
+        (explanation,) = profile([problem], progress=False)
+    print(explanation)
+    write(arguments.output, {**explanation.to_dict(), "text": str(explanation)})
+
+
+if __name__ == "__main__":
+    main()

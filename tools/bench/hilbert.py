@@ -1,0 +1,270 @@
+"""What Hilbert order is worth: neighbourhoods in both orders, forward and backward, beside what else computes them.
+
+    python -m tools.bench.hilbert [plane volume training sequence permutation tiles]
+
+float32, 4 heads of 64. Everything in one entry is timed in turns, in one run. FLOPs of `own tiles` are those of the
+tiles or lanes that a backend works out, needed or not; the dense rate is PyTorch's own, on a sequence of its liking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_dispatch import Neighborhood, Problem
+from attn_dispatch.kernels import registry
+from attn_dispatch.spec.orders import HILBERT, NATURAL, permutation, places
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
+from attn_dispatch.tuning.intervals import Timing
+from attn_dispatch.tuning.turns import time_in_turns
+from tools.bench.longnet import trained
+from tools.lib.common import parser, ratio, timing, write
+
+HEADS, HEAD_DIM = 4, 64
+DENSE_TOKENS = 2048
+HOPELESS = 6.0  #: times as long as the fastest: timed once more after warming up, and no more
+RIVALS_UP_TO = 16_384  #: tokens; past it a mask of every pair would not fit, and compiling takes as long as all else
+SIDES = (32, 64, 128, 256)
+TILES = (32, 64, 128)
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def inputs(tokens: int, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).requires_grad_(needs_grad) for _ in range(3))
+    return q, k, v
+
+
+def calls_of(pattern: Pattern, tokens: int, needs_grad: bool, names: dict[str, tuple[str, ...]]) -> Calls:
+    """A call of each backend in each of its orders."""
+    q, k, v = inputs(tokens, needs_grad)
+    problem = Problem.of(q, k, v, pattern)
+    found: Calls = {}
+    for name, orders in names.items():
+        backend: Any = registry.load(name)
+        if backend.refusals(problem):
+            continue
+        for order in orders:
+            chosen = {} if order == NATURAL else {"order": order}
+            call = partial(out_of, backend, q, k, v, problem, **chosen)
+            found[f"{name} {order}"] = trained(call, (q, k, v)) if needs_grad else call
+    d, e, f = (torch.randn(1, HEADS, DENSE_TOKENS, HEAD_DIM).requires_grad_(needs_grad) for _ in range(3))
+    dense = partial(scaled_dot_product_attention, d, e, f)
+    found["dense"] = trained(dense, (d, e, f)) if needs_grad else dense
+    return found
+
+
+def out_of(backend: Any, *inputs: Any, **options: Any) -> Tensor:
+    result = backend.run(*inputs, **options)
+    out: Tensor = result if isinstance(result, Tensor) else result[0]
+    return out
+
+
+BOTH = (NATURAL, HILBERT)
+OURS = {"tiles": BOTH, "native": BOTH}
+RIVALS = {"flex": BOTH, "sdpa_mask": (NATURAL,)}
+
+
+def neighbourhood(grid: tuple[int, ...], window: int, rounds: int, needs_grad: bool = False) -> dict[str, Any]:
+    pattern, tokens = Neighborhood(grid, (window,)), math.prod(grid)
+    names = {**OURS, **(RIVALS if tokens <= RIVALS_UP_TO else {})}
+    found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)
+    release()
+    work = (14 if needs_grad else 4) * HEADS * HEAD_DIM
+    dense_rate = work * DENSE_TOKENS**2 / found["dense"].median_ms
+    needed = work * pairs(pattern)
+    entry: dict[str, Any] = {
+        "pattern": str(pattern),
+        "tokens": tokens,
+        "backward": needs_grad,
+        "times": {name: timing(one) for name, one in found.items()},
+        "dense_gflops": dense_rate / 1e6,
+        "useful_share_of_dense": {name: needed / one.median_ms / dense_rate for name, one in found.items()},
+        "gain": {name: gain(found, name) for name in ("tiles", "native", "flex") if f"{name} {HILBERT}" in found},
+        "own_tiles_share_of_dense": {},
+        "against_flex": against(found, "flex"),
+        "against_mask": against(found, "sdpa_mask"),
+    }
+    q = torch.empty(1, tokens, HEADS, HEAD_DIM, device="meta", requires_grad=needs_grad)
+    problem = Problem.of(q, q, q, pattern, device="cpu")
+    for name in OURS:
+        for order in BOTH:
+            visited = own_pairs(name, problem, order)
+            if f"{name} {order}" in found:
+                share = work * visited / found[f"{name} {order}"].median_ms / dense_rate
+                entry["own_tiles_share_of_dense"][f"{name} {order}"] = share
+    print(entry)
+    return entry
+
+
+def pairs(pattern: Neighborhood) -> int:
+    """Of queries and keys that see each other: a product, since axes are independent."""
+    by_axis = [
+        int(pattern._axis(axis, torch.arange(size)[:, None], torch.arange(size)).sum())
+        for axis, size in enumerate(pattern.grid)
+    ]
+    return math.prod(by_axis)
+
+
+def own_pairs(name: str, problem: Problem, order: str) -> int:
+    """Pairs per head that a backend works out."""
+    if name == "native":
+        from attn_dispatch.kernels.native.steps import tiles_of
+
+        runs = tiles_of(problem, order).runs
+        return int((runs[:, 2] * (runs[:, 4] - runs[:, 3])).sum())
+    from attn_dispatch.backends import tiles
+    from attn_dispatch.kernels.tiles.tables import tables_of
+
+    tables = tables_of(problem, order, tiles.tile_size(problem, order))
+    return sum(len(each.keys) * each.tile**2 * len(each.heads) for each in tables) // problem.heads
+
+
+def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
+    ours = [name for name in calls if name.split()[0] in OURS]
+    # Without rivals the dense call, which is a short one, would be all that is timed more than once.
+    hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
+    found = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless, keep=ours)
+    return dict(found.timings)
+
+
+def release() -> None:
+    for name in (*OURS, *RIVALS):
+        let_go = getattr(registry.load(name), "release", None)
+        if let_go is not None:
+            let_go()
+
+
+def gain(found: dict[str, Timing], name: str) -> dict[str, float]:
+    return ratio(found[f"{name} {NATURAL}"], found[f"{name} {HILBERT}"])
+
+
+def against(found: dict[str, Timing], rival: str) -> dict[str, float]:
+    """How many times as long a rival takes in its best order as our best does."""
+    theirs = [one.median_ms for name, one in found.items() if name.startswith(rival)]
+    ours = {name: one.median_ms for name, one in found.items() if name.split()[0] in OURS}
+    if not theirs:
+        return {}
+    return {name: min(theirs) / median for name, median in ours.items()}
+
+
+def tile_sizes(side: int, rounds: int) -> dict[str, Any]:
+    """The tiles backend in tiles of several sizes."""
+    pattern, tokens = Neighborhood((side, side), (13,)), side * side
+    q, k, v = inputs(tokens, False)
+    problem = Problem.of(q, k, v, pattern)
+    backend: Any = registry.load("tiles")
+    calls: Calls = {
+        f"{order} {tile}": partial(backend.run, q, k, v, problem, order=order, tile=tile)
+        for order in BOTH
+        for tile in TILES
+    }
+    found = turns(calls, rounds)
+    best = {order: min(found[f"{order} {tile}"].median_ms for tile in TILES) for order in BOTH}
+    entry = {
+        "pattern": str(pattern),
+        "tokens": tokens,
+        "times": {name: timing(one) for name, one in found.items()},
+        "gain_by_tile": {str(t): ratio(found[f"{NATURAL} {t}"], found[f"{HILBERT} {t}"]) for t in TILES},
+        "gain_best": best[NATURAL] / best[HILBERT],
+    }
+    print(entry)
+    return entry
+
+
+def permuting(side: int, rounds: int) -> dict[str, Any]:
+    """What a copy of q, k and v in order, and of out back, would take: neither of our backends makes one."""
+    pattern, tokens = Neighborhood((side, side), (13,)), side * side
+    q, k, v = inputs(tokens, False)
+    problem = Problem.of(q, k, v, pattern)
+    moved = permutation(HILBERT, pattern, tokens)
+    assert moved is not None
+    back = places(moved)
+
+    def copies() -> None:
+        for x, index in ((q, moved), (k, moved), (v, moved), (q, back)):
+            x.index_select(1, index)
+
+    calls: Calls = {
+        f"{name} {HILBERT}": partial(out_of, registry.load(name), q, k, v, problem, order=HILBERT) for name in OURS
+    }
+    calls["copies"] = copies
+    found = turns(calls, rounds)
+    entry = {
+        "tokens": tokens,
+        "times": {name: timing(one) for name, one in found.items()},
+        "share_of_native": found["copies"].median_ms / found["native hilbert"].median_ms,
+        "share_of_tiles": found["copies"].median_ms / found["tiles hilbert"].median_ms,
+    }
+    print(entry)
+    return entry
+
+
+#: Sequences without a grid, folded into a square for Hilbert order; by tokens.
+SEQUENCES: dict[str, Callable[[int], Pattern]] = {
+    "dense": lambda n: Dense(),
+    "single segment": lambda n: Dilated((2048,), (1,)),
+    "multi-segment": lambda n: Dilated((2048, 4096, 8192), (1, 1, 1)),
+    "dilation 2": lambda n: Dilated((2048,), (2,)),
+    "multi-dilation": lambda n: Dilated((2048, 4096, 8192), (1, 2, 4)),
+}
+
+
+def sequence(kind: str, tokens: int, rounds: int, needs_grad: bool = False) -> dict[str, Any]:
+    """One dimension: the tiles backend in both orders, and the fastest that there is."""
+    pattern = SEQUENCES[kind](tokens)
+    names = {"tiles": BOTH, "native": (NATURAL,), "sdpa": (NATURAL,)}
+    found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)
+    release()
+    del found["dense"]
+    best = min(found, key=lambda name: found[name].median_ms)
+    entry = {
+        "kind": kind,
+        "pattern": str(pattern),
+        "tokens": tokens,
+        "backward": needs_grad,
+        "times": {name: timing(one) for name, one in found.items()},
+        "gain": gain(found, "tiles"),
+        "best": best,
+        "tokens_per_second": tokens / found[best].median_ms * 1e3,
+    }
+    print(entry)
+    return entry
+
+
+PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "plane": lambda: [neighbourhood((side, side), 13, 5) for side in SIDES],
+    "volume": lambda: [neighbourhood((side,) * 3, 7, 5) for side in (16, 32)],
+    "training": lambda: [
+        *(neighbourhood((side, side), 13, 3, needs_grad=True) for side in SIDES[1:]),
+        neighbourhood((32, 32, 32), 7, 3, needs_grad=True),
+    ],
+    "tiles": lambda: [tile_sizes(side, 3) for side in SIDES[1:]],
+    "permutation": lambda: [permuting(256, 5)],
+    "sequence": lambda: [
+        *(sequence(kind, tokens, 3) for kind in SEQUENCES for tokens in (8192, 16384)),
+        *(sequence(kind, 32768, 3) for kind in ("dilation 2", "multi-dilation")),
+        *(sequence("multi-dilation", tokens, 3, needs_grad=True) for tokens in (8192, 16384)),
+    ],
+}
+
+
+def main() -> None:
+    arguments = parser(__doc__, "hilbert.json")
+    arguments.add_argument("parts", nargs="*", default=list(PARTS), metavar="part", help=", ".join(PARTS))
+    options = arguments.parse_args()
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        arguments.error(f"part must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    torch.manual_seed(0)
+    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **{part: PARTS[part]() for part in options.parts}})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""LongNet's dilated attention, (2048, 4096, 8192) / (1, 2, 4), 8 heads of 64: against a dense mask, and long.
+
+    python -m tools.bench.longnet          both parts
+    python -m tools.bench.longnet long     the long forward alone: --tokens, --dtype, --backend, --segments
+
+The mask is built beforehand and not timed. Peak memory is the process's own, from the operating system's mark, reset
+before the calls. The long forward's result is checked against float64 on rows drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_dispatch import Dense, Dilated, Problem, attend
+from attn_dispatch.backends import native, sdpa, sdpa_mask
+from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.tuning.example import Example
+from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.turns import Turns, time_in_turns
+from tools.lib.common import parser, ratio, timing, write
+
+PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
+CAUSAL = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
+HEADS, HEAD_DIM = 8, 64
+LONG, LONGEST = 425_984, 2_097_152
+
+
+def against_mask(
+    pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int, backward: bool = False
+) -> dict[str, Any]:
+    """sdpa's branches, sdpa_mask, PyTorch's attention handed the whole mask, and dense attention, in turns."""
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype).requires_grad_(backward) for _ in range(3))
+    problem, dense = Problem.of(q, k, v, pattern), Problem.of(q, k, v, Dense(pattern.is_causal))
+    mask = torch.empty(1, HEADS, tokens, tokens, dtype=dtype)
+    for start in range(0, tokens, 256):
+        counts = pattern.multiplicity(tokens, heads=HEADS, q_pos=torch.arange(start, min(start + 256, tokens)))
+        mask[0, :, start : start + 256] = counts.float().log()
+    q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
+    calls: dict[str, Callable[[], Any]] = {
+        "sdpa": lambda: sdpa.run(q, k, v, problem),
+        "native": lambda: native.run(q, k, v, problem),
+        "sdpa_mask": lambda: sdpa_mask.run(q, k, v, problem),
+        "torch_with_mask": lambda: scaled_dot_product_attention(q_first, k_first, v_first, attn_mask=mask),
+        "dense": lambda: sdpa.run(q, k, v, dense),
+    }
+    if backward:
+        calls = {name: trained(call, (q, k, v)) for name, call in calls.items()}
+    turns: Turns = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None)
+    found = turns.timings
+    rates = {
+        "sdpa_gflops": sdpa.flops(problem) / found["sdpa"].median_ms / 1e6,
+        "native_gflops": sdpa.flops(problem) / found["native"].median_ms / 1e6,
+        "dense_gflops": sdpa.flops(dense) / found["dense"].median_ms / 1e6,
+    }
+    sdpa_mask.release()
+    return {
+        "pattern": str(pattern),
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backward": backward,
+        **{name: timing(one) for name, one in found.items()},
+        "sdpa_mask_over_sdpa": ratio(found["sdpa_mask"], found["sdpa"]),
+        "torch_with_mask_over_sdpa": ratio(found["torch_with_mask"], found["sdpa"]),
+        "sdpa_mask_over_native": ratio(found["sdpa_mask"], found["native"]),
+        "torch_with_mask_over_native": ratio(found["torch_with_mask"], found["native"]),
+        **rates,
+        "dense_over_sdpa_flops": sdpa.flops(dense) / sdpa.flops(problem),
+        "share_of_dense_rate": rates["sdpa_gflops"] / rates["dense_gflops"],
+    }
+
+
+def trained(call: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    """The call and its backward pass."""
+
+    def run() -> Any:
+        result = call()
+        out = result if isinstance(result, torch.Tensor) else result[0]
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    return run
+
+
+def long_forward(tokens: int, dtype: torch.dtype, backend: str, pattern: Dilated = PATTERN) -> dict[str, Any]:
+    """One attend() on a fresh process, then another that is timed and checked; bytes from the operating system."""
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
+    cpu, held, seconds = torch.device("cpu"), 3 * q.numel() * q.itemsize, list[float]()
+
+    def timed() -> torch.Tensor:
+        start = time.perf_counter()
+        out: torch.Tensor = attend(q, k, v, pattern, backend=backend)
+        seconds.append(time.perf_counter() - start)
+        return out
+
+    def twice() -> torch.Tensor:
+        timed()  # its memory is the second one's
+        return timed()
+
+    free = available_bytes(cpu)
+    with torch.no_grad():
+        out, above = peak_bytes(twice, cpu)
+    if above is None:
+        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
+    return {
+        "pattern": str(pattern),
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": backend,
+        "seconds": seconds[-1],
+        "first_seconds": seconds[0],
+        "tokens_per_s": tokens / seconds[-1],
+        "qkv_out_bytes": held // 3 * 4,
+        "peak_bytes": held + above,
+        "peak_above_qkv_out": (held + above) / (held // 3 * 4) - 1,
+        "free_bytes_before": free,
+        "check": checked(q, k, v, pattern, out),
+    }
+
+
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Dilated, out: torch.Tensor) -> dict[str, Any]:
+    """Rows and heads of out that were compared with float64, the largest error and what it may be.
+
+    Raises:
+        RuntimeError: it is larger.
+    """
+    gate = Gate.of(Example(Problem.of(q, k, v, pattern), q, k, v, None, {}))
+    verdict = gate.check({"out": out})
+    if verdict.failures:
+        raise RuntimeError("; ".join(verdict.failures))
+    tolerance = gate.expected["out"].tolerance
+    return {"rows": len(gate.rows), "heads": len(gate.heads), "error": verdict.error, "tolerance": tolerance}
+
+
+def long_alone(tokens: int, dtype: str, backend: str, segments: tuple[int, ...] = PATTERN.segment_lengths) -> Any:
+    """`long_forward` in a process of its own; the segments have the rates of `PATTERN`."""
+    command = [sys.executable, "-m", "tools.bench.longnet", "long", "--tokens", str(tokens)]
+    command += ["--dtype", dtype, "--backend", backend, "--segments", *map(str, segments)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    options = parser(__doc__, "longnet.json")
+    options.add_argument("part", nargs="?", choices=["long"])
+    options.add_argument("--tokens", type=int, default=LONG)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--dtype", default="float32")
+    options.add_argument("--backend", default="sdpa")
+    options.add_argument("--segments", type=int, nargs=3, default=PATTERN.segment_lengths)
+    arguments = options.parse_args()
+    if arguments.part == "long":
+        pattern = Dilated(tuple(arguments.segments), PATTERN.dilation_rates)
+        dtype = getattr(torch, arguments.dtype)
+        print(json.dumps(long_forward(arguments.tokens, dtype, arguments.backend, pattern)))
+        return
+    # First, and each in a process of its own: what others keep of freed memory is not theirs.
+    long = [
+        long_alone(arguments.tokens, "float32", "sdpa"),
+        long_alone(arguments.tokens, "float32", "native"),
+        long_alone(LONGEST, "bfloat16", "native"),
+    ]
+    print(long)
+    masked = [
+        against_mask(pattern, 8192, dtype, arguments.rounds)
+        for pattern in (PATTERN, CAUSAL)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    masked += [
+        against_mask(pattern, 8192, torch.float32, min(3, arguments.rounds), backward=True)
+        for pattern in (PATTERN, CAUSAL)
+    ]
+    print(masked)
+    write(
+        arguments.output,
+        {"pattern": str(PATTERN), "heads": HEADS, "head_dim": HEAD_DIM, "long": long, "masked": masked},
+    )
+
+
+if __name__ == "__main__":
+    main()

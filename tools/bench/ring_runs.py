@@ -1,0 +1,191 @@
+"""Real ranks on this machine: memory of each, two ranks against two threads, a long sequence."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_dispatch import Sharded, attend, explain
+from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.ring.link import link_of
+from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
+from attn_dispatch.spec.pattern import Dense, Pattern
+from attn_dispatch.tuning.intervals import Timing
+from tools.bench.ring_counts import HEAD_DIM, HEADS, LONGNET, TOKENS, WIDE
+from tools.lib.common import ratio, timing
+from tools.lib.ranks import Drawn, Tokens, checked, drawn, errors, freed_at_once, together
+
+CPU = torch.device("cpu")
+#: With heads, and the tokens of a forward pass and of both.
+MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
+    (Dense(), 4, (32_768, 32_768)),
+    (WIDE, HEADS, (65_536, 32_768)),
+)
+SPEED_TOKENS, SPEED_HEADS = 32_768, 4
+LONG_RANKS, DRAWS = 4, 4
+
+
+def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
+    """One call over all ranks, the way that is taken where nothing was measured; or on this one alone."""
+    os.environ["ATTN_DISPATCH_MODE"] = "off"
+    where: dict[str, Any] = {"mesh": "world"} if over_ranks else {"backend": "native"}
+    q, k, v = (x.requires_grad_(backward) for x in tensors)
+    out: Tensor = attend(q, k, v, pattern, **where)
+    if backward:
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return out.detach()
+
+
+def exchange_of(tensors: Sequence[Tensor], pattern: Pattern) -> str:
+    """Which way that is."""
+    q, k, v = tensors
+    return str(explain(q, k, v, pattern, mesh="world").order)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory(shrink: int = 1) -> list[dict[str, Any]]:
+    """Peak bytes of each rank, for 1 to 8 ranks; q, k, v and out of the shard beside them."""
+    found = []
+    for pattern, heads, lengths in MEMORY:
+        for backward, tokens in enumerate(lengths):
+            with freed_at_once():
+                rows = [_memory(pattern, tokens // shrink, heads, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
+            for before, one in pairwise(rows):
+                one["of_half_as_many_ranks"] = one["peak_bytes"] / before["peak_bytes"]
+            found += rows
+    return found
+
+
+def _memory(pattern: Pattern, tokens: int, heads: int, ranks: int, backward: bool) -> dict[str, Any]:
+    peaks, exchanges = zip(*together(_peak, ranks, pattern, Layout(deal(tokens, ranks)), heads, backward))
+    shard = tokens // ranks * heads * HEAD_DIM * 4
+    entry = {
+        "pattern": str(pattern), "tokens": tokens, "heads": heads, "dtype": "float32", "ranks": ranks,
+        "exchange": exchanges[0], "backward": backward, "peak_bytes": max(peaks), "least_peak_bytes": min(peaks),
+        "qkv_out_bytes": 4 * shard,
+    }  # fmt: skip
+    print(entry, flush=True)
+    return entry
+
+
+def _peak(pattern: Pattern, layout: Layout, heads: int, backward: bool) -> tuple[int, str | None]:
+    """Of a call, above what was held before q, k and v were made."""
+    rank, several = dist.get_rank(), layout.ranks > 1
+    small = Tokens(Layout(deal(64 * layout.ranks, layout.ranks)), heads, HEAD_DIM, torch.float32)
+    once(small.shard(rank), Dense(), several, backward)  # what is loaded only once
+    tokens = Tokens(layout, heads, HEAD_DIM, torch.float32)
+
+    def call() -> str | None:
+        tensors = tokens.shard(rank)
+        once(tensors, pattern, several, backward)
+        return exchange_of(tensors, pattern) if several else None
+
+    exchange, peak = peak_bytes(call, CPU)
+    return _known(peak), exchange
+
+
+def _known(peak: int | None) -> int:
+    if peak is None:
+        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
+    return peak
+
+
+# --- two ranks, or two threads ----------------------------------------------------------------------------------------
+
+
+def speed(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
+    """Two ranks of one thread against one process of two, dense causal, in turns."""
+    tokens = SPEED_TOKENS // shrink
+    found = []
+    for backward in (False, True):
+        times = together(_turns, 3, tokens, rounds, backward)
+        alone, ring = times[2], [max(pair) for pair in zip(times[0], times[1])]
+        one, two = (Timing(tuple(samples[1:]), samples[0]) for samples in (alone, ring))
+        entry = {
+            "tokens": tokens, "heads": SPEED_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "shards": ZIGZAG,
+            "backward": backward, "one_rank_two_threads": timing(one), "two_ranks_one_thread": timing(two),
+            "ratio": ratio(two, one),
+        }  # fmt: skip
+        print(entry, flush=True)
+        found.append(entry)
+    return found
+
+
+def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
+    """Milliseconds of this process's calls, the first one of which is not to be counted. Rank 2 is the one alone."""
+    rank, pattern = dist.get_rank(), Dense(is_causal=True)
+    pair = dist.new_group([0, 1])
+    alone = rank == 2
+    torch.set_num_threads(2 if alone else 1)
+    layout = Layout((tokens,)) if alone else Layout(deal(tokens, 2), ZIGZAG)
+    tensors = Tokens(layout, SPEED_HEADS, HEAD_DIM, torch.float32).shard(0 if alone else rank)
+    where: dict[str, Any] = {"backend": "native"} if alone else {"order": "ring", "mesh": Sharded(pair, ZIGZAG)}
+    q, k, v = (x.requires_grad_(backward) for x in tensors)
+    found = []
+    for _ in range(rounds + 1):
+        for turn in (True, False):
+            dist.barrier()
+            if turn == alone:
+                start = time.perf_counter()
+                out = attend(q, k, v, pattern, **where)
+                if backward:
+                    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+                found.append((time.perf_counter() - start) * 1e3)
+    dist.barrier()
+    return found
+
+
+# --- a long one -------------------------------------------------------------------------------------------------------
+
+
+def million(shrink: int = 1) -> list[dict[str, Any]]:
+    """A forward pass of 1,048,576 tokens over 4 ranks, checked on rows drawn."""
+    found = []
+    for pattern in (LONGNET, WIDE):
+        layout = Layout(deal(TOKENS // shrink, LONG_RANKS))
+        tokens = Tokens(layout, HEADS, HEAD_DIM, torch.bfloat16)
+        draws = drawn(pattern, tokens, DRAWS)  # first: it holds the whole sequence, and must be done with it
+        by_rank = together(_long, LONG_RANKS, pattern, tokens, draws)
+        seconds = max(each["seconds"] for each in by_rank)
+        shard = layout.lengths[0] * HEADS * HEAD_DIM * 2
+        entry = {
+            "pattern": str(pattern), "tokens": layout.tokens, "ranks": LONG_RANKS, "dtype": "bfloat16",
+            "exchange": by_rank[0]["exchange"], "seconds": seconds,
+            "first_seconds": max(each["first_seconds"] for each in by_rank),
+            "tokens_per_s": layout.tokens / seconds, "peak_bytes": max(each["peak_bytes"] for each in by_rank),
+            "qkv_out_bytes": 4 * shard, "shipped_bytes": sum(each["shipped_bytes"] for each in by_rank),
+            "check": checked([each["errors"] for each in by_rank], draws),
+        }  # fmt: skip
+        print(entry, flush=True)
+        found.append(entry)
+    return found
+
+
+def _long(pattern: Pattern, tokens: Tokens, draws: list[Drawn]) -> dict[str, Any]:
+    rank, seconds, wire = dist.get_rank(), list[float](), link_of("world").wire
+
+    def twice() -> tuple[Tensor, str]:
+        tensors = tokens.shard(rank)
+        out = torch.empty(0)
+        for _ in range(2):
+            dist.barrier()
+            wire.shipped = 0
+            start = time.perf_counter()
+            out = once(tensors, pattern, True)
+            seconds.append(time.perf_counter() - start)
+        return out, exchange_of(tensors, pattern)
+
+    (out, exchange), peak = peak_bytes(twice, CPU)
+    return {
+        "exchange": exchange, "first_seconds": seconds[0], "seconds": seconds[1], "peak_bytes": _known(peak),
+        "shipped_bytes": wire.shipped, "errors": errors(out, tokens.layout, rank, draws),
+    }  # fmt: skip

@@ -1,0 +1,100 @@
+"""Which backend takes what: asked of the backends' own refusals, as if every package and a CUDA device were there.
+
+python -m tools.docs.support
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from attn_dispatch import Dense, Dilated, Neighborhood, Problem, Window
+from attn_dispatch.kernels import registry
+from attn_dispatch.profiling import problem_of
+from attn_dispatch.spec.pattern import Pattern
+
+CAPABILITY, SHARED_BYTES = (9, 0), 232_448  #: an H100's
+#: Refusals that say what is missing here, not what a backend can do.
+ABSENT = {"not_installed", "platform", "version", "capability"}
+HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512, 1024)
+LENGTH = 256
+
+
+PATTERNS = {
+    "dense": Dense(),
+    "causal": Dense(is_causal=True),
+    "window": Window(31, 0),
+    "dilated": Dilated((64, 128), (1, 2), is_causal=True),
+    "neighborhood": Neighborhood((16, 16), (5, 5)),
+}
+
+
+def problems(device: str, pattern: Pattern) -> dict[str, Problem]:
+    """One problem for each column of the table: the patterns, and of one of them everything else."""
+    where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    plain = problem_of((1, LENGTH, 4, 64), pattern, torch.bfloat16, where)
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    training = replace(plain, needs_grad=True)
+    return {
+        **{name: replace(plain, pattern=each) for name, each in PATTERNS.items()},
+        **{name: replace(plain, dtype=dtype) for name, dtype in dtypes.items()},
+        "grouped heads": replace(plain, kv_heads=1),
+        "`seq_lens`, `key_mask`": replace(plain, has_key_mask=True, has_seq_lens=True),
+        "dropout": replace(plain, dropout_p=0.1),
+        "gradients": training,
+        "through lse": replace(training, return_lse=True),
+        "deterministic": replace(training, deterministic=True),
+    }
+
+
+def table() -> list[str]:
+    """Markdown lines: a row for each backend and device that it runs on."""
+    columns = list(problems("cpu", Dense()))
+    lines = ["| backend | on | " + " | ".join(columns) + " | head_dim |", "|---" * (len(columns) + 3) + "|"]
+    for name in registry.names():
+        if name not in (*registry.BUILT_IN, registry.LAST_RESORT):
+            continue
+        for device in ("cpu", "cuda"):
+            lines += _row(name, device)
+    return lines
+
+
+def _row(name: str, device: str) -> Iterator[str]:
+    patterns = problems(device, Dense())
+    pattern = next((each for column, each in PATTERNS.items() if _takes(name, patterns[column])), Dense())
+    asked = problems(device, pattern)
+    takes = {column: _takes(name, problem) for column, problem in asked.items()}
+    if any(takes.values()):
+        cells = ["yes" if taken else "-" for taken in takes.values()]
+        yield f"| `{name}` | {device.upper()} | {' | '.join(cells)} | {_head_dims(name, asked, takes)} |"
+
+
+def _head_dims(name: str, asked: dict[str, Problem], takes: dict[str, bool]) -> str:
+    """The largest of a few that it takes, of a problem that it takes."""
+    problem = next(asked[column] for column, taken in takes.items() if taken)
+    largest = max((d for d in HEAD_DIMS if _takes(name, replace(problem, head_dim=d))), default=0)
+    return "any" if largest == HEAD_DIMS[-1] else f"to {largest}"
+
+
+def _takes(name: str, problem: Problem) -> bool:
+    board = SimpleNamespace(shared_memory_per_block_optin=SHARED_BYTES)
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
+        mock.patch("torch.cuda.get_device_properties", return_value=board),
+        mock.patch("attn_dispatch.kernels.branches.backend._installed", return_value="99"),
+        mock.patch("attn_dispatch.kernels.branches.backend._load_fault", return_value=""),
+    ):
+        codes = {refusal.code for refusal in registry.load(name).refusals(problem)}
+    return not codes - ABSENT
+
+
+def main() -> None:
+    print(*table(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

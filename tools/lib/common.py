@@ -1,0 +1,53 @@
+"""What every benchmark writes beside its figures: the machine and the versions they were taken with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_dispatch.machine.hardware import hardware, provenance, silicon
+from attn_dispatch.tuning.intervals import Timing, ratio_interval
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def parser(description: str | None, default: str) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("-o", "--output", type=Path, default=RESULTS / default, help="JSON file to write")
+    return found
+
+
+def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
+    """Write figures with the machine they belong to, and say where."""
+    where = torch.device(device)
+    whole = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "silicon": silicon(where),
+        "provenance": provenance(where),
+        "hardware": hardware().to_dict(),
+        **figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def timing(found: Timing) -> dict[str, float | int]:
+    return {
+        "median_ms": found.median_ms,
+        "low_ms": found.low_ms,
+        "high_ms": found.high_ms,
+        "rounds": len(found.samples_ms),
+    }
+
+
+def ratio(slow: Timing, fast: Timing) -> dict[str, float]:
+    """Median and 95 % interval of the paired ratios slow / fast of one interleaved run."""
+    interval = ratio_interval(slow, fast)
+    ratios = sorted(a / b for a, b in zip(slow.samples_ms, fast.samples_ms))
+    return {"median": ratios[len(ratios) // 2], "low": interval.low, "high": interval.high}

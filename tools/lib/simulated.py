@@ -1,0 +1,66 @@
+"""A clock that only the calls move on, by planted costs with planted disturbances. It takes no time to run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+from attn_dispatch.tuning import turns
+from attn_dispatch.tuning.turns import Turns
+
+Call = Callable[[], None]
+PERIOD_S = 0.1
+
+
+class Machine:
+    """Args:
+    noise: standard deviation of independent normal noise, as a share of a call's cost.
+    seed: of everything that is drawn.
+    slow_from_s: moment from which everything takes twice as long.
+    tail: share of calls that take ten times as long.
+    swing: all costs go up and down by this share, once in 0.1 s.
+    bias: standard deviation of a share that is drawn once for each planted call, as a memory layout might add.
+    """
+
+    def __init__(
+        self,
+        noise: float = 0.0,
+        seed: int = 0,
+        slow_from_s: float = math.inf,
+        *,
+        tail: float = 0.0,
+        swing: float = 0.0,
+        bias: float = 0.0,
+    ) -> None:
+        self.now_s = 0.0
+        self.log: list[str] = []
+        self._noise, self._slow_from_s, self._tail, self._swing, self._bias = noise, slow_from_s, tail, swing, bias
+        self._random = random.Random(seed)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def call(self, name: str, cost_ms: float, first_ms: float | None = None) -> Call:
+        """A call that takes `cost_ms`, the first time `first_ms`."""
+        costs_ms = iter([cost_ms if first_ms is None else first_ms])
+        bias = self._random.gauss(1.0, self._bias) if self._bias else 1.0
+
+        def run() -> None:
+            self.log.append(name)
+            self.now_s += next(costs_ms, cost_ms) / 1e3 * bias * self._factor()
+
+        return run
+
+    def race(self, costs_ms: dict[str, float], budget_s: float | None = None, **options: Any) -> Turns:
+        calls = {name: self.call(name, cost_ms) for name, cost_ms in costs_ms.items()}
+        return turns.time_in_turns(calls, budget_s=budget_s, clock=self.clock, **options)
+
+    def _factor(self) -> float:
+        factor = 2.0 if self.now_s >= self._slow_from_s else 1.0
+        if self._swing:
+            factor *= 1.0 + self._swing * math.sin(2 * math.pi * self.now_s / PERIOD_S)
+        if self._tail and self._random.random() < self._tail:
+            factor *= 10.0
+        return factor * max(self._random.gauss(1.0, self._noise), 0.01)
