@@ -6,9 +6,7 @@ the tensors are like those it was made for.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from attn_dispatch.decisions import decide
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.observers import _observers
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import STOPPED
@@ -64,7 +63,6 @@ _deterministic: Callable[[], bool] = getattr(
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _THROUGH = (InvalidInput, STOPPED)  # no failures of a backend
 _routes: dict[Any, Route] = {}
-_observers: list[Callable[[Problem], None]] = []
 
 
 def attend(
@@ -207,21 +205,6 @@ def adopt(problem: Problem, decision: Decision) -> None:
     with lock:
         decide.measured_anew(problem, decision)
         _routes.clear()
-
-
-@contextmanager
-def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
-    """Tell `observer` each problem that is met meanwhile, at least once."""
-    with lock:
-        _observers.append(observer)
-        _routes.clear()  # what was met before must be seen again
-        if "attn_dispatch.ring.link" in sys.modules:
-            sys.modules["attn_dispatch.ring.link"].forget()
-    try:
-        yield
-    finally:
-        with lock:
-            _observers.remove(observer)
 
 
 def _new_route(

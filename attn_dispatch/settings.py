@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.log import say_once
 
 MODES = ("tune", "predict", "locked", "off")
+NOWHERE = Path(os.devnull, "attn-dispatch")  #: in place of a folder that cannot be had: nothing is ever there
+
+DEFAULT_MB = 256.0
+NO_HOME = "nothing is kept: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +58,25 @@ def mode() -> str:
     if found not in MODES:
         raise InvalidInput(f"$ATTN_DISPATCH_MODE must be one of {', '.join(MODES)}, got {found!r}")
     return found
+
+
+def cache_folder() -> Path:
+    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `files.NOWHERE`, said once, without a home."""
+    named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
+    try:
+        return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    except RuntimeError:
+        say_once(NO_HOME)
+        return files.NOWHERE
+
+
+def _most_bytes() -> float:
+    """$ATTN_DISPATCH_CACHE_MB, in bytes."""
+    text = os.environ.get("ATTN_DISPATCH_CACHE_MB", "")
+    try:
+        value = float(text) if text else DEFAULT_MB
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise InvalidInput(f"$ATTN_DISPATCH_CACHE_MB must be a number > 0, got {text!r}")
+    return value * 1e6

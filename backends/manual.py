@@ -5,8 +5,7 @@ SEMANTICS in three lines: bias = log c; lse = logsumexp(scale * q k^T + bias); o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.contract import Refusal, refuse_ranks
+from attn_dispatch.kernels.formula import counts_of, formula, probabilities
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.machine.memory import available_bytes
-from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
 name = "manual"
@@ -69,42 +69,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
         out, lse = _Manual.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out, lse
     return _forward(q, k, v, call)
-
-
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float, keep: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """SEMANTICS' formula on whole tensors; differentiable by ordinary autograd.
-
-    Args:
-        q: [batch, queries, heads, head_dim]. k, v: [batch, keys, heads, head_dim].
-        counts: the multiplicity, broadcastable to [batch, heads, queries, keys]; None where it is 1.
-        keep: dropout's factors, 0 or 1 / (1 - p), same shape as the scores.
-
-    Returns:
-        out [batch, queries, heads, head_dim] and lse [batch, heads, queries].
-    """
-    p, lse = probabilities(q, k, counts, scale)
-    p = p if keep is None else p * keep
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
-
-
-def probabilities(q: Tensor, k: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`c * exp(s - lse)` [batch, heads, queries, keys], and lse [batch, heads, queries]."""
-    return softmax(torch.einsum("bqhd,bkhd->bhqk", q * scale, k), counts)
-
-
-def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`c * exp(s - lse)` and lse. A query without keys gives zeros and -inf, and gradients of zero, never NaN."""
-    if counts is None:
-        lse = scores.logsumexp(-1)
-        return torch.exp(scores - lse.unsqueeze(-1)), lse
-    seen = (counts > 0).any(-1, keepdim=True)
-    # A row of nothing but -inf has no gradient even where it is overwritten later: give it any finite row instead.
-    scores = scores + torch.where(seen, counts.to(scores.dtype).log(), 0.0)
-    lse = scores.logsumexp(-1, keepdim=True)
-    p = torch.exp(scores - lse.masked_fill(~seen, math.inf))
-    return p, lse.masked_fill(~seen, -math.inf).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,25 +173,6 @@ def _backward(
             dk.index_add_(2, index, torch.einsum("bhqk,bqhd->bkhd", ds, q_wide))
             dq[:, rows, heads] = torch.einsum("bhqk,bkhd->bqhd", ds, k_wide).to(q.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def counts_of(
-    problem: Problem, heads: Sequence[int], q_pos: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None
-) -> Tensor | None:
-    """The multiplicity [(batch,) heads or 1, queries, keys] of some heads and queries, or None where it is all 1."""
-    if problem.pattern == Dense() and seq_lens is None and key_mask is None:
-        return None
-    # Most patterns are the same for every head, and their logarithm is then taken once.
-    alike = not isinstance(problem.pattern.natural, Dilated)
-    return problem.pattern.multiplicity(
-        problem.q_len,
-        problem.k_len,
-        problem.heads,
-        seq_lens=seq_lens,
-        key_mask=key_mask,
-        h_pos=heads[:1] if alike else heads,
-        q_pos=q_pos,
-    )
 
 
 def _piece(problem: Problem) -> tuple[int, int]:

@@ -5,17 +5,11 @@ Compiled for the machine by its own g++ when it is first used. See attn_dispatch
 
 from __future__ import annotations
 
-import ctypes
-import math
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Call, gradients
 from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
@@ -25,20 +19,25 @@ from attn_dispatch.kernels.contract import (
     refuse_ranks,
 )
 from attn_dispatch.kernels.native import library
+from attn_dispatch.kernels.native.run import (
+    BLOCK,
+    DTYPES,
+    HEAD_DIM,
+    _Call,
+    _forward,
+    _Native,
+    _padded,
+    _pairs,
+    _parts,
+    _sums_in_place,
+)
 from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, grid_of, period, table_bytes, tiles_of
-from attn_dispatch.kernels.native.tables import TILE, Tiles
+from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 
 name = "native"
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
-VECTOR = 16  #: floats of the widest vector; sums of dk and dv have rows of whole vectors
-BLOCK = 192  #: keys whose scores are held at once, as in attention.cpp
-SUM_BYTES = 2**30  #: of such sums at most
-HEAD_DIM = 4096  #: a thread's scratch grows with it
-UNITS_PER_THREAD = 4  #: pieces of a backward pass, so that no thread waits long for the last one
 
 
 def version() -> str:
@@ -113,139 +112,3 @@ def run(
         out, lse = _Native.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out, lse
     return _forward(q, k, v, call)
-
-
-def partial(problem: Problem, key_mask: Tensor | None = None, tiles: Tiles | None = None) -> Call:
-    """The passes of queries that see keys elsewhere too (see `contract`). `tiles`: those of rows that are not all of a
-    pattern's.
-    """
-    seen = None if key_mask is None else key_mask.contiguous()
-    return _Call(problem, tiles_of(problem) if tiles is None else tiles, seen, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    problem: Problem
-    tiles: Tiles
-    seen: Tensor | None
-    seq_lens: Tensor | None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _forward(q, k, v, self)
-
-    def backward(
-        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(grad, grad_lse, saved, self)
-
-    def args(self, **tensors: Tensor) -> library.Args:
-        """Views of [batch, len, heads, head_dim] tensors, and everything that does not change with the pass."""
-        problem = self.problem
-        made = library.Args(**{name: _view(x) for name, x in tensors.items()})
-        tables = {name: getattr(self.tiles, name) for name in Tiles.__dataclass_fields__}
-        for name, table in {**tables, "seen": self.seen, "seq_lens": self.seq_lens}.items():
-            setattr(made, name, None if table is None else table.data_ptr())
-        for name in ("batch", "heads", "q_len", "k_len", "head_dim", "scale"):
-            setattr(made, name, getattr(problem, name))
-        made.group = problem.heads // problem.kv_heads
-        made.dtype = DTYPES.index(problem.dtype)
-        made.threads, made.parts = torch.get_num_threads(), 1
-        return made
-
-
-class _Native(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse, call.seen, call.seq_lens)
-        ctx.call = replace(call, seen=None, seq_lens=None)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, grad_lse = grad_outputs
-        *saved, seen, seq_lens = ctx.saved_tensors
-        call = replace(ctx.call, seen=seen, seq_lens=seq_lens)
-        return (*gradients(call, grad, grad_lse, tuple(saved)), None)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    problem = call.problem
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
-    args = call.args(q=q, k=k, v=v, out=out)
-    args.lse = lse.data_ptr()
-    library.load().attention_forward(ctypes.byref(args))
-    return out, lse
-
-
-def _backward(
-    grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse = saved
-    problem, parts = call.problem, _parts(call.problem)
-    grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
-    q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    width = problem.head_dim if _sums_in_place(problem) else _padded(problem.head_dim)
-    shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
-    dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    args = call.args(q=q, k=k, v=v, out=out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
-    args.parts, args.part_stride = parts, dk.stride(0)
-    library.load().attention_backward(ctypes.byref(args))
-    return dq, _total(dk, problem), _total(dv, problem)
-
-
-def _total(sums: Tensor, problem: Problem) -> Tensor:
-    whole = sums[0] if len(sums) == 1 else sums.sum(0)
-    return whole[..., : problem.head_dim].to(problem.dtype)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _view(x: Tensor) -> library.View:
-    return library.View(x.data_ptr(), *x.stride()[:3])
-
-
-def _padded(head_dim: int) -> int:
-    return -(-head_dim // VECTOR) * VECTOR
-
-
-def _sums_in_place(problem: Problem) -> bool:
-    """Whether dk and dv can be summed where they are returned."""
-    return problem.dtype == torch.float32 and problem.head_dim % VECTOR == 0 and _parts(problem) == 1
-
-
-def _parts(problem: Problem) -> int:
-    """How many threads share a key head in a backward pass, each with sums of its own."""
-    units, threads = problem.batch * problem.kv_heads, torch.get_num_threads()
-    if units % threads == 0 or units >= UNITS_PER_THREAD * threads:
-        return 1
-    one = 8 * problem.batch * problem.k_len * problem.kv_heads * _padded(problem.head_dim)
-    return max(1, min(math.ceil(threads / units), -(-problem.q_len // TILE), SUM_BYTES // one))
-
-
-@lru_cache(maxsize=4096)
-def _pairs(problem: Problem) -> int:
-    """Query-key pairs per batch row, counted by tile: what a tile's last query sees, for all of its queries."""
-    tables = tiles_of(problem)
-    tiles, runs = tables.tiles, tables.runs
-    if tables.order is not None:
-        return problem.heads * int((runs[:, 2] * (runs[:, 4] - runs[:, 3])).sum())
-    per_class = []
-    for first, last in zip(tables.first_tile[:-1].tolist(), tables.first_tile[1:].tolist()):
-        mine = tiles[first:last]
-        row = torch.repeat_interleave(torch.arange(len(mine)), mine[:, 4])
-        number = mine[row, 3] + torch.arange(len(row)) - (mine[:, 4].cumsum(0) - mine[:, 4])[row]
-        run, query, step, count = runs[number], mine[row, 0], mine[row, 1], mine[row, 2]
-        middle = query + step * (count - 1) // 2
-        end = torch.minimum(run[:, 2], (middle + run[:, 4] - run[:, 0]).div(run[:, 1], rounding_mode="floor") + 1)
-        start = (middle + run[:, 3] - run[:, 0]).div(run[:, 1], rounding_mode="floor").clamp(min=0)
-        per_class.append(int(((end - start).clamp(min=0) * count).sum()))
-    return sum(per_class[kind] for kind in tables.head_class.tolist())

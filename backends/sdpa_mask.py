@@ -10,10 +10,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels import numerics
 from attn_dispatch.kernels.branches import run as branches
-from attn_dispatch.kernels.branches.plan import Block, Piece, Plan, Rows, kv_heads_of, plan_of, progression
+from attn_dispatch.kernels.branches.plan import Block, Piece, Plan, Rows, plan_of
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.heads import kv_heads_of, progression
 from attn_dispatch.spec.pattern import Dense, Dilated
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
@@ -49,7 +51,7 @@ def mask_bytes(problem: Problem) -> int:
     """Bytes of the biases, and of one spread over the batch where each batch row has its own keys."""
     if problem.pattern == Dense():
         return 0
-    one = problem.q_len * problem.k_len * branches.sum_dtype(problem.dtype).itemsize
+    one = problem.q_len * problem.k_len * numerics.sum_dtype(problem.dtype).itemsize
     return one * (len(head_classes(problem)) + problem.batch * problem.masked)
 
 
@@ -113,7 +115,7 @@ def _prepared(problem: Problem) -> tuple[Kernel, Plan]:
 def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
     if problem.pattern == Dense():
         return ()
-    wide = branches.sum_dtype(problem.dtype)
+    wide = numerics.sum_dtype(problem.dtype)
     key = (problem.pattern, problem.q_len, problem.k_len, problem.heads, wide, problem.device)
     with _lock:
         found = _masks.get(key)

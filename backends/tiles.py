@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Call
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
-from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, kernel_of
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, keys_met, pairs_met, table_bytes
@@ -73,11 +73,6 @@ def run(
     """Compute. `tile` is the number of tokens in a tile, a multiple of 4; by default what `tile_size` says."""
     tables = tables_of(problem, check(order), tile or tile_size(problem, order))
     return tile_math.run(q, k, v, problem, tables, kernel_of(problem), **tensors)
-
-
-def kernel_of(problem: Problem) -> Kernel:
-    """The dense kernel that the tiles are given to."""
-    return CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
 
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:

@@ -20,10 +20,11 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import recorded
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, keys_met, pairs_met, table_bytes
 from attn_dispatch.kernels.tiles.lists import lists_bytes, lists_of
-from attn_dispatch.kernels.tiles.tables import MOST_BRANCHES, forget_tables, head_classes
+from attn_dispatch.kernels.tiles.tables import MOST_BRANCHES, forget_tables
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.support import (
     SMALLEST_SIDE,

@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from attn_dispatch import dispatch, log
 from attn_dispatch.backends import flex
-from attn_dispatch.decisions import decide, look_up
+from attn_dispatch.decisions import decide, evidence
 from attn_dispatch.kernels import registry
 from attn_dispatch.store import folder as store
 from attn_dispatch.store import quarantine
@@ -82,7 +82,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         decide._decided,
         decide._counts,
         decide._pace,
-        look_up._evidence,
+        evidence._evidence,
         gate._passed,
         registry._added,
     ):

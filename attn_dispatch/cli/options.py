@@ -84,7 +84,7 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
     patterns = list(_patterns(args))
     import torch  # only now: wrong usage is told at once
 
-    from attn_dispatch.profiling import problem_of
+    from attn_dispatch.spec.shapes import problem_of
 
     device = device_of(args)
     names: list[str] = args.dtype or [_usual_dtype(device)]
@@ -105,7 +105,7 @@ def scaled(grid: Sequence[int], tokens: int) -> tuple[int, ...]:
 
 def device_of(args: argparse.Namespace) -> torch.device:
     """The device that was named, or the usual one. Raises InvalidInput for one that is not here."""
-    from attn_dispatch.machine.memory import resolve
+    from attn_dispatch.machine.devices import resolve
     from attn_dispatch.spec.problem import default_device
 
     return default_device() if args.device is None else resolve(args.device)

@@ -10,12 +10,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import msgspec
-import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch import settings
@@ -23,16 +19,16 @@ from attn_dispatch.decisions import look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.look_up import Name
 from attn_dispatch.decisions.rate_limit import Pace
+from attn_dispatch.decisions.torch_state import _own_randomness, undisturbed, unsettled
 from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import traceable
 from attn_dispatch.log import logger
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.settings import mode
-from attn_dispatch.spec import tracing
+from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from attn_dispatch.text import printable, titled
 from attn_dispatch.tuning.candidates import Candidate, candidates, environment_now, ruled_out
@@ -331,42 +327,3 @@ def _known(problem: Problem) -> Decision | None:
     """What was measured of a problem, here or in another process."""
     decision = _decided.get((silicon(problem.device), problem, None, None))
     return decision if decision is not None or mode() == "off" else look_up.read(problem)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may be timed."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _own_randomness(problem: Problem) -> AbstractContextManager[None]:
-    """The caller's random numbers go on as if there had been no trial.
-
-    Only for dropout: the generator is the whole process's, and numbers that other threads draw meanwhile come again.
-    """
-    if not problem.dropout_p:
-        return nullcontext()
-    return torch.random.fork_rng([problem.device] if problem.device.type == "cuda" else [])
-
-
-def unsettled(device: torch.device) -> bool:
-    """Whether calls are captured, traced or transformed, so that nothing can be timed: the next plain one decides."""
-    return capturing(device) or tracing.amid()
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Keep a trial and its caller apart: autocast, inference mode, saved-tensor hooks (as checkpointing sets them) and
-    the default device and torch's dispatch modes do not reach the trial.
-    """
-
-    def as_it_is(tensor: Tensor) -> Tensor:
-        return tensor
-
-    with (
-        torch.autocast(device.type, enabled=False),
-        torch.inference_mode(False),
-        torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
-        torch.device("cpu"),
-        _disable_current_modes(),
-    ):
-        yield

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from attn_dispatch.log import logger
-from attn_dispatch.settings import sentinel_share
+from attn_dispatch.settings import cache_folder, sentinel_share
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Drift, Row
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.text import titled
 from attn_dispatch.tuning.intervals import median_interval
 

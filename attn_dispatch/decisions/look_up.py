@@ -14,24 +14,19 @@ import msgspec
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.learning import predict as learned
-from attn_dispatch.learning import thresholds
 from attn_dispatch.log import say_once
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import group_of
-from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
-from attn_dispatch.store.folder import Store, cache_folder, shipped
-from attn_dispatch.tuning.candidates import Candidate, can_run, candidates, environment_now, versions
+from attn_dispatch.store.folder import Store, shipped
+from attn_dispatch.tuning.candidates import Candidate, can_run, candidates, environment_now
 
 Name = tuple[str, str]  #: of a candidate: backend and order
 
 TIMED = ("chosen", "slower", "tie")
 PASSING = ("over_memory", "quarantined", "incorrect")  #: what a candidate may be for a while
-
-# Decisions of a group as they were first read, and those made since: by silicon and group.
-_evidence: dict[tuple[str, str], learned.Evidence] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,34 +136,3 @@ def refresh(decision: Decision) -> Decision:
     if decision.source == "measured":
         Store(cache_folder()).amend(decision, environment=now)
     return msgspec.structs.replace(decision, environment=now)
-
-
-def predict(problem: Problem, found: list[Candidate]) -> learned.Prediction | None:
-    """What evidence from other sizes says of a problem that was never measured."""
-    where, plain = silicon(problem.device), problem.to_dict()
-    known = evidence(where, group_of(plain))
-    able = [each.id for each in found if each.row is None]
-    said = learned.predict(plain, known, able, versions()) if able else None
-    if said is None or said.in_bucket or said.order == NATURAL:
-        return said
-    # Far from what was measured an order is taken only above the length from which it has been seen to pay.
-    worth = thresholds.allowed(plain, known)
-    return learned.predict(plain, known, [each for each in able if each[1] in worth], versions())
-
-
-def evidence(where: str, group: str) -> learned.Evidence:
-    """Every decision of a group: the user's, and the shipped ones of which the user has none."""
-    known = _evidence.get((where, group))
-    if known is None:
-        mine = Store(cache_folder()).group(where, group)
-        keys = {decision.key for decision in mine}
-        given = [d for d in shipped(where).values() if d.group == group and d.key not in keys]
-        known = _evidence[where, group] = learned.Evidence([*given, *mine])
-    return known
-
-
-def note(decision: Decision) -> None:
-    """A decision that was just made is evidence from now on."""
-    known = _evidence.get((decision.silicon, decision.group))
-    if known is not None:
-        known.add(decision)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Limits
-from attn_dispatch.spec.problem import DTYPES
+from attn_dispatch.spec.problem import DTYPES, Problem
 
 aten = torch.ops.aten
 # The binding saves 2 to 3 us a call over the same op reached through `torch.ops`.
@@ -214,3 +214,8 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         room = mask.new_empty(*mask.shape[:3], keys + -keys % CUDA_HEAD_ALIGN)
         mask = room[..., :keys].copy_(mask)
     return mask.expand(q.shape[0], q.shape[2], q.shape[1], keys)
+
+
+def kernel_of(problem: Problem) -> Kernel:
+    """The dense kernel that the tiles are given to."""
+    return CpuFlash() if problem.device.type == "cpu" else CudaEfficient()

@@ -19,19 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attn_dispatch.machine.memory import (
-    CGROUP,
-    PROC,
-    ask_nvml,
-    cgroup_levels,
-    cuda_devices,
-    cuda_identity,
-    host_memory,
-    host_psutil,
-    memory_limits,
-    read_text,
-    resolve,
-)
+from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, resolve
+from attn_dispatch.machine.memory import CGROUP, PROC, cgroup_levels, host_memory, host_psutil, memory_limits, read_text
 
 if TYPE_CHECKING:
     import torch

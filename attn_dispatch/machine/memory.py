@@ -1,20 +1,21 @@
-"""How much memory a device can give now, and the sources of that: the host, cgroups, torch's CUDA devices, NVML.
+"""How much memory a device can give now, and the peak that a call takes.
 
-Free memory is read on every call; which devices exist is read once. machine.py describes them and builds on this
-module, which never imports it.
+Free memory is read on every call: the host, cgroups, address-space limits, torch's CUDA devices, NVML.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,11 @@ CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = ("MemTotal", "MemAvailable")
 _UNLIMITED = 1 << 62  #: bytes; past this a cgroup's limit only says in version 1 that there is none
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+
+T = TypeVar("T")
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
 
 
 def available_bytes(device: torch.device | str) -> int:
@@ -35,25 +41,6 @@ def available_bytes(device: torch.device | str) -> int:
     """
     where = resolve(device)
     return _cuda_available(where.index) if where.type == "cuda" else _host_available()
-
-
-def resolve(device: torch.device | str) -> torch.device:
-    """The device that is meant, with its CUDA index filled in. Raises InvalidInput for one that is not here."""
-    import torch
-
-    try:
-        where = torch.device(device) if isinstance(device, (str, torch.device)) else None
-    except RuntimeError:
-        where = None
-    if where is not None and where.type == "cpu" and not where.index:
-        return where
-    count = len(cuda_devices())
-    if where is not None and where.type == "cuda" and count:
-        index = torch.cuda.current_device() if where.index is None else where.index
-        if index < count:
-            return torch.device("cuda", index)
-    choices = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-    raise InvalidInput(f"device must be one of {choices}; got {device!r}")
 
 
 def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
@@ -149,68 +136,6 @@ def _cuda_free(index: int) -> int:
         return int(memory.free)
 
 
-@cache
-def cuda_devices() -> tuple[Any, ...]:
-    """The properties of each CUDA device, in torch's order. CUDA is not initialised where there is none."""
-    import torch
-
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return ()
-    return tuple(torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-
-
-@cache
-def cuda_identity(index: int) -> tuple[str | None, bool]:
-    """The UUID of a CUDA device (torch's, which has no prefix, when NVML cannot tell) and whether it is a MIG slice."""
-    props = cuda_devices()[index]
-    handle = _nvml_handle(props)
-    bare = getattr(props, "uuid", None)
-    uuid = ask_nvml("nvmlDeviceGetUUID", handle) or (None if bare is None else str(bare))
-    return uuid, " MIG " in props.name or _in_mig_mode(handle)
-
-
-def _nvml_handle(props: Any) -> Any | None:
-    """NVML numbers devices its own way (CUDA_VISIBLE_DEVICES reorders torch's), so match identities, not indices."""
-    bare = str(getattr(props, "uuid", "")).removeprefix("GPU-").removeprefix("MIG-")
-    for prefix in ("MIG-", "GPU-"):
-        if bare and (handle := ask_nvml("nvmlDeviceGetHandleByUUID", prefix + bare)):
-            return handle
-    if not hasattr(props, "pci_bus_id"):
-        return None
-    address = f"{props.pci_domain_id:08x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
-    return ask_nvml("nvmlDeviceGetHandleByPciBusId", address)
-
-
-def _in_mig_mode(handle: Any | None) -> bool:
-    """CUDA shows nothing but slices of a board in MIG mode, so a parent board's handle settles it too."""
-    current, _ = ask_nvml("nvmlDeviceGetMigMode", handle) or (0, 0)
-    return bool(current or ask_nvml("nvmlDeviceIsMigDeviceHandle", handle))
-
-
-def ask_nvml(function: str, *args: object) -> Any | None:
-    """The answer, or ``None`` where NVML is absent or has none (no such device, old driver, unsupported board)."""
-    nvml = _nvml()
-    if nvml is None or None in args:
-        return None
-    try:
-        return getattr(nvml, function)(*args)
-    except nvml.NVMLError:
-        return None
-
-
-@cache
-def _nvml() -> Any | None:
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    return nvml
-
-
 def host_psutil() -> Any:
     return importlib.import_module("psutil")
 
@@ -235,3 +160,57 @@ def read_text(path: Path) -> str | None:
     finally:
         os.close(handle)
     return b"".join(parts).decode().strip()
+
+
+def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
+    """Run ``call`` once; its result, and the peak of memory above what was held before, in bytes.
+
+    CUDA: the caching allocator's own count, whose peak statistics of the device are reset. CPU: how far the process's
+    resident memory rose, from Linux's high-water mark, which is reset: scratch memory of libraries and what other
+    threads take meanwhile count too, and freed blocks that the C library keeps; pages that were never touched do
+    not, and below a few hundred KiB it is noise.
+    None for other devices, or where the mark cannot be reset. Errors of ``call`` propagate.
+    """
+    if device.type == "cuda":
+        return _cuda_peak(call, device)
+    before = _reset_resident_peak() if device.type == "cpu" else None
+    result = call()
+    return result, None if before is None else max(0, _status_bytes("VmHWM") - before)
+
+
+def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    cuda: Any = importlib.import_module("torch.cuda")
+    cuda.init()
+    cuda.reset_peak_memory_stats(device)
+    before: int = cuda.memory_allocated(device)
+    result = call()
+    return result, cuda.max_memory_allocated(device) - before
+
+
+def _reset_resident_peak() -> int | None:
+    """Resident bytes from which the peak counts anew, or None where that is not to be had."""
+    with suppress(AttributeError):  # only glibc has it
+        # Free memory that the C library keeps is resident: a call that used it again would seem to take nothing.
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        CLEAR_REFS.write_text("5")
+        return _status_bytes("VmRSS")
+    except (OSError, ValueError):
+        return None
+
+
+def _status_bytes(name: str) -> int:
+    lines = STATUS.read_text().splitlines()
+    line = next((line for line in lines if line.startswith(f"{name}:")), "")
+    if not line.endswith(" kB"):
+        raise ValueError(f"{STATUS} has no {name}")
+    return int(line.split()[1]) * 1024
+
+
+def release(device: torch.device) -> None:
+    """Collect garbage and, on CUDA, hand the caching allocator's unused blocks back to the driver."""
+    gc.collect()
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()

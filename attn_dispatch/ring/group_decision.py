@@ -21,12 +21,12 @@ from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.ring.rows.layout import deal
 from attn_dispatch.ring.sharded_problem import Shared
 from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
-from attn_dispatch.settings import mode
+from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.decision import Damaged, Decision, Row, decode, encode, time_of
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 
 NOTHING = "no rank sees another's rows: there is nothing to exchange"
 MOST_REASONS = 2  #: of ranks that say the same in other numbers

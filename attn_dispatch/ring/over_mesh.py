@@ -16,8 +16,7 @@ from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput,
 from attn_dispatch.kernels.autograd import STOPPED
 from attn_dispatch.log import logger
 from attn_dispatch.ring import group_decision
-from attn_dispatch.ring.agree import Agreed, agree, digest_of
-from attn_dispatch.ring.link import Link
+from attn_dispatch.ring.link import Agreed, Link, agree, digest_of
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.sharded_problem import Attend, Shared
 from attn_dispatch.ring.shards import spread_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import STOPPED, recorded
-from attn_dispatch.kernels.branches.run import SMALLEST_SCALE, sum_dtype
 from attn_dispatch.kernels.hidden import Hidden
+from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.passes import RingCall, steps_of
 from attn_dispatch.ring.link import Link

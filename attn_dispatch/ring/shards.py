@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.ring.agree import agree
-from attn_dispatch.ring.link import Link, link_of
+from attn_dispatch.ring.link import Link, agree, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 

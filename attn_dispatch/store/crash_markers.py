@@ -32,8 +32,10 @@ from pathlib import Path
 
 import msgspec
 
+from attn_dispatch import settings
 from attn_dispatch.log import say_once
-from attn_dispatch.store import files, sealed
+from attn_dispatch.store import files
+from attn_dispatch.store import files as sealed
 
 FOLDER = "quarantine"
 MARK = re.compile(r"[0-9a-f]{20}-[0-9a-f]{12}\.mark")
@@ -144,7 +146,7 @@ def contact(
         try:
             _mark(path, backend, version, silicon, title, scope, patience_s)
         except OSError as error:
-            if folder != files.NOWHERE:
+            if folder != settings.NOWHERE:
                 say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
         yield Contact(path)
     finally:

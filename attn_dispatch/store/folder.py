@@ -11,7 +11,6 @@ version 1 wrote is read where it lies. Beneath the user's decisions lie those sh
 from __future__ import annotations
 
 import errno
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,11 +21,10 @@ from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import platformdirs
 from msgspec.structs import replace
 
-from attn_dispatch.errors import InvalidInput
 from attn_dispatch.log import say_once
+from attn_dispatch.settings import _most_bytes
 from attn_dispatch.store import files
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import (
@@ -37,15 +35,12 @@ from attn_dispatch.store.decision import (
     SILICON,
     Damaged,
     Decision,
-    Drift,
-    Row,
     address_fits,
     decode,
     encode,
     time_of,
 )
 from attn_dispatch.store.merge import merge
-from attn_dispatch.store.problem_files import MISSED, note_missed
 from attn_dispatch.store.schema1 import decode_one
 from attn_dispatch.text import printable
 
@@ -63,9 +58,6 @@ __all__ = [
     "note_missed",
     "shipped",
 ]
-
-DEFAULT_MB = 256.0
-NO_HOME = "nothing is kept: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
 EACH = 256  #: puts of a process from one clean-up to the next
 OLD = "v1"
 NO_GROUP, NO_KEY = "0" * 12, "0" * 20  #: where only the others' form matters
@@ -205,16 +197,6 @@ class Store:
         return found if found is not None and found.group == group else None
 
 
-def cache_folder() -> Path:
-    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `files.NOWHERE`, said once, without a home."""
-    named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
-    try:
-        return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
-    except RuntimeError:
-        say_once(NO_HOME)
-        return files.NOWHERE
-
-
 @cache
 def shipped(silicon: str) -> dict[str, Decision]:
     """The decisions that came with the package for this silicon, by key."""
@@ -259,18 +241,6 @@ def _dated(decision: Decision) -> Decision:
     """Rows that do not say when they were measured are as old as their decision, as long as it is theirs alone."""
     rows = (row if row.measured else replace(row, measured=decision.created) for row in decision.candidates)
     return replace(decision, candidates=tuple(rows))
-
-
-def _most_bytes() -> float:
-    """$ATTN_DISPATCH_CACHE_MB, in bytes."""
-    text = os.environ.get("ATTN_DISPATCH_CACHE_MB", "")
-    try:
-        value = float(text) if text else DEFAULT_MB
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise InvalidInput(f"$ATTN_DISPATCH_CACHE_MB must be a number > 0, got {text!r}")
-    return value * 1e6
 
 
 def _touch(path: Path) -> None:

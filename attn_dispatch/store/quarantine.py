@@ -18,8 +18,9 @@ from typing import Literal
 
 import msgspec
 
+from attn_dispatch import settings
 from attn_dispatch.log import say_once
-from attn_dispatch.store import files, sealed
+from attn_dispatch.store import files as sealed
 from attn_dispatch.store.crash_markers import SILICON, Dead, contact, dead, digest, listed, place_of, refuse_links
 from attn_dispatch.text import printable
 
@@ -177,7 +178,7 @@ class Quarantine:
             refuse_links(self._place)
             sealed.write_checked(self._path(entry), entry)
         except OSError as error:
-            if files.NOWHERE not in self._place.parents:
+            if settings.NOWHERE not in self._place.parents:
                 say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
             self._table.unkept[entry.key] = entry
             return False

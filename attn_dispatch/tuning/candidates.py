@@ -14,11 +14,11 @@ from attn_dispatch.kernels.contract import Backend, Refusal, orders_of
 from attn_dispatch.machine.environment import environment
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Row
-from attn_dispatch.store.folder import cache_folder
 from attn_dispatch.store.quarantine import Quarantine, until
 from attn_dispatch.text import gib, one_line, printable, titled
 

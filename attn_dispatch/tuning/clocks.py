@@ -1,19 +1,33 @@
-"""Times one call by the host's clock, and says how long a sample has to be."""
+"""Times calls by the host's clock, or by events on a CUDA device's stream.
+
+An event is a time stamp that the device takes itself, so neither the host's clock nor waiting for it is in a sample.
+Where the host enqueues more slowly than the device works, the gaps are in the sample: a caller meets them too; their
+share is `host_ms`. Warm samples are the default, since q, k and v are mostly just written when attention is called;
+`cold_ms` has a flushed L2 cache, as Triton's `do_bench` and CUTLASS's profiler measure it.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 Call = Callable[[], object]
 
 _SHORTEST_SAMPLE_MS = 0.2
 _MOST_REPEATS = 10_000
+
+#: Calls per sample of the host's time: the driver's queue must not fill, or the host waits for the device.
+HOST_REPEATS = 8
+UNKNOWN_L2_BYTES = 128 * 2**20  #: assumed where PyTorch cannot say, more than any device has today
 
 
 class Stopwatch(Protocol):
@@ -76,3 +90,58 @@ def calibrate(stopwatch: Stopwatch, call: Call) -> tuple[int, float]:
         repeats = math.ceil(min(max(wanted, 2 * repeats), 10 * repeats, _MOST_REPEATS))
         mean_ms = stopwatch.mean_ms(call, repeats)
     return repeats, mean_ms
+
+
+class CudaStopwatch:
+    """A :class:`~attn_dispatch.tuning.clocks.Stopwatch` of the device's current stream.
+
+    Holds a buffer of twice the L2 cache from the first :meth:`cold_ms` on.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._clock = clock
+        self._torch: Any = importlib.import_module("torch")
+        self._buffer: Any = None
+
+    def mean_ms(self, call: Call, repeats: int = 1) -> float:
+        """Milliseconds per call between two events around ``repeats`` calls."""
+        return self._between_events(call, repeats, lambda: None)
+
+    def host_ms(self, call: Call) -> float | None:
+        """Milliseconds until one call is enqueued, of :data:`HOST_REPEATS` calls that start on an idle device."""
+        cuda = self._torch.cuda
+        with collector_off(), cuda.device(self._device):
+            cuda.synchronize()
+            start_s = self._clock()
+            for _ in range(HOST_REPEATS):
+                call()
+            elapsed_s = self._clock() - start_s
+            cuda.synchronize()
+        return elapsed_s * 1e3 / HOST_REPEATS
+
+    def cold_ms(self, call: Call) -> float | None:
+        """One call after a buffer of twice the L2 cache was overwritten; None where there is no memory for that."""
+        if self._buffer is None:
+            with suppress(self._torch.OutOfMemoryError):
+                size = 2 * self._l2_bytes()
+                self._buffer = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
+        return None if self._buffer is None else self._between_events(call, 1, self._buffer.zero_)
+
+    def _between_events(self, call: Call, repeats: int, before: Call) -> float:
+        cuda = self._torch.cuda
+        with collector_off(), cuda.device(self._device):
+            start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+            cuda.synchronize()
+            before()
+            start.record()
+            for _ in range(repeats):
+                call()
+            end.record()
+            cuda.synchronize()
+            elapsed_ms: float = start.elapsed_time(end)
+        return elapsed_ms / repeats
+
+    def _l2_bytes(self) -> int:
+        known = getattr(self._torch.cuda.get_device_properties(self._device), "L2_cache_size", 0)
+        return int(known) or UNKNOWN_L2_BYTES

@@ -19,14 +19,13 @@ import torch
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
-from attn_dispatch.machine import measure
+from attn_dispatch.machine import memory
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.machine.memory import available_bytes
-from attn_dispatch.settings import timeout_s
+from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import contact
-from attn_dispatch.store.folder import cache_folder
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
@@ -133,7 +132,7 @@ class Gatekeeper:
             text = one_line(error)
             kind = self._kind_of(error, needed)
             traceback.clear_frames(error.__traceback__)  # they hold what the kernel had allocated
-            measure.release(self.problem.device)
+            memory.release(self.problem.device)
             if kind != "hung" and guard.device_lost(self.problem.device):
                 self._quarantine(candidate, version, "died", f"the device was lost: {text}")
                 raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
@@ -226,7 +225,7 @@ class Gatekeeper:
         def run() -> tuple[dict[str, torch.Tensor], int | None, float]:
             synchronize(device)
             start = time.perf_counter()
-            result, peak = measure.peak_bytes(lambda: self._gate.run(*candidate.run_by), device)
+            result, peak = memory.peak_bytes(lambda: self._gate.run(*candidate.run_by), device)
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 from attn_dispatch.log import say_once
-from attn_dispatch.machine.memory import available_bytes, cuda_devices, host_psutil, resolve
+from attn_dispatch.machine.devices import cuda_devices, resolve
+from attn_dispatch.machine.memory import available_bytes, host_psutil
 from attn_dispatch.text import gib, one_line
 
 if TYPE_CHECKING:

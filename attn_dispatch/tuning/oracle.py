@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_dispatch.backends import manual
+from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.contract import Backend, runner
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
@@ -191,7 +191,7 @@ class _Sample:
         problem, masks = example.problem, example.masks
         kv, index = torch.unique(heads // (problem.heads // problem.kv_heads), return_inverse=True)
         grad = None if example.grad is None else example.grad[:, rows[:, None], heads]
-        counts = manual.counts_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
+        counts = formula.counts_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
         q = example.q.detach()[:, rows[:, None], heads]
         keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
         lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]
@@ -209,7 +209,7 @@ class _Sample:
             q, k, v = (x.to(dtype, copy=True).requires_grad_(self.grad is not None) for x in (self.q, self.k, self.v))
             keys, values = k[:, :, self.kv_index], v[:, :, self.kv_index]
             exact = dtype == torch.float64
-            out, lse = (manual.formula if exact else _rounded)(q, keys, values, self.counts, self.problem.scale)
+            out, lse = (formula.formula if exact else _rounded)(q, keys, values, self.counts, self.problem.scale)
             found = {"out": out.detach(), "lse": lse.detach()}
             if self.grad is not None:
                 results, weights = [out], [self.grad.to(dtype)]
@@ -233,7 +233,7 @@ class _Sample:
         last = torch.finfo(problem.dtype).eps
         sums = torch.finfo(torch.float64 if problem.dtype == torch.float64 else torch.float32).eps
         q, keys, values = (x.double() for x in (self.q, self.k[:, :, self.kv_index], self.v[:, :, self.kv_index]))
-        p, _ = manual.probabilities(q, keys, self.counts, problem.scale)
+        p, _ = formula.probabilities(q, keys, self.counts, problem.scale)
         q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
         score = scale * torch.einsum("bqhd,bkhd->bhqk", q, keys).max()
         terms = math.sqrt(problem.head_dim + problem.k_len)
@@ -264,7 +264,7 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: floa
     """The formula as it is commonly written: products in the inputs' dtype, the softmax in float32 or wider."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(wide)
-    p, lse = manual.softmax(scores, counts)
+    p, lse = formula.softmax(scores, counts)
     return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.settings import expected_calls, timeout_s
+from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import Contact, contact
-from attn_dispatch.store.folder import cache_folder
 from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate
-from attn_dispatch.tuning.clocks import HostStopwatch, Stopwatch
-from attn_dispatch.tuning.cuda_timing import CudaStopwatch
+from attn_dispatch.tuning.clocks import CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
 from attn_dispatch.tuning.turns import Turns, time_in_turns

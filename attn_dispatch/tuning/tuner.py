@@ -19,7 +19,7 @@ import msgspec
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
-from attn_dispatch.machine import measure
+from attn_dispatch.machine import memory
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
@@ -76,7 +76,7 @@ def decide(
         say_once(f"not measured, for want of memory to check results: {printable(str(problem))} ({error})")
         chosen = None
     if chosen is None:
-        measure.release(problem.device)  # only here, where the error does not hold what was worked out any more
+        memory.release(problem.device)  # only here, where the error does not hold what was worked out any more
     trial.release()
     return None if chosen is None else trial.decision(chosen)
 

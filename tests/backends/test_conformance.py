@@ -16,7 +16,7 @@ from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton.work_list import visits_of
-from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from attn_dispatch.backends import flex
-from attn_dispatch.decisions import decide
+from attn_dispatch.decisions import torch_state
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -238,7 +238,7 @@ def compiled(of: Problem) -> tuple[Example, Gate]:
         pytest.skip("; ".join(reasons))
     example = make(of)
     gate = Gate.of(example)
-    with decide.undisturbed(of.device):  # as a trial runs it
+    with torch_state.undisturbed(of.device):  # as a trial runs it
         assert gate.check(gate.run(flex)).failures == ()
     assert flex.first_call_ms(of) == 0
     return example, gate

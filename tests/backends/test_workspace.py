@@ -18,7 +18,7 @@ import torch
 from attn_dispatch import Dense, Dilated, Window
 from attn_dispatch.kernels import registry
 from attn_dispatch.tuning.example import make
-from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.tuning.oracle import Gate
 from tests.support.cases import Case
 

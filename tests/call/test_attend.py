@@ -16,10 +16,10 @@ from attn_dispatch import attend, dispatch, explain, register
 from attn_dispatch.decisions import decide
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.orders import EXCHANGES, ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.folder import cache_folder
 from tests.support.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, forget, formula, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")

@@ -22,10 +22,11 @@ from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.profiling import problem_of
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning.hard_cases import hard_cases
 from tests.support import planted

@@ -12,9 +12,9 @@ import torch
 
 from attn_dispatch import attend, counters, explain, profile, record
 from attn_dispatch.errors import InvalidInput, NotDecided
-from attn_dispatch.recording import read_record
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.problem_files import read_record
 from tests.support.calls import counted, forget, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")

@@ -19,8 +19,9 @@ from attn_dispatch import attend, explain, profile, register
 from attn_dispatch.errors import InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Window
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
 
 pytestmark = pytest.mark.usefixtures("little_time")

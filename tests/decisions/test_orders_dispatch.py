@@ -16,8 +16,9 @@ from attn_dispatch.decisions import drift
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal, runner
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.calls import counted, forget, qkv
 from tests.support.ordered import HILBERT, NATURAL, OTHER, RESIDUE, House, kept, right, rows

@@ -11,10 +11,11 @@ import torch
 
 from attn_dispatch import attend, explain
 from attn_dispatch.decisions import drift as sentinel
-from attn_dispatch.profiling import problem_of
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from tests.support.calls import forget, later, qkv
 
 LOW, MEDIAN, HIGH = 9.0, 10.0, 11.0

@@ -16,11 +16,12 @@ from attn_dispatch import attend, explain, profile
 from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
-from attn_dispatch.profiling import problem_of
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Drift, Row
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from tests.support.calls import counted, forget, later, qkv, status
 from tests.support.planted import Planted
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.kernels.native import library
+from attn_dispatch.kernels.native import library, run
 from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, table_bytes, tiles_of
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
@@ -89,7 +89,7 @@ def test_tiles_of_any_dilation(data: st.DataObject) -> None:
         (Dilated((128, 256, 512), (1, 2, 4), is_causal=True), 1500, 1500),
     ],
 )
-@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [20, 64, 72])
 def test_more_than_one_block_of_keys(
     pattern: Pattern, q_len: int, k_len: int, dtype: torch.dtype, head_dim: int
@@ -225,7 +225,7 @@ def test_a_transform_that_fails_leaves_nothing_behind() -> None:
     assert expected.check(expected.run(native)).failures == ()
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 def test_what_takes_no_part_may_hold_anything(dtype: torch.dtype) -> None:
     """NaN in padding and in keys that a mask takes away reaches neither results nor gradients."""
     asked = Case("", CAUSAL, (2, 150, 4, 16), kv_heads=2, seq_lens=True, key_mask=True).problem(dtype, needs_grad=True)
@@ -243,7 +243,7 @@ def test_what_takes_no_part_may_hold_anything(dtype: torch.dtype) -> None:
     assert expected.check(found).failures == ()
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nan_that_takes_part_is_not_swallowed(dtype: torch.dtype, name: str) -> None:
     asked = Case("", Dense(), (1, 70, 1, 16)).problem(dtype, needs_grad=False)

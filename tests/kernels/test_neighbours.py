@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.backends import native
+from attn_dispatch.kernels.native import run
 from attn_dispatch.kernels.native.steps import table_bytes, tiles_of
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.orders import TOKEN_ORDERS
@@ -90,7 +91,7 @@ def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -
     )
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
@@ -105,7 +106,7 @@ def test_masks_in_any_order(order: str) -> None:
     assert expected.check(expected.run(native, order)).failures == ()
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_tokens_that_are_kept_in_another_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:

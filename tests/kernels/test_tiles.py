@@ -13,9 +13,10 @@ from attn_dispatch import attend
 from attn_dispatch.backends import tiles as backend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.contract import Result
+from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles import tables
-from attn_dispatch.kernels.tiles.tables import FULL, TileTable, counts, head_classes, tables_of
+from attn_dispatch.kernels.tiles.tables import FULL, TileTable, counts, tables_of
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem

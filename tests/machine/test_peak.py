@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_dispatch.machine import measure
+from attn_dispatch.machine import memory
 from tests.support.allocations import allocated_peak
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_allocated_peak_sees_inside_an_operator() -> None:
 # In a process of its own: what an older heap keeps of freed blocks is resident too.
 RESIDENT = """
 import torch
-from attn_dispatch.machine import measure
+from attn_dispatch.machine import memory as measure
 
 def touched(mib):
     return torch.ones(mib << 20, dtype=torch.uint8)
@@ -97,26 +97,26 @@ def test_cpu_peak_is_what_becomes_resident() -> None:
 
 
 def test_peak_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    measure.peak_bytes(nested, CPU)
+    memory.peak_bytes(nested, CPU)
     assert capfd.readouterr() == ("", "")
 
 
 def test_peak_is_none_without_a_mark_to_reset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measure, "CLEAR_REFS", tmp_path / "not" / "there")
-    assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "not" / "there")
+    assert memory.peak_bytes(lambda: 7, CPU) == (7, None)
     monkeypatch.undo()
     (tmp_path / "status").write_text("Name: python\n")
-    monkeypatch.setattr(measure, "STATUS", tmp_path / "status")
-    assert measure.peak_bytes(lambda: 7, CPU) == (7, None)
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "status")
+    assert memory.peak_bytes(lambda: 7, CPU) == (7, None)
 
 
 def test_peak_is_none_for_other_devices() -> None:
-    assert measure.peak_bytes(lambda: 7, torch.device("meta")) == (7, None)
+    assert memory.peak_bytes(lambda: 7, torch.device("meta")) == (7, None)
 
 
 def test_peak_lets_errors_through() -> None:
     with pytest.raises(ZeroDivisionError):
-        measure.peak_bytes(lambda: 1 / 0, CPU)
+        memory.peak_bytes(lambda: 1 / 0, CPU)
 
 
 def test_cuda_peak_is_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_cuda_peak_is_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 164)
-    assert measure.peak_bytes(lambda: 7, device) == (7, 64)
+    assert memory.peak_bytes(lambda: 7, device) == (7, 64)
     assert reset == [device]
 
 
@@ -134,5 +134,5 @@ def test_cuda_peak_is_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) 
 def test_release_empties_the_cuda_cache_only(name: str, emptied: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
-    measure.release(torch.device(name))
+    memory.release(torch.device(name))
     assert len(calls) == emptied

@@ -16,19 +16,19 @@ from torch.multiprocessing.spawn import start_processes
 from attn_dispatch import Sharded, attend, shard
 from attn_dispatch.cli import main
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.profiling import problem_of
 from attn_dispatch.ring.engine.parts import solver
 from attn_dispatch.ring.link import link_of
 from attn_dispatch.ring.plan.bytes_sent import Freight, Load, freight_of, why_not
+from attn_dispatch.ring.plan.counts import counts_of
 from attn_dispatch.ring.plan.footprint import footprint_of
 from attn_dispatch.ring.plan.forecast import forecasts_over
 from attn_dispatch.ring.plan.schedule import Pace, seconds
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout, deal
-from attn_dispatch.ring.rows.runs import counts_of
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
 

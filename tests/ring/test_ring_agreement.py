@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attn_dispatch import Sharded, attend, explain, unshard
 from attn_dispatch.errors import AttnDispatchError, GroupMismatch, InvalidInput, NoBackend, NotDecided
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dilated, Window
-from attn_dispatch.store.folder import cache_folder
 from tests.support import ring_ranks
 from tests.support.ring_calls import nothing, part
 from tests.support.ring_ranks import Ranks

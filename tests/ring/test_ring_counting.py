@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.ring.plan.counts import MOST_CELLS, counts_of
 from attn_dispatch.ring.rows.layout import KINDS, Layout, deal
-from attn_dispatch.ring.rows.runs import MOST_CELLS, counts_of
 from attn_dispatch.ring.rows.traffic import traffic_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.reordered import Reordered

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.profiling import problem_of
 from attn_dispatch.spec.groups import DIGITS, group_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.spec.shapes import problem_of
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from attn_dispatch import attend, explain, from_order, positions, to_order
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.features import bucket, features
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import title
 from attn_dispatch.spec.orders import ORDERS, permutation, places, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from tests.support.calls import BUILT_IN, qkv
 
 REORDERED = ("hilbert", "residue")

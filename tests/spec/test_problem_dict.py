@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import zeros
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.recording import read_record
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import DTYPES, Problem
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.store.problem_files import read_record
 from tests.support.fakes import SILICON
 
 SHAPE = (2, 12, 4, 8)

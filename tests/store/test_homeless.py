@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch import NotDecided, attend, explain
+from attn_dispatch import NotDecided, attend, explain, settings
 from attn_dispatch.cli import main
+from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.store import files, quarantine
-from attn_dispatch.store.folder import NO_HOME, cache_folder
+from attn_dispatch.store import quarantine
 from tests.support.calls import close, formula, qkv
 from tests.support.commands import SMALL
 
@@ -37,7 +37,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_is_no_home() -> None:
     with pytest.raises(RuntimeError):
         Path("~").expanduser()
-    assert cache_folder() == files.NOWHERE
+    assert cache_folder() == settings.NOWHERE
 
 
 @pytest.mark.parametrize("named", [None, "~/decisions"])
@@ -77,7 +77,7 @@ def test_commands_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["inspect"], ["inspect", "--regret"], ["inspect", "--thresholds"], ["doctor"]):
         assert main(arguments) == 0
         shown = capsys.readouterr()
-        assert str(files.NOWHERE) not in shown.out or arguments[1:]
+        assert str(settings.NOWHERE) not in shown.out or arguments[1:]
         if not arguments[1:]:
             assert NO_HOME in shown.out
     assert main(["profile", *SMALL, "--quick"]) == 0

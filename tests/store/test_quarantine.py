@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from attn_dispatch.store import quarantine, sealed
+from attn_dispatch.store import files, quarantine
 from attn_dispatch.store.crash_markers import contact, place_of
 from attn_dispatch.store.quarantine import Quarantine, silicons, sweep
 from tests.support.fakes import SILICON
@@ -144,7 +144,7 @@ def test_what_cannot_be_removed_stays(
 
 
 def resealed(**changes: Any) -> bytes:
-    return sealed.encode_checked(entry(**changes))
+    return files.encode_checked(entry(**changes))
 
 
 DAMAGED: dict[str, bytes] = {
@@ -158,7 +158,7 @@ DAMAGED: dict[str, bytes] = {
     "another-kind": resealed().replace(b"incorrect", b"unhealthy"),
     "control": resealed(reason="\x1b[2J"),
     "lines": resealed(title="a\nb"),
-    "large": resealed(title="x" * sealed.LIMIT),
+    "large": resealed(title="x" * files.LIMIT),
     "nested": b'{"sha256":"","content":' + b"[" * 30_000,
 }
 

@@ -15,12 +15,12 @@ from attn_dispatch.backends import sdpa
 from attn_dispatch.cli import main
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import crash_markers as contacts
-from attn_dispatch.store import quarantine, sealed
+from attn_dispatch.store import files, quarantine
 from attn_dispatch.store.crash_markers import Marker, place_of
-from attn_dispatch.store.folder import cache_folder
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from attn_dispatch.tuning.candidates import candidates
 from tests.support.calls import qkv
@@ -55,7 +55,7 @@ def die(folder: Path, at: datetime, token: int = 0, where: str = SILICON, **chan
     name = contacts.digest(values["backend"], values["version"], values["scope"])
     path = place_of(folder, where) / f"{name}-{token:012x}.mark"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(sealed.encode_checked(marker))
+    path.write_bytes(files.encode_checked(marker))
 
 
 def out(kept: Quarantine) -> Entry | None:
@@ -163,7 +163,7 @@ def test_a_time_that_is_none(
     until: str, folder: Path, clock: Clock, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
     Quarantine(folder, SILICON).add(entry())
-    path_of(folder).write_bytes(sealed.encode_checked(entry(until=until)))
+    path_of(folder).write_bytes(files.encode_checked(entry(until=until)))
     assert anew().entries() == []
     (text,) = warnings()
     assert text.startswith(f"ignored {path_of(folder)}: ")

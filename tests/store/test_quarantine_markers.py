@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from attn_dispatch.store import crash_markers as contacts
-from attn_dispatch.store import sealed
+from attn_dispatch.store import files
 from attn_dispatch.store.crash_markers import Marker, Process, contact
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.fakes import SILICON
@@ -42,7 +42,7 @@ def plant(folder: Path, process: Process, locked: bool = False, age_s: float = 0
         locked=locked,
         began=time.time() - age_s,
     )
-    path.write_bytes(sealed.encode_checked(marker) + note)
+    path.write_bytes(files.encode_checked(marker) + note)
     then = time.time() - age_s
     os.utime(path, (then, then))
     return path
@@ -126,7 +126,7 @@ def test_a_marker_that_its_process_had_done_with(folder: Path, anew: Callable[[]
 
 def test_a_marker_that_another_process_took_note_of(folder: Path) -> None:
     path = plant(folder, HERE, locked=True)
-    handle = sealed.open_regular(path)
+    handle = files.open_regular(path)
     path.unlink()
     assert contacts._examined(path, handle) is None
     plant(folder, HERE, locked=True)  # a later one, by the same name

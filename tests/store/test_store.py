@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch.store import folder as store
+from attn_dispatch import settings
 from attn_dispatch.store import problem_files
 from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
@@ -264,10 +264,10 @@ def test_readers_see_whole_files_while_others_write(folder: Path, warnings: Call
 
 def test_the_folder_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "here"))
-    assert store.cache_folder() == tmp_path / "here"
+    assert settings.cache_folder() == tmp_path / "here"
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "~/there")
-    assert store.cache_folder() == tmp_path / "there"
+    assert settings.cache_folder() == tmp_path / "there"
 
 
 @pytest.mark.parametrize("value", [None, ""])
@@ -277,7 +277,7 @@ def test_the_folder_by_default(value: str | None, monkeypatch: pytest.MonkeyPatc
     else:
         monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store.cache_folder() == tmp_path / "attn-dispatch"
+    assert settings.cache_folder() == tmp_path / "attn-dispatch"
 
 
 def test_no_torch() -> None:

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from attn_dispatch import cli
 from attn_dispatch.cli import urls
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.bundle import Refused, read_bundle, write_bundle
 from attn_dispatch.store.decision import Damaged, Decision, Row, canonical, encode
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, written
 from tests.support.fakes import SILICON

@@ -11,9 +11,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from attn_dispatch.profiling import problem_of
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Damaged, Row, decode, encode, to_plain
 from attn_dispatch.store.folder import Store
 from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, plant, written

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attn_dispatch import settings
 from attn_dispatch.decisions import look_up
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.spec.groups import group_of
@@ -104,7 +105,7 @@ def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
     found = look_up.read(problem)
     assert found is not None
     assert (found.choice, found.source) == ("manual", "shipped")
-    Store(folder.cache_folder()).put(decision(choice="sdpa_mask", candidates=rows("sdpa_mask"), **common))
+    Store(settings.cache_folder()).put(decision(choice="sdpa_mask", candidates=rows("sdpa_mask"), **common))
     found = look_up.read(problem)
     assert found is not None
     assert (found.choice, found.source) == ("sdpa_mask", "measured")

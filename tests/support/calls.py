@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_dispatch import counters, dispatch
 from attn_dispatch.backends import manual
-from attn_dispatch.decisions import decide, look_up
+from attn_dispatch.decisions import decide, evidence
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
@@ -44,7 +44,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 def forget() -> None:
     """As a new process would start."""
-    for table in (dispatch._routes, decide._decided, decide._counts, decide._pace, look_up._evidence):
+    for table in (dispatch._routes, decide._decided, decide._counts, decide._pace, evidence._evidence):
         table.clear()
 
 

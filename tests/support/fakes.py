@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch.machine import hardware, memory
+from attn_dispatch.machine import hardware
+from attn_dispatch.machine.devices import _nvml, cuda_devices, cuda_identity
 
 MIB, GIB = 1 << 20, 1 << 30
-CUDA = (memory.cuda_devices, memory.cuda_identity)
+CUDA = (cuda_devices, cuda_identity)
 SILICON = "cpu-made-up-8c-8t"
 
 
 def forget() -> None:
     """Drop everything that the two modules read once."""
-    for cached in (hardware._gpus, hardware._read_cpu, hardware._chip, memory._nvml, *CUDA):
+    for cached in (hardware._gpus, hardware._read_cpu, hardware._chip, _nvml, *CUDA):
         cached.cache_clear()
 
 

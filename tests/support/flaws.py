@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attn_dispatch.backends import manual
+from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.spec.pattern import Dense
@@ -81,7 +82,7 @@ def mean_of_all(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def small_mask_value(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """-1000 is negative enough for ordinary scores."""
-    p, lse = manual.softmax(torch.where(counts > 0, scores, -1000.0), counts.clamp(min=1))
+    p, lse = formula.softmax(torch.where(counts > 0, scores, -1000.0), counts.clamp(min=1))
     seen = counts.bool().any(-1)
     return p * seen.unsqueeze(-1), lse.masked_fill(~seen, -math.inf)
 
@@ -90,7 +91,7 @@ def top_left(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tenso
     """The first query meets the first key."""
 
     def softmax(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        return manual.softmax(scores, torch.ones_like(scores).tril() if problem.pattern == Dense(True) else counts)
+        return formula.softmax(scores, torch.ones_like(scores).tril() if problem.pattern == Dense(True) else counts)
 
     return scored(softmax)(q, k, v, problem, **tensors)
 
@@ -239,9 +240,9 @@ FLAWS: dict[str, tuple[str, Callable[..., Result], tuple[str, ...]]] = {
     "strides-of-k": ("dense", strides_of_k, (f"{PACKED}: out has NaN", f"{SCATTERED}: out")),
     "dense-mask": ("both-masks", dense_mask, ("packed views, rows without keys: out is off by",)),
     "gradient-read-on": ("dense", gradient_read_on, (f"{PACKED}: dv is off by", f"{SCATTERED}: dv has NaN")),
-    "hidden-masked": ("window-key-mask", scored(manual.softmax, zeroed=False), (f"{HIDDEN}: out has NaN",)),
-    "hidden-padding": ("longnet", scored(manual.softmax, zeroed=False), (f"{HIDDEN}: lse has NaN",)),
-    "hidden-unselected": ("uncovered", scored(manual.softmax, zeroed=False), (f"{HIDDEN}: dk has NaN",)),
+    "hidden-masked": ("window-key-mask", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: out has NaN",)),
+    "hidden-padding": ("longnet", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: lse has NaN",)),
+    "hidden-unselected": ("uncovered", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: dk has NaN",)),
     "whole-tiles": ("dense", whole_tiles, (f"{PACKED}: out has NaN",)),
     "lse": ("dense", changed(wrong_lse), ("lse is off by",) * 5),
     "nan-gradient": ("dense", nan_gradient, ("dq has NaN",) * 5),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.tuning.cuda_timing import HOST_REPEATS, UNKNOWN_L2_BYTES, CudaStopwatch
+from attn_dispatch.tuning.clocks import HOST_REPEATS, UNKNOWN_L2_BYTES, CudaStopwatch
 from attn_dispatch.tuning.turns import time_in_turns
 
 DEVICE = torch.device("cuda", 0)

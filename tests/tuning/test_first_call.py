@@ -250,7 +250,7 @@ def test_forget_goes_before_release(alone: Alone) -> None:
 def test_its_memory_is_not_the_compilers(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the figure is the process's: that of the call after."""
     peaks = iter([1000, 777_777, 2000])
-    monkeypatch.setattr("attn_dispatch.machine.measure.peak_bytes", lambda call, device: (call(), next(peaks)))
+    monkeypatch.setattr("attn_dispatch.machine.memory.peak_bytes", lambda call, device: (call(), next(peaks)))
     alone(manual, Builder(first_s=0.001))
     decision = measured(None)
     assert (row(decision, "manual").peak_bytes, row(decision).peak_bytes) == (1000, 2000)

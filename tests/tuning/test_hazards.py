@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.backends import manual
-from attn_dispatch.kernels import registry
+from attn_dispatch.kernels import formula, registry
 from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.tuning.hard_cases import EVEN, class_key, fitted, hard_cases
+from attn_dispatch.tuning.hard_cases import EVEN, MARGIN, class_key, fitted, framed, hard_cases, poisoned
 from attn_dispatch.tuning.oracle import Gate
-from attn_dispatch.tuning.poison import MARGIN, framed, poisoned
 from tests.conftest import INTERPRETED
 from tests.kernels.test_hidden import holding
 from tests.support.cases import DTYPES, Case
@@ -105,7 +104,7 @@ def test_a_flaw_is_found_and_named(name: str, flaw: Callable[..., Result], named
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_the_flaws_were_planted_in_is_right(name: str) -> None:
-    assert failures(Planted(scored(manual.softmax)), asked(name)) == []
+    assert failures(Planted(scored(formula.softmax)), asked(name)) == []
     assert failures(Planted(changed(lambda out, lse, problem: (out, lse))), asked(name)) == []
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.backends import manual, sdpa
-from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.branches import run as branches
+from attn_dispatch.kernels import formula, numerics, registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -128,7 +127,7 @@ def through_counts(change: Callable[[Tensor, Problem], Tensor]) -> Callable[...,
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **masks: Tensor) -> tuple[Tensor, Tensor]:
         counts = multiplicity(problem, masks)
-        out, lse = manual.formula(q, k, v, change(counts, problem), problem.scale)
+        out, lse = formula.formula(q, k, v, change(counts, problem), problem.scale)
         return out.to(q.dtype), lse
 
     return run
@@ -247,7 +246,7 @@ def test_detached_merge_weights_give_another_gradient() -> None:
         for w, r in problem.pattern.branches:
             one = replace(problem, pattern=Dilated((w,), (r,), True).simplify(problem.q_len, problem.k_len, 4))
             counts = one.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
-            parts.append(manual.formula(q, k, v, counts, problem.scale))
+            parts.append(formula.formula(q, k, v, counts, problem.scale))
         lse = torch.logsumexp(torch.stack([lse for _, lse in parts]), 0)
         weights = [torch.exp(part - lse).detach().transpose(1, 2).unsqueeze(-1) for _, part in parts]
         return sum((w * out for w, (out, _) in zip(weights, parts)), torch.zeros(())), lse
@@ -267,7 +266,7 @@ def test_conformance_would_notice_a_broken_merge(case: Case, monkeypatch: pytest
 
     assert failures(case, sdpa.run) == ""
     if len(case.pattern.branches if isinstance(case.pattern, Dilated) else ()) > 1:
-        monkeypatch.setattr(branches, "merge_", average_)
+        monkeypatch.setattr(numerics, "merge_", average_)
         assert "out is off by" in failures(case, sdpa.run)
     monkeypatch.undo()
     wrong_start = replace(case, pattern=shifted(case.pattern))

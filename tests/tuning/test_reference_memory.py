@@ -10,9 +10,10 @@ import torch
 
 from attn_dispatch import attend, explain
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import hard_cases, oracle, tuner
 from attn_dispatch.tuning.candidates import candidates, heuristic

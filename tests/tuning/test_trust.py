@@ -15,8 +15,8 @@ from attn_dispatch.backends import manual
 from attn_dispatch.decisions.explanation import CandidateReport
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.store.folder import cache_folder
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support import planted
 from tests.support.calls import close, forget, formula, qkv

@@ -11,7 +11,7 @@ import tempfile
 import torch
 
 from attn_dispatch import Dilated, profile
-from attn_dispatch.profiling import problem_of
+from attn_dispatch.spec.shapes import problem_of
 from tools.lib.common import parser, write
 
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)

@@ -21,8 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Dense, Dilated, Problem, attend
 from attn_dispatch.backends import native, sdpa, sdpa_mask
-from attn_dispatch.machine.measure import peak_bytes
-from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.machine.memory import available_bytes, peak_bytes
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Gate
 from attn_dispatch.tuning.turns import Turns, time_in_turns

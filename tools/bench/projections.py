@@ -17,12 +17,12 @@ from unittest import mock
 
 import torch
 
-from attn_dispatch.profiling import problem_of
 from attn_dispatch.ring.engine.parts import solver
 from attn_dispatch.ring.plan.forecast import Forecast, forecasts_over
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.spec.pattern import Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
 from tools.lib.common import parser, write
 from tools.lib.tables import table
 

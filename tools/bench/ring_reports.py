@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch import Reordered, attend, explain
-from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.ring.link import link_of
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.spec.pattern import Dilated, Pattern

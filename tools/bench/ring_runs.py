@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch import Sharded, attend, explain
-from attn_dispatch.machine.measure import peak_bytes
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.ring.link import link_of
 from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
 from attn_dispatch.spec.pattern import Dense, Pattern

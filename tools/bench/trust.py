@@ -23,9 +23,10 @@ import torch
 
 from attn_dispatch import attend, counters, profile
 from attn_dispatch.decisions import decide
-from attn_dispatch.profiling import problem_of
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.store.folder import Store
 from tools.checks import trust_choice, trust_learned, trust_store
 from tools.lib.common import parser, write
 

@@ -30,7 +30,7 @@ def first_problems() -> list[Any]:
     import torch
 
     from attn_dispatch import Dense, Dilated, Window
-    from attn_dispatch.profiling import problem_of
+    from attn_dispatch.spec.shapes import problem_of
 
     device = torch.device("cuda", 0)
     longnet = Dilated((2048, 4096, 8192), (1, 2, 4), True)
@@ -49,7 +49,7 @@ def problems() -> list[Any]:
     import torch
 
     from attn_dispatch import Dense, Dilated, Neighborhood, Window
-    from attn_dispatch.profiling import problem_of
+    from attn_dispatch.spec.shapes import problem_of
 
     device = torch.device("cuda", 0)
     longnet = ((2048, 4096, 8192), (1, 2, 4))
@@ -94,8 +94,9 @@ def measure(output: Path, seconds: float) -> dict[str, Any]:
 
     from attn_dispatch import profile
     from attn_dispatch.machine.hardware import silicon
+    from attn_dispatch.settings import cache_folder
     from attn_dispatch.store.bundle import write_bundle
-    from attn_dispatch.store.folder import Store, cache_folder
+    from attn_dispatch.store.folder import Store
 
     end = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from attn_dispatch import Dense, Dilated, Sharded, Window, attend
-from attn_dispatch.machine.measure import peak_bytes
-from attn_dispatch.profiling import problem_of
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.ring.link import link_of
 from attn_dispatch.ring.plan.forecast import Forecast, forecasts_over
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.text import align, gib
 from tools.lib.ranks import freed_at_once
 

@@ -20,8 +20,9 @@ import torch
 
 from attn_dispatch.learning.predict import Evidence, predict
 from attn_dispatch.learning.regret import GroupRegret, Miss, regret, total
-from attn_dispatch.profiling import problem_of, profile
+from attn_dispatch.profiling import profile
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
 from tools.lib.common import parser, write

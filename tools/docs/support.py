@@ -14,8 +14,8 @@ import torch
 
 from attn_dispatch import Dense, Dilated, Neighborhood, Problem, Window
 from attn_dispatch.kernels import registry
-from attn_dispatch.profiling import problem_of
 from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.shapes import problem_of
 
 CAPABILITY, SHARED_BYTES = (9, 0), 232_448  #: an H100's
 #: Refusals that say what is missing here, not what a backend can do.

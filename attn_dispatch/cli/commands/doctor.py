@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from attn_dispatch import settings
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store import files
-from attn_dispatch.store.folder import NO_HOME, Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import MISSED, MOST
 from attn_dispatch.store.quarantine import Entry, Quarantine, shown_time, silicons
 from attn_dispatch.text import align, gib, printable
@@ -131,9 +133,9 @@ def _unusable(backend: Backend) -> str:
     """Why the plainest problem cannot be run for want of a package or a device, or nothing."""
     import torch
 
-    from attn_dispatch.profiling import problem_of
     from attn_dispatch.spec.pattern import Dense
     from attn_dispatch.spec.problem import default_device
+    from attn_dispatch.spec.shapes import problem_of
 
     device = default_device()
     dtype = torch.float16 if device.type == "cuda" else torch.float32
@@ -164,7 +166,7 @@ def _writable(folder: Path) -> bool:
 def _missed(path: Path) -> dict[str, Any]:
     """The problems that were met where they could not be measured and are still not decided."""
     from attn_dispatch.decisions.look_up import read
-    from attn_dispatch.recording import parse_record
+    from attn_dispatch.store.problem_files import parse_record
 
     count, reason = 0, ""
     try:
@@ -182,7 +184,7 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
     missed = report["missed"]
     unwritable = "" if report["writable"] else ", which cannot be written"
     kept = f"{report['decisions']} in {report['folder']}{unwritable}"
-    if report["folder"] == str(files.NOWHERE):
+    if report["folder"] == str(settings.NOWHERE):
         kept = f"none: {NO_HOME}"
     waiting = missed["reason"] or (
         f"{missed['count']}; settle them with: {missed['command']}" if missed["count"] else "none"

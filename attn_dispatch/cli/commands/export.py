@@ -9,8 +9,9 @@ import sys
 from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.store.bundle import write_bundle
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 
 EXAMPLE = """examples:
   attn-dispatch export decisions.json

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import print_json
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision
-from attn_dispatch.store.folder import Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.text import align, printable
 
 EXAMPLE = """examples:

@@ -8,12 +8,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from attn_dispatch import settings
 from attn_dispatch.cli import regrets, thresholds
 from attn_dispatch.cli.tables import print_json, table
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.store import files
+from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.store.folder import NO_HOME, Store, cache_folder
+from attn_dispatch.store.folder import Store
 from attn_dispatch.text import printable
 
 EXAMPLE = """examples:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         _print_one(*found[0])
     elif found:
         _print_groups(found)
-    elif folder == files.NOWHERE:
+    elif folder == settings.NOWHERE:
         print(NO_HOME)
     elif not prefix:
         print(f"no decision is kept in {folder} yet; 'attn-dispatch profile --quick' measures some")

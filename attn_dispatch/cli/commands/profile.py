@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds
 from attn_dispatch.cli.tables import full_table, no_backend, print_json
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.gains import Series, family_of, family_title
 from attn_dispatch.learning.thresholds import LEAST_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
-from attn_dispatch.store import files
 from attn_dispatch.text import printable
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _measured_by_ranks(
     args: argparse.Namespace, problems: list[Problem], ranks: int, budget_s: float | None, found: list[Explanation]
 ) -> list[Problem]:
     """The problems as they were measured, over all ranks where they are sharded."""
-    from attn_dispatch.profiling_ranks import profile_over
+    from attn_dispatch.profiling import profile_over
     from attn_dispatch.ring.link import world
 
     if args.sharded:
@@ -135,7 +135,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
             raise InvalidInput(f"--from takes the problems from a file: leave {', '.join(used)} away")
         return _recorded(args.record, args.device)
     if (args.quick or args.full) and not used:
-        from attn_dispatch.profiling import quick_problems
+        from attn_dispatch.spec.shapes import quick_problems
 
         return quick_problems(options.device_of(args))
     if not options.has_length(args):
@@ -163,8 +163,8 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
 
 
 def _recorded(path: str, device: str | None) -> list[Problem]:
-    from attn_dispatch.machine.memory import resolve
-    from attn_dispatch.recording import read_record
+    from attn_dispatch.machine.devices import resolve
+    from attn_dispatch.store.problem_files import read_record
 
     try:
         problems = read_record(path, None if device is None else resolve(device))
@@ -197,7 +197,7 @@ def _seconds(text: str) -> float:
 
 def _learned(problems: Sequence[Problem]) -> list[Series]:
     """What is known now of the families of these problems: of these lengths, and of those measured before."""
-    from attn_dispatch.store.folder import cache_folder
+    from attn_dispatch.settings import cache_folder
 
     families = sorted(set(map(_family, problems)))
     found = thresholds.of_groups(cache_folder(), (family[:2] for family in families))
@@ -213,7 +213,7 @@ def _family(problem: Problem) -> tuple[str, str, str]:
 
 
 def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequence[Series] | None) -> None:
-    from attn_dispatch.store.folder import cache_folder
+    from attn_dispatch.settings import cache_folder
 
     decisions = [explanation.to_dict() for explanation in found]
     told = {} if learned is None else {"thresholds": thresholds.to_dicts(learned)}
@@ -238,17 +238,18 @@ def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
     if kept:
         print(*(f"kept in   {folder}" for folder in kept), sep="\n")
     elif found:
-        from attn_dispatch.store.folder import NO_HOME, cache_folder
+        from attn_dispatch.settings import NO_HOME, cache_folder
 
-        why = NO_HOME if cache_folder() == files.NOWHERE else "no decision was measured and written"
+        why = NO_HOME if cache_folder() == settings.NOWHERE else "no decision was measured and written"
         print(f"kept      nothing: {why.removeprefix('nothing is kept: ')}")
 
 
 def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
     """The folders that hold these decisions."""
     from attn_dispatch.machine.hardware import silicon
+    from attn_dispatch.settings import cache_folder
     from attn_dispatch.spec.groups import group_of
-    from attn_dispatch.store.folder import Store, cache_folder
+    from attn_dispatch.store.folder import Store
 
     store = Store(cache_folder())
     paths: list[Path] = []

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.heads import _heads_by_offset, kv_heads_of
 from attn_dispatch.spec.pattern import Dense, Dilated
 from attn_dispatch.spec.problem import Problem
 
@@ -174,37 +175,3 @@ def _dilated_pieces(
                     chosen = slice(heads.start, heads.stop, heads.step)
                     pieces.append(Piece(rows, rows, chosen, kv, pattern.is_causal, fresh, fresh and plain))
     return tuple(pieces), covers, covers and plain
-
-
-def _heads_by_offset(pattern: Dilated, branch: int, heads: int) -> dict[int, range]:
-    found: dict[int, list[int]] = {}
-    for head in range(heads):
-        offset = pattern.head_offset(branch, head, heads)
-        if offset is not None:
-            found.setdefault(offset, []).append(head)
-    return {offset: progression(members) for offset, members in found.items()}
-
-
-def progression(members: list[int]) -> range:
-    (run,) = progressions(members)  # every way of dealing out offsets gives an arithmetic progression
-    return run
-
-
-def progressions(members: list[int]) -> list[range]:
-    """Heads as one arithmetic progression, or one by one where they are none."""
-    step = members[1] - members[0] if len(members) > 1 else 1
-    run = range(members[0], members[-1] + 1, step)
-    return [run] if list(run) == members else [range(member, member + 1) for member in members]
-
-
-def kv_heads_of(heads: range, problem: Problem, grouped: bool) -> slice | tuple[int, ...]:
-    """The key heads that these query heads read: a slice if the kernel can find them by grouping, else a list."""
-    group = problem.heads // problem.kv_heads
-    read = [head // group for head in heads]
-    distinct = sorted(set(read))
-    share = len(read) // len(distinct)
-    step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
-    regular = read == [kv for kv in range(distinct[0], distinct[-1] + 1, step) for _ in range(share)]
-    if regular and (grouped or share == 1):
-        return slice(distinct[0], distinct[-1] + 1, step)
-    return tuple(read)

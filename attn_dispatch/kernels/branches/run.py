@@ -16,11 +16,9 @@ from attn_dispatch.kernels.autograd import recorded
 from attn_dispatch.kernels.branches.plan import Block, Piece, Plan
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.numerics import SMALLEST_SCALE, THREAD_BYTES, merge_, sum_dtype
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
-
-SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}  #: less is 0 to a kernel
-THREAD_BYTES = 4 * 2**20  #: the CPU kernel's score tiles, per thread
 
 
 class Bias(NamedTuple):
@@ -185,21 +183,6 @@ def _fills(piece: Piece, q: Tensor) -> bool:
     return piece.q.segments * piece.q.count == q.shape[1] and heads == q.shape[2]
 
 
-def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Join a partial attention over other keys into `out` and `lse`, in place.
-
-    Args:
-        out, out_b: [..., head_dim], float32 or wider.
-        lse, lse_b: [...], natural log; -inf where no key was seen. Two empty parts give zeros and -inf, not NaN.
-
-    Source: Milakov & Gimelshein 2018, online softmax; Dao et al. 2022, section 3.1.
-    """
-    share = torch.sigmoid(lse_b - lse)
-    # -inf - -inf is NaN: nothing on either side, so nothing to take.
-    out.lerp_(out_b, share.nan_to_num_(nan=0.0).unsqueeze(-1))
-    torch.logaddexp(lse, lse_b, out=lse)
-
-
 def _piece_forward(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, piece: Piece
 ) -> tuple[Tensor, Tensor]:
@@ -328,11 +311,6 @@ def _put(total: Tensor, part: Tensor, fresh: bool) -> None:
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     # Asking first takes a tenth of the time of a conversion that does nothing.
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results are merged in: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def workspace_bytes(problem: Problem, plan: Plan) -> int:

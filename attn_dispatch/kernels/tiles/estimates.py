@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from attn_dispatch.kernels.branches.run import sum_dtype
-from attn_dispatch.kernels.tiles.tables import AT_ONCE, MASK_BYTES, head_classes
+from attn_dispatch.kernels.heads import head_classes
+from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.kernels.tiles.tables import AT_ONCE, MASK_BYTES
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.tiles.estimates import axes_of, pairs_at_most
-from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, head_classes, plainly, tables_of
+from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, plainly, tables_of
 from attn_dispatch.spec.problem import Problem
 
 KEPT = 16  #: lists of problems: those of the layers of a model

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels.autograd import Call, recorded
-from attn_dispatch.kernels.branches.plan import kv_heads_of
-from attn_dispatch.kernels.branches.run import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
 from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.heads import kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes, past
+from attn_dispatch.kernels.numerics import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
 from attn_dispatch.kernels.tiles.tables import TileTable, counts
 from attn_dispatch.kernels.tiles.threads import Turns, share
 from attn_dispatch.spec.problem import Problem

@@ -18,8 +18,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.plan import progressions
-from attn_dispatch.kernels.branches.run import sum_dtype
+from attn_dispatch.kernels.heads import head_classes
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL, permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -198,24 +198,6 @@ def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
     """[tiles, tile]; the last place is repeated until a tile is full."""
     places = torch.arange(-(-length // tile) * tile).clamp_(max=length - 1)
     return (places if permuted is None else permuted[places]).view(-1, tile)
-
-
-def head_classes(
-    pattern: Pattern, heads: int, which: range | None = None
-) -> list[tuple[range, tuple[int | None, ...]]]:
-    """The heads that share one multiplicity, with their offset in each branch.
-
-    Args:
-        which: the heads to deal with, and then to count from 0; all of them by default.
-    """
-    pattern, which = pattern.natural, range(heads) if which is None else which
-    if not isinstance(pattern, Dilated):
-        return [(range(len(which)), ())]
-    found: dict[tuple[int | None, ...], list[int]] = {}
-    for number, head in enumerate(which):
-        offsets = tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches)))
-        found.setdefault(offsets, []).append(number)
-    return [(run, offsets) for offsets, members in found.items() for run in progressions(members)]
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------

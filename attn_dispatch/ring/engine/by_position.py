@@ -10,11 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attn_dispatch.backends import native, tiles
+from attn_dispatch.backends import native
+from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.autograd import Call
-from attn_dispatch.kernels.branches.run import sum_dtype
+from attn_dispatch.kernels.native import run as run_
 from attn_dispatch.kernels.native.neighbours import neighbour_tiles_at
 from attn_dispatch.kernels.native.tables import Tiles
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run
 from attn_dispatch.kernels.tiles.tables import TileTable, tables_at
 from attn_dispatch.spec.orders import HILBERT, permutation, places, serves
@@ -101,8 +103,8 @@ class _Tiles:
 
 
 def _by_keys(found: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
-    return native.partial(problem, key_mask, found)
+    return run_.partial(problem, key_mask, found)
 
 
 def _by_tiles(found: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
-    return run.partial(problem, found, tiles.kernel_of(problem), key_mask)
+    return run.partial(problem, found, dense.kernel_of(problem), key_mask)

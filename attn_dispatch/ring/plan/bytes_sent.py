@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_dispatch.kernels.branches.run import sum_dtype
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.engine import ulysses
+from attn_dispatch.ring.plan.counts import Counts
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.runs import Counts
 from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.problem import Problem
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from attn_dispatch.kernels.branches.run import sum_dtype
 from attn_dispatch.kernels.hidden import unseen
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.ring.engine.by_position import TILE
 from attn_dispatch.ring.engine.parts import aligned, branches_of, solver

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from attn_dispatch.ring.engine.parts import solver
 from attn_dispatch.ring.plan.bytes_sent import Load, freight_of, why_not
+from attn_dispatch.ring.plan.counts import counts_of
 from attn_dispatch.ring.plan.footprint import Footprint, footprint_of
 from attn_dispatch.ring.plan.schedule import Pace, seconds
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.runs import counts_of
 from attn_dispatch.spec.orders import EXCHANGES
 from attn_dispatch.spec.problem import Problem
 

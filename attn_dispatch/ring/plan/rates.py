@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.ring.plan.counts import counts_of
 from attn_dispatch.ring.plan.schedule import BOTH, FORWARD
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.runs import counts_of
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.store.folder import Store, cache_folder, shipped
+from attn_dispatch.store.folder import Store, shipped
 
 #: Of a call that says how fast a device works, not how long it takes to begin: operations, and milliseconds.
 TELLING, TELLING_MS = 1e8, 0.1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.plan import progressions
+from attn_dispatch.kernels.heads import progressions
 from attn_dispatch.kernels.tiles.tables import axis_bounds
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window

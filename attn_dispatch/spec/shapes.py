@@ -1,0 +1,62 @@
+"""Problems from shapes, without tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+
+
+def quick_problems(device: torch.device) -> list[Problem]:
+    """A few problems of each kind, of a size that this device does in well under a second each."""
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    lengths = (2048, 8192, 32768) if gpu else (512, 2048, 4096)
+    patterns: list[Pattern] = [
+        Dense(),
+        Dense(is_causal=True),
+        Window(left=255, right=0),
+        Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True),
+    ]
+    plain = [problem_of((1, n, 8, 64), p, dtype, device) for p in patterns for n in lengths]
+    rows = 64 if gpu else 32
+    grid = problem_of((1, rows * 32, 8, 64), Neighborhood((rows, 32), (13, 13)), dtype, device)
+    training = problem_of((1, lengths[1], 8, 64), patterns[3], dtype, device)
+    return [*plain, grid, replace(training, needs_grad=True)]
+
+
+def problem_of(
+    shape: tuple[int, int, int, int],
+    pattern: Pattern,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_heads: int | None = None,
+    backward: bool = False,
+) -> Problem:
+    """The problem of contiguous q, k and v of one shape [batch, len, heads, head_dim].
+
+    Args:
+        kv_heads: of k and v; as many as q has by default.
+        backward: whether gradients are needed.
+
+    Raises:
+        InvalidInput: the shape is not positive or past what a tensor can be, or the pattern does not fit it.
+    """
+    batch, length, heads, head_dim = shape
+    kv_heads = heads if kv_heads is None else kv_heads
+    if min(*shape, kv_heads) < 1:
+        raise InvalidInput(f"shape and kv_heads must be integers >= 1, got {shape} and {kv_heads}")
+    try:
+        q, kv = (
+            torch.empty(batch, length, count, head_dim, dtype=dtype, device="meta", requires_grad=backward)
+            for count in (heads, kv_heads)
+        )
+    except RuntimeError as error:
+        raise InvalidInput(f"shape {shape}: {error}") from error
+    with torch.enable_grad():
+        return Problem.of(q, kv, kv, pattern, device=device)
