@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attn_dispatch.decisions import decide
+from attn_dispatch.decisions import decide, observers
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.decisions.observers import _observers
+from attn_dispatch.decisions.torch_state import unsettled
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import STOPPED
@@ -63,6 +63,7 @@ _deterministic: Callable[[], bool] = getattr(
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _THROUGH = (InvalidInput, STOPPED)  # no failures of a backend
 _routes: dict[Any, Route] = {}
+observers.clear_when_observed(_routes.clear)
 
 
 def attend(
@@ -221,8 +222,7 @@ def _new_route(
     if order is not None:
         orders.check(order)
     with lock:
-        for observer in _observers:
-            observer(problem)
+        observers.notify(problem)
         forced = backend is not None or order is not None
         graphed = tracing.graphed(*tensors)
         amid = graphed or tracing.amid()
@@ -252,7 +252,7 @@ def _new_route(
         )
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        if signature is not None and not (amid or _modes() or decide.unsettled(problem.device)):
+        if signature is not None and not (amid or _modes() or unsettled(problem.device)):
             _routes[signature] = route
     return route
 
@@ -344,8 +344,7 @@ def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) 
     from attn_dispatch.ring.over_mesh import attend_over  # with torch.distributed: what most never use
 
     def met(problem: Problem) -> None:
-        for observer in _observers:
-            observer(problem)
+        observers.notify(problem)
 
     return attend_over(attend, met, mesh, q, k, v, **arguments)
 

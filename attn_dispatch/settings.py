@@ -61,13 +61,13 @@ def mode() -> str:
 
 
 def cache_folder() -> Path:
-    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `files.NOWHERE`, said once, without a home."""
+    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `NOWHERE`, said once, without a home."""
     named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
     try:
         return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
     except RuntimeError:
         say_once(NO_HOME)
-        return files.NOWHERE
+        return NOWHERE
 
 
 def _most_bytes() -> float:

@@ -15,7 +15,7 @@ import msgspec
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch import settings
-from attn_dispatch.decisions import look_up, unmeasured
+from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.look_up import Name
 from attn_dispatch.decisions.rate_limit import Pace
@@ -245,7 +245,7 @@ def _measured(problem: Problem, kept: look_up.Found | None, found: list[Candidat
     elif not _pace.allows(settings.trial_seconds()):
         logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
     else:
-        said = look_up.predict(problem, found) if kept is None else None
+        said = evidence.predict(problem, found) if kept is None else None
         first = None if said is None else (said.backend, said.order)
         start = time.perf_counter()
         decision = measure(problem, settings.budget_ms() / 1e3, kept, first)
@@ -271,7 +271,7 @@ def measure(
 def keep(problem: Problem, decision: Decision) -> None:
     """Store a new measurement and go by it in this process."""
     Store(cache_folder()).put(decision)
-    look_up.note(decision)
+    evidence.note(decision)
     _decided[silicon(problem.device), problem, None, None] = decision
     _counts["measured"] += 1
 
@@ -286,7 +286,7 @@ def measured_anew(problem: Problem, decision: Decision) -> None:
 
 def _learned(problem: Problem, found: list[Candidate], least: float) -> Decision | None:
     """What neighbours say. With `least`, only those of nearly the same size, and only where they are that sure."""
-    said = look_up.predict(problem, found)
+    said = evidence.predict(problem, found)
     if said is None or said.confidence < least or (least and not said.in_bucket):
         return None
     return unmeasured.predicted(problem, said, found)

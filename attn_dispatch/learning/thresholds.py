@@ -7,7 +7,6 @@ at all that were measured, so that no call is made slower by a win that was nois
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -23,7 +22,6 @@ from attn_dispatch.tuning.intervals import MARGIN
 
 LEAST_LENGTHS = 2  #: that a threshold rests on
 REACH = 1.0  #: octaves of window and segments; what was measured farther away says nothing of a family
-FADES = 2.0  #: octaves beyond the longest measured length after which "never" is no better than a guess
 
 
 class Verdict(IntEnum):
@@ -64,27 +62,6 @@ class Threshold:
         """Whether to take the order at this length."""
         return self.tokens is not None and tokens >= self.tokens
 
-    def gain_at(self, tokens: int) -> float:
-        """The gain to be expected: straight between measured lengths, in logarithms; beyond them that of the last."""
-        lengths = by_length(self.points)
-        index = bisect_right([each.tokens for each in lengths], tokens)
-        if index in (0, len(lengths)):
-            return lengths[max(index - 1, 0)].gain
-        a, b = lengths[index - 1 : index + 1]
-        share = math.log(tokens / a.tokens) / math.log(b.tokens / a.tokens)
-        return math.exp((1 - share) * math.log(a.gain) + share * math.log(b.gain))
-
-    def confidence(self, tokens: int) -> float:
-        """How sure `pays` is: 1 outside `low` and `high`, 1/2 at the threshold; less where nothing was measured."""
-        if self.tokens is None or self.high is None:
-            beyond = math.log2(tokens / max(point.tokens for point in self.points))
-            return 1 - min(max(beyond / FADES, 0.0), 1.0) / 2
-        end = self.high if tokens >= self.tokens else self.low
-        if end is None:
-            return 0.5
-        width = abs(math.log(end / self.tokens))
-        return 0.5 + min(abs(math.log(tokens / self.tokens)) / width, 1.0) / 2 if width else 1.0
-
 
 def threshold(order: str, family: Mapping[str, Any], points: Iterable[Gain]) -> Threshold | None:
     """What measured gains say of all lengths; None where they are of fewer than two.
@@ -118,13 +95,6 @@ def by_length(points: Iterable[Gain]) -> list[Length]:
 
 def threshold_of(series: Series) -> Threshold | None:
     return threshold(series.order, series.family, series.gains)
-
-
-def decide_order(thresholds: Iterable[Threshold | None], tokens: int) -> str:
-    """Of the orders that pay at this length, the one with the greatest gain; else the natural one."""
-    paying = [each for each in thresholds if each is not None and each.pays(tokens)]
-    best = min(paying, key=lambda each: (-each.gain_at(tokens), each.order), default=None)
-    return NATURAL if best is None else best.order
 
 
 def allowed(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evidence) -> set[str]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attn_dispatch.decisions.observers import clear_when_observed
 from attn_dispatch.errors import BackendFailed, GroupMismatch, InvalidInput
 from attn_dispatch.ring.engine.exchange import Wire, lost
 from attn_dispatch.text import one_line
@@ -148,6 +149,9 @@ def forget() -> None:
     with _lock:
         for link in _links.values():
             link.known.clear()
+
+
+clear_when_observed(forget)
 
 
 def _drop(groups: Iterable[Any]) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from attn_dispatch.store.decision import MOST_BYTES, SCHEMA, WRONG, Damaged, Decision, decode, encode
-from attn_dispatch.store.schema1 import decode_one
 
 
 class Refused(NamedTuple):
@@ -45,8 +44,8 @@ def read_bundle(content: bytes) -> list[Decision | Refused]:
         outer = msgspec.json.decode(content, type=Outer)
     except WRONG as error:
         raise Damaged(str(error)) from error
-    if outer.schema not in (1, SCHEMA):
-        raise Damaged(f"schema {outer.schema}, this version reads up to {SCHEMA}")
+    if outer.schema != SCHEMA:
+        raise Damaged(f"schema {outer.schema}, this version reads {SCHEMA}")
     raws = [bytes(raw) for raw in outer.decisions] if outer.decisions is not None else [content]
     return [_read(raw, number) for number, raw in enumerate(raws, 1)]
 
@@ -58,7 +57,7 @@ def _read(raw: bytes, number: int) -> Decision | Refused:
             raise Damaged(f"{len(raw)} bytes, over {MOST_BYTES}")
         outer = msgspec.json.decode(raw, type=Outer)
         what += f", key {outer.key[:20]!r}"
-        found = decode_one(raw) if outer.schema == 1 else decode(raw)
+        found = decode(raw)
     except Damaged as error:
         return Refused(what, str(error))
     except WRONG as error:

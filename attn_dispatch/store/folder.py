@@ -3,9 +3,8 @@
     <cache folder>/v2/<silicon>/<group>/<key>.json
 
 The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder; past $ATTN_DISPATCH_CACHE_MB those that have not
-been used for longest are removed. A file that is damaged, foreign or of a later schema is a miss and is said once; what
-version 1 wrote is read where it lies. Beneath the user's decisions lie those shipped with the package. No torch here:
-`inspect` must start at once.
+been used for longest are removed. A file that is damaged, foreign or of a later schema is a miss and is said once.
+Beneath the user's decisions lie those shipped with the package. No torch here: `inspect` must start at once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -24,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from attn_dispatch.log import say_once
-from attn_dispatch.settings import _most_bytes
+from attn_dispatch.settings import NOWHERE, _most_bytes
 from attn_dispatch.store import files
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import (
@@ -41,26 +40,10 @@ from attn_dispatch.store.decision import (
     time_of,
 )
 from attn_dispatch.store.merge import merge
-from attn_dispatch.store.schema1 import decode_one
 from attn_dispatch.text import printable
 
-__all__ = [
-    "MISSED",
-    "SCHEMA",
-    "Decision",
-    "Drift",
-    "Row",
-    "Store",
-    "cache_folder",
-    "decode",
-    "encode",
-    "merge",
-    "note_missed",
-    "shipped",
-]
 EACH = 256  #: puts of a process from one clean-up to the next
-OLD = "v1"
-NO_GROUP, NO_KEY = "0" * 12, "0" * 20  #: where only the others' form matters
+NO_KEY = "0" * 20  #: where only the others' form matters
 LONG_AGO = "1970-01-01T00:00:00+00:00"
 NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  #: a file or links in a circle; whoever writes there says so
 AHEAD = timedelta(days=1)  #: no clock is that wrong by mere neglect
@@ -97,9 +80,8 @@ class Store:
         """The stored decision, or None."""
         path = self.path(silicon, group, key)
         found = _read(path, silicon, group, key)
-        if found is None:
-            return self._old(silicon, group, key)
-        _touch(path)
+        if found is not None:
+            _touch(path)
         return found
 
     def put(self, decision: Decision) -> Path | None:
@@ -109,7 +91,7 @@ class Store:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
         path = self.path(decision.silicon, decision.group, decision.key)
-        if self.folder == files.NOWHERE:
+        if self.folder == NOWHERE:
             return None
         try:
             return self.add(decision).path
@@ -135,8 +117,7 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent):
             there = _read(path, decision.silicon, decision.group, decision.key)
-            old = there or self._old(decision.silicon, decision.group, decision.key)
-            content = _together(decision, old)
+            content = _together(decision, there)
             unchanged = there is not None and content == encode(there)
             if unchanged:
                 _touch(path)
@@ -145,7 +126,7 @@ class Store:
         _puts[self.folder] += 1
         if _puts[self.folder] % EACH == 1:
             files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path)
-        return Added(path, "unchanged" if unchanged else "added" if old is None else "merged")
+        return Added(path, "unchanged" if unchanged else "added" if there is None else "merged")
 
     def amend(self, decision: Decision, **changes: Any) -> None:
         """Change fields of a stored decision that say nothing of what was measured; nothing where another has taken
@@ -162,39 +143,29 @@ class Store:
     def group(self, silicon: str, group: str) -> list[Decision]:
         """Every readable decision of a group, by key."""
         folder = self.path(silicon, group, NO_KEY).parent
-        found = {each.key: each for each in _old_groups(self.folder, silicon).get(group, ())}
+        found = []
         for name in _names(folder):
             key = name.removesuffix(".json")
             if key != name and address_fits(silicon, group, key):
-                each = _read(f"{folder}/{name}", silicon, group, key)
-                found.update({} if each is None else {key: each})
-        return [found[key] for key in sorted(found)]
+                found.append(_read(f"{folder}/{name}", silicon, group, key))
+        return [each for each in found if each is not None]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision, by silicon and key."""
-        for silicon in sorted({*_names(self.root), *_names(self.folder / OLD)}):
+        for silicon in _names(self.root):
             if SILICON.fullmatch(silicon):
                 yield from self._all_of(silicon)
 
     def _all_of(self, silicon: str) -> Iterator[tuple[Path, Decision]]:
         folder = f"{self.root}/{silicon}"
-        now = [(name, group) for group in _names(folder) for name in _names(f"{folder}/{group}")]
-        old = [(name, "") for name in _names(self.folder / OLD / silicon)]
-        seen = ""
-        for name, group in sorted(now + old, key=lambda pair: (pair[0], not pair[1], pair[1])):
+        names = [(name, group) for group in _names(folder) for name in _names(f"{folder}/{group}")]
+        for name, group in sorted(names):
             key = name.removesuffix(".json")
-            if key == name or not address_fits(silicon, group or NO_GROUP, key) or (not group and seen == key):
-                continue
-            path = f"{folder}/{group}/{name}" if group else f"{self.folder}/{OLD}/{silicon}/{name}"
-            found = _read(path, silicon, group, key) if group else _read_old(path, silicon, key)
-            if found is not None:
-                seen = key
-                yield Path(path), found
-
-    def _old(self, silicon: str, group: str, key: str) -> Decision | None:
-        """What version 1 wrote under this address."""
-        found = _read_old(f"{self.folder}/{OLD}/{silicon}/{key}.json", silicon, key)
-        return found if found is not None and found.group == group else None
+            if key != name and address_fits(silicon, group, key):
+                path = f"{folder}/{group}/{name}"
+                found = _read(path, silicon, group, key)
+                if found is not None:
+                    yield Path(path), found
 
 
 @cache
@@ -260,39 +231,13 @@ def _names(folder: Path | str) -> list[str]:
 
 
 def _read(path: Path | str, silicon: str, group: str, key: str) -> Decision | None:
-    found = _content(path, decode)
-    if found is not None and (found.silicon, found.group, found.key) != (silicon, group, key):
-        say_once(f"ignored {path}: it holds another problem's decision")
-        return None
-    return found
-
-
-def _read_old(path: str, silicon: str, key: str) -> Decision | None:
-    found = _content(path, decode_one)
-    if found is not None and (found.silicon, found.key) != (silicon, key):
-        say_once(f"ignored {path}: it holds another problem's decision")
-        return None
-    return found
-
-
-def _content(path: Path | str, read: Callable[[bytes], Decision]) -> Decision | None:
     try:
-        return read(files.read(path, MOST_BYTES))
+        found = decode(files.read(path, MOST_BYTES))
     except (OSError, Damaged) as error:
-        if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) in NO_FOLDER:
-            return None
-        say_once(f"ignored {path}: {error}")
+        if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) not in NO_FOLDER:
+            say_once(f"ignored {path}: {error}")
         return None
-
-
-@cache
-def _old_groups(folder: Path, silicon: str) -> dict[str, list[Decision]]:
-    """What version 1 wrote, read once in a process."""
-    found: dict[str, list[Decision]] = {}
-    for name in _names(folder / OLD / silicon):
-        key = name.removesuffix(".json")
-        if key != name and address_fits(silicon, NO_GROUP, key):
-            each = _read_old(f"{folder}/{OLD}/{silicon}/{name}", silicon, key)
-            if each is not None:
-                found.setdefault(each.group, []).append(each)
+    if (found.silicon, found.group, found.key) != (silicon, group, key):
+        say_once(f"ignored {path}: it holds another problem's decision")
+        return None
     return found

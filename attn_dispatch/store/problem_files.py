@@ -13,6 +13,7 @@ import torch
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.log import say_once
+from attn_dispatch.settings import NOWHERE
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import files
 
@@ -26,7 +27,7 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
     """Append a problem to the folder's file, once in a process."""
     line = msgspec.json.encode(problem) + b"\n"
     mark = folder, hashlib.sha256(line).digest()
-    if mark in _noted or folder == files.NOWHERE:
+    if mark in _noted or folder == NOWHERE:
         return
     path = folder / MISSED
     try:

@@ -20,11 +20,9 @@ import msgspec
 
 from attn_dispatch import settings
 from attn_dispatch.log import say_once
-from attn_dispatch.store import files as sealed
-from attn_dispatch.store.crash_markers import SILICON, Dead, contact, dead, digest, listed, place_of, refuse_links
+from attn_dispatch.store import files
+from attn_dispatch.store.crash_markers import SILICON, Dead, dead, digest, listed, place_of, refuse_links
 from attn_dispatch.text import printable
-
-__all__ = ["Entry", "Kind", "Quarantine", "contact", "silicons", "sweep"]
 
 Kind = Literal["died", "hung", "incorrect", "memory"]
 Key = tuple[str, str | None, str]
@@ -164,9 +162,9 @@ class Quarantine:
     def _before(self, entry: Entry) -> Entry | None:
         """What was noted of the same version up to now, by other processes too."""
         try:
-            found = sealed.read_checked(self._path(entry), Entry)
+            found = files.read_checked(self._path(entry), Entry)
             _check(found, self._path(entry), self.silicon)
-        except sealed.UNREADABLE:  # `reread` says so where there is something
+        except files.UNREADABLE:  # `reread` says so where there is something
             return self._table.unkept.get(entry.key)
         return found
 
@@ -176,7 +174,7 @@ class Quarantine:
     def _keep(self, entry: Entry) -> bool:
         try:
             refuse_links(self._place)
-            sealed.write_checked(self._path(entry), entry)
+            files.write_checked(self._path(entry), entry)
         except OSError as error:
             if settings.NOWHERE not in self._place.parents:
                 say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
@@ -195,11 +193,6 @@ class Quarantine:
         self._table.unkept.pop(entry.key, None)
         self._table.entries.pop(entry.key, None)
         return True
-
-
-def sweep(folder: Path, silicon: str) -> list[Entry]:
-    """`Quarantine.sweep`; the first `find` of a process does it."""
-    return Quarantine(folder, silicon).sweep()
 
 
 def silicons(folder: Path) -> list[str]:
@@ -269,11 +262,11 @@ def _read_all(place: Path, silicon: str) -> dict[Key, Entry]:
     found = {}
     for path in listed(place, ".json"):
         try:
-            entry = sealed.read_checked(path, Entry)
+            entry = files.read_checked(path, Entry)
             _check(entry, path, silicon)
         except FileNotFoundError:
             continue  # lifted at this moment
-        except sealed.UNREADABLE as error:
+        except files.UNREADABLE as error:
             say_once(f"ignored {path}: {error}")
             continue
         found[entry.key] = entry

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.learning.gains import Gain, all_series
 from attn_dispatch.learning.predict import Evidence
-from attn_dispatch.learning.thresholds import Threshold, allowed, decide_order, threshold, threshold_of
+from attn_dispatch.learning.thresholds import Threshold, allowed, threshold, threshold_of
 from attn_dispatch.store.decision import Decision
 from tests.support.crossovers import HILBERT, LENGTHS, NATURAL, crossing, grid, measured, planted
 
@@ -167,50 +167,6 @@ def test_the_order_of_points_does_not_matter(given_points: list[Gain], chance: r
 
 
 # --- what a call goes by ----------------------------------------------------------------------------------------------
-
-
-def made(order: str, *gains: tuple[int, float]) -> Threshold | None:
-    return threshold(order, FAMILY, points(*gains))
-
-
-def test_the_order_at_a_length() -> None:
-    hilbert = made("hilbert", (1024, 0.8), (4096, 1.25), (16_384, 2.0))
-    residue = made("residue", (1024, 1.1), (4096, 1.5), (16_384, 1.6))
-    never, unknown = made("hilbert", (1024, 0.8), (4096, 0.9)), made("hilbert", (1024, 2.0))
-    assert [decide_order([hilbert], n) for n in (1, 2047, 2048, 1 << 30)] == [
-        "natural",
-        "natural",
-        "hilbert",
-        "hilbert",
-    ]
-    for both in ([hilbert, residue], [residue, hilbert]):
-        assert [decide_order(both, n) for n in (512, 1500, 4096, 16_384)] == [
-            "natural",
-            "residue",
-            "residue",
-            "hilbert",
-        ]
-    assert decide_order([never, unknown, None], 1 << 30) == "natural"
-    assert decide_order([], 1) == "natural"
-
-
-def test_the_gain_between_lengths() -> None:
-    found = made("hilbert", (1024, 0.8), (4096, 1.25))
-    assert found is not None
-    expected = {1: 0.8, 1024: 0.8, 2048: 1.0, 4096: 1.25, 1 << 20: 1.25}
-    assert {n: pytest.approx(found.gain_at(n)) for n in expected} == expected
-
-
-def test_confidence_is_least_at_the_threshold() -> None:
-    found = made("hilbert", (1024, 0.8), (4096, 1.25))
-    assert found is not None
-    assert [found.confidence(n) for n in (16, 1024, 2048, 4096, 1 << 20)] == [1, 1, 0.5, 1, 1]
-    assert [found.confidence(n) for n in (1448, 2896)] == pytest.approx([0.75, 0.75], abs=0.001)
-    always, never = made("hilbert", (1024, 2.0), (4096, 2.0)), made("hilbert", (1024, 0.5), (4096, 0.5))
-    assert always is not None
-    assert never is not None
-    assert [always.confidence(n) for n in (512, 1024, 1 << 20)] == [0.5, 1, 1]
-    assert [never.confidence(n) for n in (1, 4096, 8192, 16_384, 1 << 20)] == [1, 1, 0.75, 0.5, 0.5]
 
 
 def test_allowed_above_the_threshold_only() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from attn_dispatch.store import files, quarantine
 from attn_dispatch.store.crash_markers import contact, place_of
-from attn_dispatch.store.quarantine import Quarantine, silicons, sweep
+from attn_dispatch.store.quarantine import Quarantine, silicons
 from tests.support.fakes import SILICON
 from tests.support.quarantines import GROUP, entry, path_of, path_of_new
 
@@ -238,7 +238,7 @@ def test_what_could_not_be_written_can_be_lifted(folder: Path, warnings: Callabl
     assert kept.find("made_up", "1") is not None
     with contact(folder, SILICON, "made_up", "1", ""):
         pass
-    assert sweep(folder, SILICON) == []
+    assert Quarantine(folder, SILICON).sweep() == []
     folder.unlink()
     assert len(kept.lift()) == 1
     assert kept.find("made_up", "1") is None

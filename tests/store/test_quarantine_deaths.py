@@ -14,7 +14,7 @@ import pytest
 from attn_dispatch.kernels.registry import LAST_RESORT
 from attn_dispatch.store import quarantine
 from attn_dispatch.store.crash_markers import contact, dead, place_of
-from attn_dispatch.store.quarantine import Quarantine, sweep
+from attn_dispatch.store.quarantine import Quarantine
 from tests.support.fakes import SILICON
 from tests.support.quarantines import GROUP, STARTED, TRIED, markers, run, start
 
@@ -264,7 +264,7 @@ if not child:
         os.abort()
 """
     assert run(folder, STARTED + code) == (0, "2\n", "")
-    assert [each.version for each in sweep(folder, SILICON)] == ["2"]
+    assert [each.version for each in Quarantine(folder, SILICON).sweep()] == ["2"]
 
 
 def test_markers_are_swept_by_many_at_once(folder: Path, anew: Callable[[], Quarantine]) -> None:

@@ -193,7 +193,7 @@ def markdown(found: Any) -> str:
     about = (
         "The early reports' projections over many devices, by `python -m tools.bench.projections`: **predicted** by "
         "the arithmetic of `attn-dispatch plan`, nothing was run on these devices. Time is not predicted, since no "
-        "rate of theirs was measured. The reports state neither heads nor dtype (a later one says float16 of the 425K); "
+        "rate of theirs was measured. The reports state neither heads nor dtype (a later one has float16 for 425K); "
         f"here batch {found['batch']}, {found['heads']} heads of {found['head_dim']}. Memory is the most that a device "
         "takes at once, the upper bound of its kernel's own share included; GB are 10^9 bytes, and nothing is set "
         f"aside for CUDA itself ({devices}). The longest sequence is sought in whole segments for every device. The "

@@ -10,14 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attn_dispatch.backends import native
-from attn_dispatch.kernels import dense
+from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.autograd import Call
-from attn_dispatch.kernels.native import run as run_
+from attn_dispatch.kernels.native import run as native
 from attn_dispatch.kernels.native.neighbours import neighbour_tiles_at
 from attn_dispatch.kernels.native.tables import Tiles
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.kernels.tiles import run
+from attn_dispatch.kernels.tiles import run as tiles
 from attn_dispatch.kernels.tiles.tables import TileTable, tables_at
 from attn_dispatch.spec.orders import HILBERT, permutation, places, serves
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
@@ -50,7 +49,7 @@ def listing_of(problem: Problem, pattern: Pattern, which: range, keys: Tensor) -
         keys: int64, the positions of the rows of k.
     """
     grid = pattern.natural
-    if isinstance(grid, Neighborhood) and not native.refusals(replace(problem, ranks=1)):
+    if isinstance(grid, Neighborhood) and not registry.load("native").refusals(replace(problem, ranks=1)):
         at = permutation(kept_in(pattern), grid, problem.q_len)
         return _Keys(grid, len(which), keys, at)
     return _Tiles(problem, pattern, which, keys)
@@ -103,8 +102,8 @@ class _Tiles:
 
 
 def _by_keys(found: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
-    return run_.partial(problem, key_mask, found)
+    return native.partial(problem, key_mask, found)
 
 
 def _by_tiles(found: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
-    return run.partial(problem, found, dense.kernel_of(problem), key_mask)
+    return tiles.partial(problem, found, dense.kernel_of(problem), key_mask)
