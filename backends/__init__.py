@@ -1,0 +1,5 @@
+"""The backends: one file each, named in kernels/registry.py.
+
+Imports kernels, machine, spec and the ground, never another backend.
+Public: nothing; `backend="NAME"` forces one.
+"""

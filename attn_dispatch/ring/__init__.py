@@ -1,1 +1,5 @@
-"""Sequences over many devices: shards, the rows that ranks need of one another, their exchange, group decisions."""
+"""One sequence over many devices: shards, the exchange of rows, decisions that ranks share, predictions.
+
+Imports decisions and what they import. Its rooms: rows <- engine <- ring's own files; plan imports engine and rows.
+Public: Sharded, shard, shard_positions, unshard, weights_of.
+"""

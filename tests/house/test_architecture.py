@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,109 +15,61 @@ import attn_dispatch
 
 ROOT = Path(attn_dispatch.__file__).parent
 
-# A module may import from the lines above its own.
-LAYERS = (
-    ("errors", "units", "logging", "group", "environment", "pace", "intervals", "stopwatch", "entry", "files"),
-    (
-        "settings",
-        "pattern",
-        "hilbert",
-        "strides",
-        "racing",
-        "cuda_timing",
-        "memory",
-        "older",
-        "merge",
-        "missed",
-        "sealed",
-        "tracing",
-    ),
-    ("measure", "contact"),
-    ("machine", "choice", "guard", "quarantine"),
-    ("order",),
-    ("reorder",),
-    ("problem",),
-    ("contract", "fits"),
-    ("limits",),
-    (
-        "pieces",
-        "kernels",
-        "native",
-        "triton_kernels",
-        "triton_tile_kernels",
-        "visits",
-        "example",
-        "counts",
-        "blocks",
-        "poison",
-    ),
-    ("workers", "recorded", "triton_support", "triton_gradients", "triton_tile_gradients"),
-    ("hidden",),
-    ("branches", "launches"),
-    ("branched", "tiles"),
-    ("tile_math", "tile_estimates"),
-    ("tile_lists",),
-    ("backends",),
-    ("registry", "verify", "bundle"),
-    ("store", "hazards"),
-    ("explanation", "candidates", "features", "kriging"),
-    ("learned",),
-    ("gains",),
-    ("threshold",),
-    ("admission", "stored", "sentinel", "regret"),
-    ("heat", "unmeasured"),
-    ("tuner",),
-    ("decisions", "ring"),
-    ("dispatch",),
-    ("recording",),
-    ("profiling",),
-    ("sharing",),
-    ("cli", "__init__", "__main__"),
-)
-LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
-#: Of one package, likewise.
-WITHIN = (
-    ("native", "native.tables", "native.library", "native.neighbours", "native.tiles"),
-    tuple(
-        f"ring{name}"
-        for name in (
-            "", ".layout", ".needs", ".boxes", ".counting", ".traffic", ".listing", ".blocks", ".parts", ".exchange",
-            ".sums", ".engine", ".link", ".agree", ".shards", ".ulysses", ".freight", ".footprint", ".schedule",
-            ".rates", ".forecast", ".run", ".trial", ".joint", ".route",
-        )
-    ),
-)  # fmt: skip
+#: At the root of the package: open to every room; and the functions that users call.
+GROUND = {"errors", "log", "settings", "text"}
+VERBS = {"dispatch", "profiling", "recording", "tensor_match"}
+#: What a room imports, the ground apart. A room may import what these import, too.
+ARROWS = {
+    "spec": (),
+    "machine": (),
+    "store": ("spec",),
+    "kernels": ("spec",),
+    "backends": ("kernels", "machine"),
+    "tuning": ("kernels", "machine", "store"),
+    "learning": ("tuning",),
+    "decisions": ("learning",),
+    "ring": ("decisions",),
+    "verbs": ("ring",),
+    "cli": ("verbs",),
+    "root": ("cli",),
+}
+#: Of the rooms inside a room, "" are its own files.
+INNER: dict[str, dict[str, tuple[str, ...]]] = {
+    "kernels": {"": (), **dict.fromkeys(("branches", "tiles", "triton", "native", "flex"), ("",))},
+    "ring": {"rows": (), "engine": ("rows",), "": ("rows", "engine"), "plan": ("rows", "engine")},
+    "cli": {"": (), "commands": ("",)},
+}
+MOST_FILES = 12  #: of a room: one with more is about more than one thing; backends are alike, and may be any number
 LONGEST = 420  #: lines of a file: one that is longer is about more than one thing
 TORCH_FREE = (
     "errors",
-    "units",
-    "logging",
-    "group",
-    "intervals",
-    "stopwatch",
-    "racing",
-    "cuda_timing",
-    "features",
-    "kriging",
-    "learned",
-    "gains",
-    "threshold",
-    "regret",
-    "pattern",
-    "measure",
-    "choice",
-    "memory",
-    "machine",
-    "order",
-    "reorder",
-    "entry",
-    "store",
-    "sealed",
-    "contact",
-    "quarantine",
-    "guard",
-    "explanation",
+    "log",
+    "settings",
+    "text",
     "cli",
+    "decisions.explanation",
+    "learning.features",
+    "learning.gains",
+    "learning.kriging",
+    "learning.predict",
+    "learning.regret",
+    "learning.thresholds",
+    "machine.hardware",
+    "machine.memory",
+    "spec.groups",
+    "spec.orders",
+    "spec.pattern",
+    "spec.reordered",
+    "store.crash_markers",
+    "store.decision",
+    "store.files",
+    "store.folder",
+    "store.quarantine",
+    "tuning.choice",
+    "tuning.clocks",
+    "tuning.guard",
+    "tuning.intervals",
+    "tuning.turns",
 )
 
 
@@ -165,31 +118,72 @@ def module_of(dotted: str) -> str:
     return ".".join(parts) or "__init__"
 
 
-def layer(name: str) -> int:
-    return LAYER[name.split(".")[0]]
+def room(name: str) -> str:
+    first = name.split(".")[0]
+    return "ground" if first in GROUND else "verbs" if first in VERBS else first if first in ARROWS else "root"
+
+
+def inner(name: str) -> str:
+    """The room inside a room: ring.rows.layout -> rows; that of ring.rows itself, its `__init__`, too."""
+    parts = name.split(".")[1:]
+    return parts[0] if parts and parts[0] in INNER.get(room(name), ()) else ""
+
+
+def reachable(start: str) -> set[str]:
+    found = set(ARROWS[start])
+    return found.union(*map(reachable, found))
+
+
+def allowed(importer: str, imported: str) -> bool:
+    here, there = room(importer), room(imported)
+    if here == there and here in INNER:
+        return inner(importer) == inner(imported) or inner(imported) in INNER[here][inner(importer)]
+    return there == here or there == "ground" or (here != "ground" and there in reachable(here))
 
 
 def test_the_files_are_found() -> None:
-    assert {"store", "backends.sdpa", "cli", "__init__"} <= MODULES.keys()
-    assert imports(MODULES["recording"]) == {"dispatch", "errors", "problem"}
+    assert {"store.folder", "backends.sdpa", "cli", "ring.rows.layout", "__init__"} <= MODULES.keys()
+    assert imports(MODULES["recording"]) == {"decisions.observers", "spec.problem"}
 
 
-def test_every_module_has_its_place() -> None:
-    places = {name.split(".")[0] for name in MODULES} - {"profiles"}
-    assert places == LAYER.keys()
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_follow_the_arrows(name: str) -> None:
+    assert [each for each in sorted(imports(MODULES[name])) if not allowed(name, each)] == []
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {"profiles"}))
-def test_imports_point_one_way(name: str) -> None:
-    for imported in imports(MODULES[name]):
-        among_commands = name.startswith(("cli", "__main__")) and imported.startswith("cli")
-        within = any({name, imported} <= set(w) and w.index(imported) < w.index(name) for w in WITHIN)
-        assert among_commands or within or layer(imported) < layer(name), f"{name} imports {imported}"
+def test_no_circle_of_files() -> None:
+    graph = {name: imports(path) - {"__init__"} for name, path in MODULES.items()}
+    while graph:
+        done = {name for name, needs in graph.items() if not needs & graph.keys() - {name}}
+        assert done, sorted(graph)
+        graph = {name: needs for name, needs in graph.items() if name not in done}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("backends.")])
 def test_backends_stand_alone(name: str) -> None:
-    assert not {imported for imported in imports(MODULES[name]) if imported.startswith(("backends", "registry"))}
+    others = ("backends", "kernels.registry")
+    assert not {imported for imported in imports(MODULES[name]) if imported.startswith(others)}
+
+
+def test_rooms_say_what_they_are_for() -> None:
+    rooms = [path for path in MODULES.values() if path.name == "__init__.py" and path.parent != ROOT]
+    assert len(rooms) > len(ARROWS)
+    for path in rooms:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = ast.get_docstring(tree)
+        assert text, path
+        if path.parent.name != "cli":  # where the command itself stands
+            assert len(tree.body) == 1, f"{path} holds more than its docstring"
+            assert len(text.splitlines()) == 4, path
+
+
+def test_rooms_hide_no_public_name() -> None:
+    assert not {name.split(".")[0] for name in MODULES} & set(attn_dispatch.__all__)
+
+
+def test_rooms_are_small() -> None:
+    counts = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
+    assert {str(folder): n for folder, n in counts.items() if n > MOST_FILES and folder.name != "backends"} == {}
 
 
 def test_files_are_short() -> None:
@@ -216,10 +210,10 @@ def test_no_torch_at_import(name: str) -> None:
 
 def test_a_permutation_loads_no_more_than_it_needs() -> None:
     """Some of torch's functions load its symbolic mathematics, which takes half a second of a first call."""
-    code = "from attn_dispatch import Neighborhood, attend; from attn_dispatch.spec import orders as order\n"
+    code = "from attn_dispatch import Neighborhood, attend\nfrom attn_dispatch.spec import orders\n"
     before = loaded_by(code)
-    code += "order.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
-    code += "order.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)"
+    code += "orders.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
+    code += "orders.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)"
     assert "attn_dispatch.spec.hilbert" in loaded_by(code)
     assert not (loaded_by(code) - before) & {"sympy", "torch._refs", "torch.fx"}
 

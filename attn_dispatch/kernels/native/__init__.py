@@ -1,1 +1,5 @@
-"""A CPU kernel of our own: C++ that is compiled for this machine when it is first used."""
+"""The CPU kernel in C++, compiled for this machine when it is first used.
+
+Imports kernels' own files, spec and the ground.
+Public: nothing.
+"""

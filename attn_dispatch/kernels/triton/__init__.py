@@ -1,0 +1,5 @@
+"""Fused Triton kernels, forward and backward, over branches and over tiles.
+
+Imports kernels' own files, spec and the ground; triton when a kernel is loaded.
+Public: nothing.
+"""
