@@ -31,6 +31,9 @@ from attn_dispatch.kernels.native.run import (
     _parts,
     _sums_in_place,
 )
+from attn_dispatch.kernels.native.run import (
+    partial as partial,
+)
 from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, grid_of, period, table_bytes, tiles_of
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.machine import hardware, memory
+from attn_dispatch.machine import devices, hardware, memory
 from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, forget, write
 
 INTEL_AMX = """processor\t: 0
@@ -247,7 +247,7 @@ def test_cpu_questions_do_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nvml_functions_exist_in_the_real_package() -> None:
     pynvml = pytest.importorskip("pynvml")
-    sources = "".join(Path(str(module.__file__)).read_text() for module in (hardware, memory))
+    sources = "".join(Path(str(module.__file__)).read_text() for module in (devices, hardware, memory))
     names = set(re.findall(r"\bnvml[A-Z]\w+", sources))
     assert len(names) >= 8
     assert {name for name in names if not hasattr(pynvml, name)} == set()
@@ -348,7 +348,7 @@ def test_real_machine() -> None:
 def test_what_every_process_asks_needs_no_psutil() -> None:
     """It takes longer to load than a decision to be read and taken."""
     code = (
-        "import torch, sys; from attn_dispatch.machine import hardware as machine, memory; before = set(sys.modules);"
+        "import torch, sys; from attn_dispatch.machine import hardware, memory; before = set(sys.modules);"
         "hardware.silicon('cpu'); memory.available_bytes('cpu'); hardware.provenance('cpu');"
         "assert not {'psutil', 'pynvml', 'resource'} & (set(sys.modules) - before)"
     )

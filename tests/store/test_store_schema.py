@@ -1,147 +1,18 @@
-"""Files of other versions: what version 1 wrote is read where it lies, what a later one adds is carried along."""
+"""Files of other versions: what a later one adds is carried along."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from msgspec.structs import replace
 
-from attn_dispatch.spec.groups import group_of
-from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Damaged, Row, decode, encode, to_plain
 from attn_dispatch.store.folder import Store
 from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, plant, written
 from tests.support.fakes import SILICON
-
-PROBLEM = problem_of((1, 64, 2, 8), Dense(), torch.float32, torch.device("cpu")).to_dict()
-THERE = group_of(PROBLEM)
-
-
-def one(**changes: Any) -> dict[str, Any]:
-    """A file as version 1 wrote it."""
-    none = dict.fromkeys(("low_ms", "high_ms", "first_ms", "rounds", "peak_bytes", "error"))
-    row = {"backend": "sdpa", "order": "natural", "status": "chosen", "reason": "", "version": "1.2", "median_ms": 0.3}
-    other = {"backend": "other", "order": "natural", "status": "not_installed", "reason": "no", "version": None}
-    return {
-        "schema": 1,
-        "key": KEY,
-        "silicon": SILICON,
-        "title": "dense",
-        "problem": PROBLEM,
-        "choice": "sdpa",
-        "order": "natural",
-        "source": "measured",
-        "candidates": [row | none, other | none | {"median_ms": None}],
-        "versions": {"sdpa": "1.2", "other": "0.1", "gone": "3"},
-        "provenance": {"torch": "2"},
-        "created": "2025-01-01T00:00:00+00:00",
-        "budget_ms": 2000.0,
-        "elapsed_ms": 12.5,
-        **changes,
-    }
-
-
-def plant_one(folder: Path, key: str = KEY, **changes: Any) -> Path:
-    path = folder / "v1" / SILICON / f"{key}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(one(key=key, **changes), indent=1))
-    return path
-
-
-# --- version 1 --------------------------------------------------------------------------------------------------------
-
-
-def test_version_1_is_read(tmp_path: Path) -> None:
-    plant_one(tmp_path)
-    measured = "2025-01-01T00:00:00+00:00"
-    common: dict[str, Any] = {"order": "natural", "measured": measured}
-    rows = (
-        Row(backend="sdpa", status="chosen", version="1.2", median_ms=0.3, **common),
-        Row(backend="other", status="not_installed", reason="no", version="0.1", **common),
-    )
-    expected = decision(
-        title="dense",
-        problem=json.loads(json.dumps(PROBLEM)),
-        group=THERE,
-        candidates=rows,
-        created=measured,
-        budget_ms=2000.0,
-        elapsed_ms=12.5,
-    )
-    assert Store(tmp_path).get(SILICON, THERE, KEY) == expected
-    assert Store(tmp_path).get(SILICON, GROUP, KEY) is None
-    assert decode(encode(expected)) == expected
-
-
-def test_version_1_in_lists(tmp_path: Path) -> None:
-    kept = Store(tmp_path)
-    old = plant_one(tmp_path, OTHER), plant_one(tmp_path)
-    new = kept.path(SILICON, THERE, KEY)
-    new.parent.mkdir(parents=True)
-    new.write_bytes(encode(decision(group=THERE)))
-    assert [(path, each.key) for path, each in kept.all()] == [(new, KEY), (old[0], OTHER)]
-    assert [(each.key, each.title) for each in kept.group(SILICON, THERE)] == [(KEY, "dense Ω"), (OTHER, "dense")]
-    assert kept.group(SILICON, GROUP) == []
-
-
-def test_version_1_shows_through_a_damaged_file(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
-    path = plant_one(tmp_path)
-    new = Store(tmp_path).path(SILICON, THERE, KEY)
-    new.parent.mkdir(parents=True)
-    new.write_bytes(b"{")
-    assert [found for found, _ in Store(tmp_path).all()] == [path]
-    assert Store(tmp_path).get(SILICON, THERE, KEY) is not None
-    assert len(warnings()) == 1
-
-
-def test_what_is_put_joins_version_1_whose_file_stays(tmp_path: Path) -> None:
-    path = plant_one(tmp_path)
-    before = path.read_bytes(), path.stat().st_mtime_ns
-    fresh = decision(group=THERE, created="2025-06-01T00:00:00+00:00", candidates=decision().candidates[:1])
-    Store(tmp_path).put(fresh)
-    found = Store(tmp_path).get(SILICON, THERE, KEY)
-    assert found is not None
-    assert {row.backend: row.version for row in found.candidates} == {"sdpa": "1.2", "other": "0.1"}
-    assert found.created == fresh.created
-    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"schema": 2},
-        {"schema": None},
-        {"key": OTHER},
-        {"silicon": "cpu-other"},
-        {"problem": {}},
-        {"problem": {**PROBLEM, "pattern": 3}},
-        {"choice": "manual"},
-        {"created": "then"},
-        {"versions": None},
-        {"candidates": []},
-    ],
-    ids=repr,
-)
-def test_a_damaged_file_of_version_1_is_a_miss(
-    tmp_path: Path, changes: dict[str, Any], warnings: Callable[[], list[str]]
-) -> None:
-    path = plant_one(tmp_path)
-    path.write_text(json.dumps(one(**changes)))
-    for _ in range(2):
-        assert Store(tmp_path).get(SILICON, THERE, KEY) is None
-        assert Store(tmp_path).group(SILICON, THERE) == []
-        assert list(Store(tmp_path).all()) == []
-    (text,) = warnings()
-    assert f"ignored {path}" in text
-
-
-# --- later versions ---------------------------------------------------------------------------------------------------
 
 LATER = encoded(
     colour="red",
