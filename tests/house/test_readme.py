@@ -6,20 +6,20 @@ import re
 import tomllib
 from pathlib import Path
 
-from tools.docs import readme
+from tools.docs import build
 
 ROOT = Path(__file__).parents[2]
-TEXT = readme.README.read_text()
+TEXT = build.README.read_text()
 
 
 def test_figures_are_those_in_the_results() -> None:
-    assert readme.stale(readme.made()) == []
+    assert build.stale(build.made()) == []
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
     other = tmp_path / "README.md"
     other.write_text(TEXT.replace("<!-- /explain -->", "made up\n<!-- /explain -->"))
-    assert readme.stale({**readme.made(other), tmp_path / "none.svg": ""}) == ["README.md", "none.svg"]
+    assert build.stale({**build.made(other), tmp_path / "none.svg": ""}) == ["README.md", "none.svg"]
 
 
 def test_first_code_stands_early() -> None:

@@ -1,4 +1,4 @@
-"""What Hilbert order is worth, drawn: tools/results/hilbert.json as an SVG, by `python -m tools.docs.readme`."""
+"""What Hilbert order is worth, drawn: tools/results/hilbert.json as an SVG, by `python -m tools.docs.build`."""
 
 from __future__ import annotations
 

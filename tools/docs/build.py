@@ -1,7 +1,7 @@
 """Fill the README's figures, and draw its plot, from tools/results/.
 
-python -m tools.docs.readme            write them
-python -m tools.docs.readme --check    fail if they differ
+python -m tools.docs.build            write them
+python -m tools.docs.build --check    fail if they differ
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def main() -> None:
     options.add_argument("--check", action="store_true")
     check, files = options.parse_args().check, made()
     if check and stale(files):
-        sys.exit(f"{', '.join(stale(files))} differs from tools/results/: run `python -m tools.docs.readme`")
+        sys.exit(f"{', '.join(stale(files))} differs from tools/results/: run `python -m tools.docs.build`")
     if not check:
         for path, text in files.items():
             path.write_text(text)
