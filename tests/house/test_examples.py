@@ -30,7 +30,7 @@ def test_context_parallel_loses_what_one_process_loses(tmp_path: Path) -> None:
     assert losses[1] < losses[0]
 
 
-def test_the_readme_names_every_example() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_documentation_names_every_example() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/{path.name}" in text

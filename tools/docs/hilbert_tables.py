@@ -1,10 +1,11 @@
-"""The README's tables of what orders of tokens are worth, from tools/results/."""
+"""Tables of what token orders gain, from tools/results/."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from attn_dispatch.tuning.intervals import MARGIN
+from tools.docs.results import machine
 from tools.lib.tables import table
 
 ORDERED = ("tiles", "native", "flex")
@@ -14,9 +15,9 @@ def hilbert(found: Any, misses: Any, curves: Any) -> str:
     """All of them, below one another."""
     about = (
         "By `python -m tools.bench.hilbert`: float32, 4 heads of 64, milliseconds in natural / in Hilbert order, and "
-        "the gain (paired, with its 95 % interval); the figures below name the machine."
+        f"the gain (paired, with its 95 % interval). {machine(found)}."
     )
-    plot = "![Times in natural and in Hilbert order, and their ratio, against tokens](tools/results/hilbert.svg)"
+    plot = "![Times in natural and in Hilbert order, and their ratio, against tokens](../../tools/results/hilbert.svg)"
     return "\n\n".join((about, plot, grids(found), sizes(found), sequences(found), cache(misses), curve(curves)))
 
 

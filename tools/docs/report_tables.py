@@ -1,4 +1,4 @@
-"""Tables of tools/results/reports.json for the README and the terminal. Experiments that were not run are left out."""
+"""Tables of tools/results/reports.json for docs/ and the terminal. Experiments that were not run are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER_HEAD = ("`tiles`, natural / Hilbert order, ms", "gain by Hilbert order", "
 
 
 def markdown(found: Any, misses: Any) -> str:
-    """The README's block."""
+    """The page."""
     parts = [about(found)]
     for text, rows in sections(found):
         parts.append(f"{text}\n\n{table([rows[0], ('---',) * len(rows[0]), *rows[1:]])}")

@@ -1,4 +1,4 @@
-"""The README's tables of tools/results/ring.json and ring_reports.json. Parts that were not run are left out."""
+"""Tables of tools/results/ring.json and ring_reports.json. Parts that were not run are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Section = tuple[str, Rows]  #: a sentence or two, and a table, its head first
 
 
 def markdown(found: Any, reports: Any = None) -> str:
-    """The README's block."""
+    """The page."""
     parts = [ABOUT]
     for name, made in MADE.items():
         if name in found:

@@ -1,0 +1,65 @@
+"""The commands as `--help` describes them, in Markdown."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import textwrap
+from contextlib import redirect_stdout, suppress
+from unittest import mock
+
+from attn_dispatch.cli import COMMANDS, main
+from tools.lib.tables import table
+
+WIDTH = 120  #: characters of a line
+UNWRAPPED = "100000"  #: argparse wraps lines in ways that differ by Python version; here they are wrapped once, alike
+#: What the README shows of each command.
+EXAMPLES = {
+    "profile": "profile --shape 1,8k,8,64 --segments 2k,4k,8k --dilations 1,2,4 --causal",
+    "inspect": "inspect --key 3f9a",
+    "explain": "explain --shape 1,8k,16,128 --causal --dtype bf16",
+    "plan": "plan --tokens 1M --ranks 1,2,4,8 --causal --link 10",
+    "export": "export decisions.json",
+    "import": "import decisions.json",
+    "doctor": "doctor",
+}
+
+
+def short() -> str:
+    """A row for each command."""
+    rows: list[tuple[str, ...]] = [("command", "what it does"), ("---", "---")]
+    rows += [(f"`attn-dispatch {EXAMPLES.get(name, name)}`", summary) for name, summary in COMMANDS.items()]
+    return table(rows)
+
+
+def page() -> str:
+    """`--help` of the command itself and of each of its commands."""
+    parts = [_block(help_of())]
+    for name in COMMANDS:
+        parts += [f"## attn-dispatch {name}", _block(help_of(name))]
+    return "\n\n".join(parts)
+
+
+def help_of(*command: str) -> str:
+    """The same text under every version of Python, whatever the terminal's width."""
+    printed = io.StringIO()
+    with mock.patch.dict(os.environ, COLUMNS=UNWRAPPED, NO_COLOR="1"), redirect_stdout(printed), suppress(SystemExit):
+        main([*command, "--help"])
+    return "\n".join(map(_wrapped, printed.getvalue().rstrip().splitlines()))
+
+
+def _wrapped(line: str) -> str:
+    """A usage line between its options; an option with its text below itself."""
+    indent = " " * len(re.match(r" *(?:-\S.*?  +|\S+  +|)", line)[0])  # type: ignore[index]
+    if line.startswith("usage: "):
+        indent = " " * len("usage: ")
+        line = re.sub(r"\[(?:[^][]|\[[^][]*\])*\]", lambda option: option[0].replace(" ", "\xa0"), line)
+    wrapped = textwrap.wrap(
+        line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False, drop_whitespace=True
+    )
+    return "\n".join(wrapped).replace("\xa0", " ")
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text}\n```"

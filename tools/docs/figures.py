@@ -1,0 +1,174 @@
+"""Tables of tools/results/ that no other module here writes: LongNet, kernels, trust and what a call adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.docs.results import load, machine
+from tools.lib.tables import table
+
+
+def interval(ratio: Any) -> str:
+    return f"{ratio['median']:.1f} ({ratio['low']:.1f} to {ratio['high']:.1f})"
+
+
+def masked(longnet: Any) -> str:
+    head = (
+        "problem, 8,192 tokens",
+        "with a mask",
+        "`sdpa`",
+        "`native`",
+        "mask / `sdpa`",
+        "mask / `native`",
+        "rate of `sdpa`, `native` / dense's",
+    )
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in longnet["masked"]:
+        causal = ", causal" if "causal" in one["pattern"] else ""
+        kind = "forward + backward" if one["backward"] else "forward"
+        times = [f"{one[name]['median_ms']:,.0f} ms" for name in ("torch_with_mask", "sdpa", "native")]
+        ratios = [interval(one[f"torch_with_mask_over_{name}"]) for name in ("sdpa", "native")]
+        rate = ", ".join(f"{one[f'{name}_gflops'] / one['dense_gflops']:.2f}" for name in ("sdpa", "native"))
+        rows.append((f"{one['dtype']}{causal}, {kind}", *times, *ratios, rate))
+    return table(rows)
+
+
+def kernels(found: Any) -> str:
+    """Rates as shares of dense attention's at 8,192 tokens."""
+    head = ("pattern", "tokens", "dtype", "dense kernel on segments of 2,048", "`sdpa`", "`native`")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["rates"] + found["training"]:
+        share = one["share_of_dense"]
+        pattern = one["pattern"] + (", forward + backward" if one["backward"] else "")
+        shares = [f"{share[name]:.2f}" for name in ("segments", "sdpa", "native")]
+        rows.append((pattern, f"{one['tokens']:,}", one["dtype"], *shares))
+    return table(rows)
+
+
+def rivals(found: Any) -> str:
+    head = ("8,192 tokens, forward", "fastest here", "`sdpa_mask` takes", "FlexAttention compiled takes")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["rivals"]:
+        over, best = one["over_best"], one["best"]
+        fastest = f"`{best}`, {one['times'][best]['median_ms']:,.0f} ms"
+        rows.append(
+            (f"{one['pattern']}, {one['dtype']}", fastest, *(f"{over[name]:.1f}x" for name in ("sdpa_mask", "flex")))
+        )
+    return table(rows)
+
+
+def ragged(found: Any) -> str:
+    head = ("time per operation, uneven over even", "dtype", "`sdpa`", "`native`")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["ragged"]:
+        shares = [f"{one['per_operation'][name]:.2f}" for name in ("sdpa", "native")]
+        rows.append((f"{one['odd']} over {one['even']}", one["dtype"], *shares))
+    return table(rows)
+
+
+def plain(found: Any) -> str:
+    """The range of manual's time over the kernels'."""
+    parts = []
+    for name in ("sdpa", "native"):
+        ratios = [one["manual_over"][name]["median"] for one in found["plain"]]
+        parts.append(f"{min(ratios):.1f} to {max(ratios):.1f} times `{name}`'s")
+    return (
+        "The plain formula (`manual`), batch 2, 8 heads of 64, 256 to 4,096 tokens, segments of 128 to 2,048, rates 1 "
+        f"to 4, float32, warm, takes {' and '.join(parts)} time."
+    )
+
+
+def others(longnet: Any, dispatch: Any, routes: Any) -> str:
+    counted = routes["counters"]
+    rows = [("figure", "measured", "command"), ("---", "---", "---")]
+    for long in longnet["long"]:
+        speed = f"{long['tokens_per_s']:,.0f} tokens/s, peak {long['peak_above_qkv_out']:.1%} above q, k, v and out"
+        about = f"forward, {long['tokens']:,} tokens, {long['dtype']}, `{long['backend']}`"
+        rows.append((about, speed, "`python -m tools.bench.longnet`"))
+    settled = f"{counted['loaded']} of {routes['problems']} routed from disk, {counted['measured']} measured again"
+    about = f"{routes['problems']} problems, 1,024 to 32,768 tokens, in a second process"
+    rows.append((about, settled, "`python -m tools.bench.routes`"))
+    again = "`python -m tools.bench.dispatch`"
+    for name, about in (
+        ("dense_sdpa", "of `sdpa`, dense"),
+        ("dense_nothing", "of a backend that does nothing, dense"),
+        ("dilated_nothing", "of a backend that does nothing, dilated by the shorthands"),
+    ):
+        hit = dispatch[name]
+        added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
+        rows.append((f"what `attend()` adds on a hit to the call {about}", added, again))
+    warm = dispatch["warm_first_ms"]
+    added = f"{warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to {warm['high_ms']:.1f}) to {warm['direct_ms']:.1f} ms"
+    rows.append(
+        ("what the first `attend()` of a process adds, its decision on disk, to the first direct call", added, again)
+    )
+    imported = f"{dispatch['import_attend_after_torch_ms']:.0f} ms"
+    rows.append(("`from attn_dispatch import attend`, after torch", imported, again))
+    return table(rows)
+
+
+def trust(found: Any) -> str:
+    close, naive, grey = found["choice"]["close"], found["choice"]["close_naive"], found["choice"]["grey_zone"]
+    killed, mutated = found["store"]["killed"], found["store"]["mutated"]
+    rows = [("what may go wrong", "seen"), ("---", "---")]
+    about = f"{found['choice']['retunings']} re-tunings of 5 candidates 0.5 % apart, 3 % noise"
+    flips = f"{close['independent_flips']:.1%} other winners, none more than {close['worst']:.1%} off the best"
+    rows.append((about, f"{flips} (least mean of 5 runs: {naive['independent_flips']:.0%} other winners)"))
+    proven = ", ".join(f"{gain} faster {share:.0%}" for gain, share in grey["noise 3%, calls of 1 ms"].items())
+    rows.append(("how often a faster challenger is proven to be so, 3 % noise, calls of 1 ms", proven))
+    for one in found["learned"]["planted"]:
+        about = f"choices for sizes never measured, planted surfaces with crossovers, {one['per_octave']} per octave"
+        rows.append((about, regrets(one["unseen"]) + "; leave-one-out " + regrets(one["leave_one_out"])))
+    rows.append(("the same, leave-one-out on measurements of this machine", regrets(found["learned"]["real"]["total"])))
+    about = f"{killed['processes']} processes, {killed['decisions']:,} decisions, {killed['kills']} kills"
+    rows.append((about, f"{killed['lost']} lost, {killed['parse_errors']} unreadable"))
+    about = f"{mutated['mutations']:,} damaged and forged decision files"
+    rows.append((about, f"{mutated['crashes']} crashes, {mutated['wrong_accepted']} wrong ones accepted"))
+    storm = found["storm"]
+    about = f"{storm['problems']:,} problems in turn, each met once"
+    rows.append((about, f"{storm['measured']} measured, {storm['learned']:,} learned, in {storm['seconds']:.0f} s"))
+    inspect = found["inspect"]
+    about = f"`attn-dispatch inspect` over {inspect['decisions']:,} decisions; `inspect --help`"
+    rows.append((about, f"{inspect['inspect_s']:.1f} s; {inspect['help_s']:.2f} s"))
+    return table(rows)
+
+
+def regrets(one: Any) -> str:
+    """How much slower than the best."""
+    return f"{one['mean']:.1%} slower than the best on average, 95 % within {one['p95']:.1%}"
+
+
+def figures() -> str:
+    """The page, with a heading for each subject."""
+    longnet, found, dispatch = load("longnet"), load("kernels"), load("dispatch")
+    first = longnet["masked"][0]
+    ratio, cost = first["dense_over_sdpa_flops"], first["torch_with_mask"]["median_ms"] / first["dense"]["median_ms"]
+    about = (
+        f"{longnet['pattern']}, batch 1, 8 heads of 64, by `python -m tools.bench.longnet`: medians of interleaved "
+        f"runs with 95 % intervals. Dense attention does {ratio:.1f} times the arithmetic (a mask saves none of it: "
+        f"{2 * ratio:.1f} times against causal), and with the mask it takes {cost:.2f} times as long as without: that "
+        "bounds the ratios here."
+    )
+    rates = (
+        "By `python -m tools.bench.kernels`: the rate at which the arithmetic of a pattern is done, as a share of the "
+        "rate of PyTorch's dense attention (of the same kind, causal or not) at 8,192 tokens, in the same run."
+    )
+    simulated = "By `python -m tools.bench.trust`; winners and planted surfaces on a simulated clock."
+    parts = (
+        f"{machine(longnet)}. On CUDA: not measured.",
+        "## LongNet against a mask",
+        about,
+        masked(longnet),
+        "## Rates of the kernels",
+        rates,
+        kernels(found),
+        rivals(found),
+        ragged(found),
+        plain(found),
+        "## Robustness of choices and of the store",
+        simulated,
+        trust(load("trust")),
+        "## Long sequences, and what a call adds",
+        others(longnet, dispatch, load("routes")),
+    )
+    return "\n\n".join(parts)

@@ -1,0 +1,46 @@
+"""The files in tools/results/: how each is read, the machine it was made on, and which page shows it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tools.lib.common import RESULTS
+from tools.lib.tables import table
+
+#: Pages of docs/results/, with a title and the files that each shows; a file is made by the module of its name.
+PAGES = {
+    "figures": ("LongNet, kernels, robustness, cost of a call", ("longnet", "kernels", "trust", "routes", "dispatch")),
+    "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
+    "ring": ("a sequence over many ranks", ("ring", "ring_reports")),
+    "plan": ("an example of `attn-dispatch plan`; counted, not measured", ("plan",)),
+    "projections": ("the early reports' projections; counted, not measured", ("projections",)),
+    "reports": ("the early reports' experiments, run again", ("reports",)),
+}
+MODULES = {"plan": "plan_examples"}  #: of tools/bench, where the name is another one
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def machine(found: Any) -> str:
+    """The processor, its threads and the version of torch."""
+    cpu = found["hardware"]["cpu"]
+    sets = ", ".join(cpu["instruction_sets"])
+    return f"{found['provenance']['name']}, {cpu['threads']} threads, {sets}; torch {found['provenance']['torch']}"
+
+
+def index() -> str:
+    """A row for each file: its page, the command that makes it, and where and when that was run."""
+    head = ("page", "file in tools/results/", "made by", "machine", "date")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for page, (title, names) in PAGES.items():
+        for name in names:
+            found = load(name)
+            command = f"`python -m tools.bench.{MODULES.get(name, name)}`"
+            where = f"[{page}]({page}.md): {title}" if name == names[0] else ""
+            threads = f"{found['hardware']['cpu']['threads']} threads"
+            on = f"{found['provenance']['name']}, {threads}, torch {found['provenance']['torch']}"
+            rows.append((where, f"`{name}.json`", command, on, found["measured"][:10]))
+    return table(rows)

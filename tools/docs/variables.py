@@ -1,0 +1,55 @@
+"""The environment variables that are read, with their defaults from attn_dispatch/settings.py."""
+
+from __future__ import annotations
+
+from attn_dispatch import settings
+from attn_dispatch.settings import Number
+from tools.lib.tables import table
+
+NUMBERS = {value.variable: value for value in vars(settings).values() if isinstance(value, Number)}
+#: Of the others: the default and what it may be.
+OTHERS = {
+    "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
+    "ATTN_DISPATCH_CACHE_DIR": ("the user's cache folder", "a folder"),
+    "ATTN_DISPATCH_CACHE_MB": (f"{settings.DEFAULT_MB:g}", "a number > 0"),
+    "CXX": ("g++", "a command"),
+    "CUDA_HOME": ("-", "a folder"),
+    "TRITON_INTERPRET": ("-", "1"),
+    "ATEN_CPU_CAPABILITY": ("-", "default, avx2, avx512"),
+    "WORLD_SIZE": ("-", "set by torchrun"),
+    "RANK": ("-", "set by torchrun"),
+    "LOCAL_RANK": ("-", "set by torchrun"),
+}
+MEANING = {
+    "ATTN_DISPATCH_MODE": "what happens to a problem without a stored decision, see above",
+    "ATTN_DISPATCH_BUDGET_MS": "milliseconds after which no further candidate of one new problem is started; the first "
+    "candidate always runs, and the float64 reference is not counted",
+    "ATTN_DISPATCH_TRIAL_SECONDS": "seconds of any minute that calls of `attend` may spend on trials; `profile` is not "
+    "limited by it",
+    "ATTN_DISPATCH_EXPECTED_CALLS": "calls over which the cost of a candidate's first call (compiling, planning) is "
+    "spread when candidates are compared",
+    "ATTN_DISPATCH_TIMEOUT_S": "seconds that a call in a trial may take beyond what was expected before the backend "
+    "counts as hung",
+    "ATTN_DISPATCH_SENTINEL": "share of calls that are timed and compared with the stored measurement; `inspect` shows "
+    "decisions that have drifted, `profile` measures them again",
+    "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored",
+    "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",
+    "CXX": "the C++ compiler of `native`, and of `flex` on a CPU",
+    "CUDA_HOME": "read by CUDA packages; a change makes versions be compared again",
+    "TRITON_INTERPRET": "Triton's interpreter: the `triton` backends then take CPU tensors",
+    "ATEN_CPU_CAPABILITY": "PyTorch's instruction sets; `flex` refuses the CPU under `default`",
+    "WORLD_SIZE": 'number of ranks, for `profile` and for `mesh="world"`',
+    "RANK": "this process's rank: only rank 0 of `profile` prints",
+    "LOCAL_RANK": "the CUDA device of this process",
+}
+
+
+def variables() -> str:
+    """A row for each."""
+    head = ("variable", "default", "may be", "meaning")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for name, meaning in MEANING.items():
+        number = NUMBERS.get(name)
+        default, allowed = OTHERS[name] if number is None else (f"{number.default:g}", number.what)
+        rows.append((f"`{name}`", default, allowed, meaning))
+    return table(rows)
