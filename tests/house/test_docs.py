@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 from argparse import Namespace
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attn_dispatch import Sharded, errors, settings
+from attn_dispatch import Sharded, attend, errors, settings
 from attn_dispatch.cli import COMMANDS, main, options
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.environment import VARIABLES
 from attn_dispatch.spec.orders import EXCHANGES
+from attn_dispatch.spec.problem import PATTERNS
 from tests.house import test_architecture as house
 from tests.support import ring_ranks
 from tools.docs import build
@@ -135,6 +137,14 @@ def test_python_runs_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_MODE", "predict")
     assert python(OVER_RANKS)
     ring_ranks.ranks_of(2).everywhere(run, OVER_RANKS)
+
+
+def test_calls_within_text_have_the_arguments_of_attend() -> None:
+    calls = re.findall(r"`(attend\(q, k, v\b[^`]*\))`", "".join(PAGES.values()))
+    assert len(calls) >= 5
+    names = {"attend": inspect.signature(attend).bind, **dict.fromkeys("qkv"), **PATTERNS}
+    for call in calls:
+        assert eval(call, names).arguments.keys() >= {"q", "k", "v"}
 
 
 def commands() -> Iterator[tuple[str, str]]:

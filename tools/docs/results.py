@@ -26,9 +26,13 @@ def load(name: str) -> Any:
 
 def machine(found: Any) -> str:
     """The processor, its threads and the version of torch."""
-    cpu = found["hardware"]["cpu"]
-    sets = ", ".join(cpu["instruction_sets"])
-    return f"{found['provenance']['name']}, {cpu['threads']} threads, {sets}; torch {found['provenance']['torch']}"
+    sets = ", ".join(found["hardware"]["cpu"]["instruction_sets"])
+    return f"{found['provenance']['name']}, {_threads(found)}, {sets}; torch {found['provenance']['torch']}"
+
+
+def _threads(found: Any) -> str:
+    count = found["hardware"]["cpu"]["threads"]
+    return f"{count} thread{'s' * (count != 1)}"
 
 
 def index() -> str:
@@ -40,7 +44,6 @@ def index() -> str:
             found = load(name)
             command = f"`python -m tools.bench.{MODULES.get(name, name)}`"
             where = f"[{page}]({page}.md): {title}" if name == names[0] else ""
-            threads = f"{found['hardware']['cpu']['threads']} threads"
-            on = f"{found['provenance']['name']}, {threads}, torch {found['provenance']['torch']}"
+            on = f"{found['provenance']['name']}, {_threads(found)}, torch {found['provenance']['torch']}"
             rows.append((where, f"`{name}.json`", command, on, found["measured"][:10]))
     return table(rows)

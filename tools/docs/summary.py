@@ -7,7 +7,7 @@ from typing import Any
 from tools.docs.results import load, machine
 from tools.lib.tables import table
 
-WIDTH = 118  #: characters of a line of the excerpt
+WIDTH = 140  #: characters of a line of the excerpt
 SHOWN = ("sdpa", "flash", "sdpa_mask", "native", "flex", "manual")  #: backends of the excerpt
 DTYPES = ("float32", "bfloat16")
 
