@@ -216,7 +216,7 @@ def first_column(page: str, head: str) -> list[str]:
 
 def test_every_environment_variable_is_described() -> None:
     """Those that are read by name, in any file of the package."""
-    read = set(VARIABLES)
+    read: set[str] = set(VARIABLES)
     for path in house.MODULES.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and re.fullmatch(r"ATTN_DISPATCH_[A-Z_]+", str(node.value)):
