@@ -31,11 +31,12 @@ class Damaged(ValueError):
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What became of one candidate. Times in milliseconds, `error` the largest absolute error of out.
 
-    `version` is that of the backend, None where it is not installed. `ratio` is this candidate's time over the chosen
-    one's, paired, with its 95 % interval; `break_even` the calls after which its dearer first call is paid back against
-    the chosen one. `fastest_ms` is the smallest sample, `first_ms` the first call with all that is built once,
-    `host_ms` the host's share of a call, `cold_ms` a call with a cold L2, `need_ms` what measuring would have taken
-    where the budget did not allow it, `measured` the time in UTC.
+    `version` is that of the backend, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of
+    the median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
+    interval; `break_even` the calls after which its dearer first call is paid back against the chosen one.
+    `fastest_ms` is the smallest sample, `first_ms` the first call with all that is built once, `host_ms` the host's
+    share of a call, `cold_ms` a call with a cold L2, `need_ms` what measuring would have taken where the budget did not
+    allow it, `measured` the time in UTC.
     """
 
     backend: str
