@@ -45,7 +45,8 @@ def test_help_has_an_example(name: str, tmp_path: Path) -> None:
     assert "--json" in done.stdout
 
 
-def test_the_example_of_a_fingerprint_matches_one() -> None:
+def test_the_example_of_a_fingerprint_matches_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no line break inside a name
     (shown,) = re.findall(r"--silicon (\S+)", export.EXAMPLE)
     h100 = Gpu(0, "H100", None, (9, 0), 132, 50 * 2**20, 80 * 2**30, None, mig=False, shared_memory_bytes=None)
     epyc = Cpu("AMD EPYC 9004", ("avx2",), 2, 2, 2, None, None, 2**30)
