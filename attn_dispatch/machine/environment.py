@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+
+from attn_dispatch.machine.compiler import parsed
 
 VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME")  #: that backends' versions and refusals ask for
 PLACES = ("site-packages", "dist-packages")  #: names of the folders that packages are installed into
@@ -35,9 +35,11 @@ def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, .
     own = os.path.dirname(os.path.dirname(__file__))
     # A script's own folder, which is on the path too, changes for any reason.
     folders = [folder for folder in search if os.path.basename(os.path.normpath(folder)) in PLACES]
-    command = shlex.split(compiler or "g++")
-    found = shutil.which(command[0]) if command else None
-    return sys.version, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found or ""))
+    try:
+        found = parsed(compiler).program
+    except ImportError:
+        found = ""
+    return sys.version, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found))
 
 
 def _own_files(own: str) -> Iterator[object]:
