@@ -96,10 +96,30 @@ def unseen(problem: Problem) -> Tensor | None:
 
 def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = True) -> int:
     """Bytes that zeroed copies take in a pass: of keys that masks hide, and of padding queries, where they are made."""
-    keys = 2 * problem.k_len * problem.kv_heads * ((masked_keys and problem.masked) or unseen(problem) is not None)
+    keys = 2 * problem.k_len * problem.kv_heads * ((masked_keys and problem.masked) or _may_hide(problem))
     queries = problem.q_len * problem.heads * (padding and problem.has_seq_lens) * (2 if problem.needs_grad else 1)
     masks = 2 * (problem.q_len + problem.k_len * problem.kv_heads) * (keys + queries > 0)
     return problem.batch * ((keys + queries) * problem.head_dim * problem.dtype.itemsize + masks)
+
+
+def _may_hide(problem: Problem) -> bool:
+    """Whether some key may be hidden by the pattern: True wherever `unseen` has one. Makes no table of all tokens."""
+    pattern = problem.pattern
+    if isinstance(pattern, Window):
+        return pattern.left is not None and problem.k_len - problem.q_len > pattern.left
+    return isinstance(pattern.natural, Dilated) and not _sees_all(
+        pattern.natural, problem.heads, problem.heads // problem.kv_heads
+    )
+
+
+def _sees_all(pattern: Dilated, heads: int, group: int) -> bool:
+    """Whether some query head of every key head takes part in a branch of rate 1, which selects every token."""
+    whole = [branch for branch, (_, rate) in enumerate(pattern.branches) if rate == 1]
+
+    def takes_part(head: int) -> bool:
+        return any(pattern.head_offset(branch, head, heads) is not None for branch in whole)
+
+    return all(any(map(takes_part, range(first, first + group))) for first in range(0, heads, group))
 
 
 @lru_cache(maxsize=HELD)
@@ -112,6 +132,8 @@ def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, de
         natural = pattern.natural
         if not isinstance(natural, Dilated):
             return None  # Every token of a neighbourhood sees itself, and the last query of Dense the others.
+        if _sees_all(natural, heads, group):
+            return None
         at = torch.arange(k_len)
         if isinstance(pattern, Reordered):
             order = permutation(pattern.order, natural, k_len)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.hidden import unseen
+from attn_dispatch.kernels.hidden import copied_bytes, unseen
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.tuning.example import Example, make
 from tests.backends.test_conformance import lengths, patterns
@@ -139,6 +140,15 @@ def test_unseen_keys_are_those_of_the_definition(problem: Problem) -> None:
     assert (found is None) == (not expected.any())
     if found is not None:
         assert torch.equal(found[0, :, :, 0].expand_as(expected), expected)
+        assert copied_bytes(problem) > 0
+
+
+@pytest.mark.parametrize(("rates", "copies"), [((1, 32), False), ((2, 32), True)])
+def test_bytes_of_copies_need_no_table_of_all_tokens(rates: tuple[int, int], copies: bool) -> None:
+    """`plan` asks for clusters: a table of so long a sequence fits into no memory."""
+    pattern = Dilated((2048, 65_536), rates)
+    problem = problem_of((1, 1 << 44, 8, 64), pattern, torch.bfloat16, torch.device("cpu"))
+    assert (copied_bytes(problem) > 0) == copies
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter for Triton's kernels")
