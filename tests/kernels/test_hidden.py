@@ -17,8 +17,8 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.hidden import copied_bytes, unseen
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.example import Example, make
 from tests.backends.test_conformance import lengths, patterns
 from tests.conftest import INTERPRETED
