@@ -16,7 +16,7 @@ from attn_dispatch.tuning.candidates import Candidate
 from attn_dispatch.tuning.clocks import CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
-from attn_dispatch.tuning.turns import Turns, time_in_turns
+from attn_dispatch.tuning.rounds import Turns, time_in_turns
 
 ENOUGH_ROUNDS = 10  #: that tell candidates apart which differ by more than a tenth
 FEW_ROUNDS = 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attn_dispatch.tuning.clocks import HOST_REPEATS, UNKNOWN_L2_BYTES, CudaStopwatch
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_turns
 
 DEVICE = torch.device("cuda", 0)
 L2_BYTES = 50 * 2**20

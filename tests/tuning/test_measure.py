@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attn_dispatch.tuning import intervals
-from attn_dispatch.tuning.turns import Turns, time_in_turns
+from attn_dispatch.tuning.rounds import Turns, time_in_turns
 from tools.lib.simulated import Machine
 
 

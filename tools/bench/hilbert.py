@@ -22,7 +22,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.spec.orders import HILBERT, NATURAL, permutation, places
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_turns
 from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
 

@@ -22,7 +22,7 @@ import torch
 
 from attn_dispatch.spec.hilbert import curve
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_turns
 from tools.lib.common import parser, ratio, write
 
 Grid = tuple[int, ...]

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attn_dispatch import Dense, Dilated, Problem
 from attn_dispatch.backends import sdpa
 from attn_dispatch.kernels import registry
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_turns
 from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
 

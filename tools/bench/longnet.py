@@ -24,7 +24,7 @@ from attn_dispatch.backends import native, sdpa, sdpa_mask
 from attn_dispatch.machine.memory import available_bytes, peak_bytes
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Gate
-from attn_dispatch.tuning.turns import Turns, time_in_turns
+from attn_dispatch.tuning.rounds import Turns, time_in_turns
 from tools.lib.common import parser, ratio, timing, write
 
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))

@@ -20,7 +20,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Gate
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_turns
 from tools.lib.common import ratio, timing
 from tools.lib.paired import problem_of
 

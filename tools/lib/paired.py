@@ -19,7 +19,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.oracle import Gate
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_turns
 from tools.bench.hilbert import BOTH, gain
 from tools.lib.common import timing
 
