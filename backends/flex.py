@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import shutil
-import sys
 import threading
 import types
 import warnings
@@ -17,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from attn_dispatch.kernels.contract import (
     refuse_pattern,
     refuse_ranks,
 )
+from attn_dispatch.kernels.flex import machine
 from attn_dispatch.kernels.flex.blocks import blocks_of, heads_apart
 from attn_dispatch.kernels.flex.mask import count_of, repeats
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
@@ -111,20 +109,7 @@ def _refuse_cpu(problem: Problem) -> list[Refusal]:
     if release < CPU_RELEASE:
         needed = ".".join(map(str, CPU_RELEASE))
         found.append(Refusal("release", f"its CPU kernel is used with torch {needed} and newer, not {version()}"))
-    missing = _missing_for_cpu()
-    return found if missing is None else [*found, missing]
-
-
-@cache
-def _missing_for_cpu() -> Refusal | None:
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        return Refusal("not_installed", f"compiles its CPU kernel with {compiler}, which is not on the PATH")
-    if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():
-        return Refusal("processor", "its CPU kernel needs AVX2, and not macOS")
-    if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
-        return Refusal("processor", "its CPU kernel needs AVX2, which $ATEN_CPU_CAPABILITY=default turns off")
-    return None
+    return [*found, *machine.refusals()]
 
 
 def _refuse_cuda(problem: Problem) -> list[Refusal]:
@@ -248,7 +233,7 @@ class _Attention:
     def __call__(self, *inputs: Tensor | None) -> Any:
         if self.ready:
             return self.function(*inputs)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), machine.without_launchers():
             warnings.simplefilter("ignore")  # of the compiler about its own parts
             result = self.function(*inputs)
         self.ready = True

@@ -36,6 +36,7 @@ from attn_dispatch.kernels.native.run import (
 )
 from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, grid_of, period, table_bytes, tiles_of
 from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -49,8 +50,7 @@ def version() -> str:
     Raises:
         ImportError: there is no compiler.
     """
-    command = library.compiler()
-    return f"{Path(command[0]).name if command else ''} {library.digest()}"
+    return f"{Path(compiler().program).name} {library.digest()}"
 
 
 def refusals(problem: Problem) -> list[Refusal]:
@@ -63,8 +63,10 @@ def refusals(problem: Problem) -> list[Refusal]:
         found.append(Refusal("pattern", f"its rates come round every {tokens} tokens, over {PERIOD_LIMIT}"))
     if problem.head_dim > HEAD_DIM:
         found.append(Refusal("head_dim", f"takes a head_dim up to {HEAD_DIM}, not {problem.head_dim}"))
-    if library.compiler() is None:
-        found.append(Refusal("not_installed", "needs a C++ compiler: g++ on the path, or $CXX"))
+    try:
+        compiler()
+    except ImportError as error:
+        found.append(Refusal("not_installed", f"needs a C++ compiler: {error}"))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -29,6 +30,9 @@ FOLLOWS = "exit code: 0 done, 1 it failed, 2 wrong usage. 'attn-dispatch COMMAND
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Wrong usage raises SystemExit(2), as argparse does."""
+    if argv is None:  # the process is this command's own
+        # A warning of torch where NumPy is not installed; no command needs NumPy.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     arguments = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in arguments if word in COMMANDS), None)
     args = _parser(named).parse_args(arguments)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
 LEFT = {0, 1, 2, 3, 6, 7}
 KEY_DIGITS = 10  #: shown in tables; `inspect --key` takes any number of them
 OUT_OF_RACE = {"failed", "incorrect", "quarantined"}
+REFUSED = {"not_installed", "unsupported"}
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -35,8 +37,26 @@ def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> lis
     return align(rows, LEFT)
 
 
-def full_table(explanations: Sequence[Explanation]) -> list[str]:
-    """Every candidate of every problem, under one head."""
+def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
+    """The candidates that can run none of the problems, with the reasons that all of their refusals give."""
+    reasons: dict[str, list[list[str]]] = {}
+    for candidate in (each for explanation in explanations for each in explanation.candidates):
+        parts = candidate.reason.split("; ") if candidate.status in REFUSED else []
+        reasons.setdefault(titled(candidate.backend, candidate.order), []).append(parts)
+    shared = {
+        name: [part for part in found[0] if part and all(part in other for other in found)]
+        for name, found in reasons.items()
+        if len(found) == len(explanations)
+    }
+    return {name: "; ".join(parts) for name, parts in shared.items() if parts}
+
+
+def full_table(explanations: Sequence[Explanation], but: Collection[str] = ()) -> list[str]:
+    """The candidates of every problem, under one head, but for those named."""
+    explanations = [
+        replace(each, candidates=tuple(c for c in each.candidates if titled(c.backend, c.order) not in but))
+        for each in explanations
+    ]
     groups = [explanation.rows() for explanation in explanations]
     lines = iter(align([list(FULL_HEAD), *(row for group in groups for row in group)], FULL_LEFT))
     found = [next(lines)]

@@ -15,11 +15,12 @@ SLOW_START = 10  #: times the median; a first call that took longer is remarked 
 
 @dataclass(frozen=True, slots=True)
 class CandidateReport:
-    """One backend in one order. Times in milliseconds, `first_ms` that of the call that was checked, with all that is
-    built once: plans, masks, kernels. `error` is the largest absolute error of out, unit-normal inputs, against
-    float64. `ratio` is the time over the chosen one's, paired round by round, with its interval; `break_even` the calls
-    after which a dearer first call is paid back; `cold_ms` the time with a cold L2 cache, `host_ms` what the host takes
-    to start the work, both on CUDA only. `status` is one of `chosen, slower, tie, not_installed, unsupported,
+    """One backend in one order. Times in milliseconds: `low_ms` and `high_ms` are the 95 % interval of the median,
+    `first_ms` that of the call that was checked, with all that is built once: plans, masks, kernels. `error` is the
+    largest absolute error of out, unit-normal inputs, against float64. `ratio` is the time over the chosen one's,
+    paired round by round, `ratio_low` and `ratio_high` its 99 % interval; `break_even` the calls after which a dearer
+    first call is paid back; `cold_ms` the time with a cold L2 cache, `host_ms` what the host takes to start the work,
+    both on CUDA only. `status` is one of `chosen, slower, tie, not_installed, unsupported,
     over_memory, failed, incorrect, quarantined, not_measured`; `reason` says why.
     """
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+
+from attn_dispatch.machine.compiler import parsed
 
 VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME")  #: variables that backends' versions and refusals depend on
 PLACES = ("site-packages", "dist-packages")  #: names of the folders that packages are installed into
@@ -34,9 +34,11 @@ def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, .
     own = os.path.dirname(os.path.dirname(__file__))
     # Not all of sys.path: it includes the script's own folder, which changes for any reason.
     folders = [folder for folder in search if os.path.basename(os.path.normpath(folder)) in PLACES]
-    command = shlex.split(compiler or "g++")
-    found = shutil.which(command[0]) if command else None
-    return sys.version, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found or ""))
+    try:
+        found = parsed(compiler).program
+    except ImportError:
+        found = ""
+    return sys.version, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found))
 
 
 def _own_files(own: str) -> Iterator[object]:

@@ -31,11 +31,12 @@ class Damaged(ValueError):
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Status and measurements of one candidate. Times in milliseconds, `error` the largest absolute error of out.
 
-    `version` is the backend's, None where it is not installed. `ratio` is this candidate's time over the chosen one's,
-    paired, with its 99 % interval; `break_even` the number of calls after which its dearer first call is outweighed,
-    against the chosen one. `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work,
-    `host_ms` the host's share of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring
-    where the budget did not allow it, `measured` the time of measuring in UTC.
+    `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of the
+    median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
+    interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
+    `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `host_ms` the host's share
+    of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring where the budget did not allow
+    it, `measured` the time of measuring in UTC.
     """
 
     backend: str

@@ -6,6 +6,7 @@ test_conformance.py holds its arithmetic to the definition without the compiler.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from attn_dispatch.decisions import torch_state
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.flex import machine
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -91,7 +93,8 @@ def test_tables_of_long_sequences() -> None:
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
-        ({"CXX": "no-such-compiler"}, "compiles its CPU kernel with no-such-compiler, which is not on the PATH"),
+        ({"CXX": "no-such-compiler"}, "compiles its CPU kernel: no-such-compiler is not on the PATH, and $CXX is"),
+        ({"CXX": "sh -m64"}, "torch.compile takes a C++ compiler without arguments, and $CXX is 'sh -m64'"),
         ({"ATEN_CPU_CAPABILITY": "default"}, "which $ATEN_CPU_CAPABILITY=default turns off"),
     ],
 )
@@ -103,11 +106,32 @@ def test_a_machine_that_cannot_compile(
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     for name, value in {"CXX": str(compiler), **environment}.items():
         monkeypatch.setenv(name, value)
-    flex._missing_for_cpu.cache_clear()
+    machine.refusals.cache_clear()
     try:
         assert any(text in str(refusal) for refusal in flex.refusals(problem()))
     finally:
-        flex._missing_for_cpu.cache_clear()
+        machine.refusals.cache_clear()
+
+
+def test_torch_compiles_with_the_compiler_behind_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config, cpp_builder
+
+    ccache, compiler = tmp_path / "ccache", tmp_path / "c++"
+    for path in (ccache, compiler):
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CXX", "ccache c++")
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    machine.refusals.cache_clear()
+    try:
+        assert machine.refusals() == ()
+    finally:
+        machine.refusals.cache_clear()
+    before = config.cpp.cxx
+    with machine.without_launchers():
+        assert cpp_builder.get_cpp_compiler() == str(compiler)
+    assert config.cpp.cxx == before
 
 
 def test_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:

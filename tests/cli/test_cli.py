@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -16,8 +17,10 @@ import pytest
 
 import attn_dispatch
 from attn_dispatch.cli import COMMANDS
+from attn_dispatch.cli.commands import export
 from attn_dispatch.cli.tables import print_json, table
 from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.machine.hardware import Cpu, Gpu, silicon_of
 from attn_dispatch.store.folder import Store
 from tests.support.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
 from tools.lib import planted
@@ -40,6 +43,19 @@ def test_help_has_an_example(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert f"examples:\n  attn-dispatch {name}" in done.stdout
     assert "--json" in done.stdout
+
+
+def test_the_example_of_a_fingerprint_matches_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no line break inside a name
+    (shown,) = re.findall(r"--silicon (\S+)", export.EXAMPLE)
+    h100 = Gpu(0, "H100", None, (9, 0), 132, 50 * 2**20, 80 * 2**30, None, mig=False, shared_memory_bytes=None)
+    epyc = Cpu("AMD EPYC 9004", ("avx2",), 2, 2, 2, None, None, 2**30)
+    assert silicon_of(h100).startswith(shown)
+    parser = argparse.ArgumentParser()
+    export.configure(parser)
+    named = re.findall(r"c\w+-[a-z0-9-]+", parser.format_help())
+    assert len(named) == 2
+    assert all(any(silicon_of(item).startswith(each) for item in (h100, epyc)) for each in named)
 
 
 def test_help_names_the_commands(tmp_path: Path) -> None:

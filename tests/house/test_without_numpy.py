@@ -34,3 +34,23 @@ def test_nothing_is_missed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_us == []
     assert all("NumPy" in each for each in by_torch)
     assert "numpy" not in (said + done.stderr).lower()
+
+
+COMMAND = """
+import sys, warnings
+sys.modules["numpy"] = None
+from attn_dispatch.cli import main
+before = list(warnings.filters)
+main(["inspect"])
+assert list(warnings.filters) == before, "the filters of a program that calls main() have changed"
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [("profile", "--shape", "1,32,2,8", "--quick"), ("doctor",), ("inspect",)], ids=lambda given: given[0]
+)
+def test_commands_do_not_pass_on_torchs_warning(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "numpy" not in done.stderr.lower()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tools.bench.ring_overlap import slowed
+from tools.lib.ring_overlap import slowed
 
 BYTES_PER_S = 2e6
 

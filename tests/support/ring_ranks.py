@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -56,7 +57,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, timeout_s: float = GROUP_S) -> None:
-        if library.compiler() is not None:
+        with suppress(ImportError):  # no compiler
             library.load()  # once here, not in every process at once
         self.size = size
         self.broken = False

@@ -19,8 +19,8 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from tests.support.cases import gate
 from tests.support.ring_calls import shards, whole
-from tools.bench.ring_overlap import slowed
 from tools.lib.ranks import together
+from tools.lib.ring_overlap import slowed
 
 LAYOUT = Layout(deal(512, 2))
 

@@ -11,9 +11,10 @@ from attn_dispatch.ring.rows import traffic
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.pattern import Dense, Dilated
-from tools.bench import ring, ring_counts
+from tools.bench import ring
 from tools.checks import ring_faults
 from tools.docs import ring_tables
+from tools.lib import ring_counts
 from tools.lib.ranks import Drawn, Tokens, checked, drawn, errors
 
 PATTERNS = (ring_counts.shrunk(ring_counts.LONGNET), ring_counts.shrunk(ring_counts.WIDE), Dilated((60, 200), (7, 9)))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
 
+from attn_dispatch.decisions import explanation
+from attn_dispatch.decisions.explanation import CandidateReport
+from attn_dispatch.store.decision import Row
 from attn_dispatch.tuning import choice
 from attn_dispatch.tuning.choice import Entrant, Outcome, choose
-from attn_dispatch.tuning.intervals import Timing, faster_at_last_look
+from attn_dispatch.tuning.intervals import Timing, faster_at_last_look, median_interval, ratio_interval
 from tools.checks import trust_choice
 from tools.checks.trust_choice import CLOSE, FIVE, NOISE, PAIR, Tuner
 
@@ -144,6 +148,20 @@ def test_ratio_is_of_the_times_over_the_chosen_ones() -> None:
     assert low < median < high
     own = outcome("old", [entrant("old", 1.0)])
     assert (own.status, own.reason, own.ratio, own.ratio_low, own.ratio_high) == ("chosen", "", 1.0, 1.0, 1.0)
+
+
+def test_the_documented_confidence_of_each_interval_is_the_computed_one() -> None:
+    source = random.Random(0)
+    one, other = (Timing(tuple(source.gauss(mean, 0.05) for _ in range(40)), 1.0) for mean in (1.0, 2.0))
+    _, outcomes = choose([Entrant("one", one), Entrant("other", other)], None, calls=1000)
+    ratio, median = ratio_interval(other, one, 0.99), median_interval(one.samples_ms, 0.95)
+    assert (outcomes["other"].ratio_low, outcomes["other"].ratio_high) == (ratio.low, ratio.high)
+    assert (one.low_ms, one.high_ms) == (median.low, median.high)
+    assert explanation.HEAD[3] == "95 % interval"
+    for documented in (Row, CandidateReport):
+        text = " ".join((documented.__doc__ or "").replace(" are ", " ").split())
+        assert "`low_ms` and `high_ms` the 95 % interval of the median" in text
+        assert "`ratio_low` and `ratio_high` its 99 % interval" in text
 
 
 def test_choose_refuses() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.steps import tiles_of
+from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
@@ -44,12 +45,10 @@ COUNTS = {"l1_misses": "D1  misses", "l2_misses": "LLd misses", "accesses": "D  
 
 
 def compiled(folder: Path) -> Path:
-    command = library.compiler()
-    assert command is not None, "needs a C++ compiler"
     (folder / "attention.cpp").write_text(library.source())
     program = folder / "cache_misses"
     source = Path(__file__).with_suffix(".cpp")
-    subprocess.run([*command, *FLAGS, f"-I{folder}", str(source), "-o", str(program)], check=True)
+    subprocess.run([*compiler().command, *FLAGS, f"-I{folder}", str(source), "-o", str(program)], check=True)
     return program
 
 

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from attn_dispatch.cli import main as attn_dispatch
 from tools.lib.common import parser, write
 
+TAKES = "5 s"
 COMMAND = (
     "attn-dispatch plan --tokens 512M --ranks 16:64 --segments 2k,64k,32M --dilations 1,32,4k --dtype bf16 "
     "--device cpu --link 50 --rate 200"

@@ -26,6 +26,7 @@ from attn_dispatch.spec.shapes import problem_of
 from tools.lib.common import parser, write
 from tools.lib.tables import table
 
+TAKES = "1 min"
 GB = 10**9
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 SEGMENTS, RATES = (2048, 4096, 8192), (1, 2, 4)

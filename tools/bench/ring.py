@@ -14,9 +14,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from tools.bench import ring_counts, ring_overlap, ring_runs
 from tools.checks import ring_faults
 from tools.docs.ring_tables import markdown
+from tools.lib import ring_counts, ring_overlap, ring_runs
 from tools.lib.common import parser, write
 
 COUNTED: dict[str, Callable[[], Any]] = {

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+TAKES = "8 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 

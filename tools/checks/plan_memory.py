@@ -1,7 +1,7 @@
 """The peak memory that `attn-dispatch plan` predicts, against that of real ranks on this machine's CPU.
 
-    python -m tools.checks.plan_memory            # all of it, some minutes
-    python -m tools.checks.plan_memory window     # the cases whose name starts so
+    python -m tools.checks.plan_memory            # all of it, some minutes, to tools/results/plan_memory.json
+    python -m tools.checks.plan_memory window     # the cases whose name starts so; the others stay as they were
 
 Every figure is of the rank that takes most: resident memory above what was there before q, k and v were made.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,8 +29,9 @@ from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.text import align, gib
+from tools.lib.common import parser, write
 from tools.lib.ranks import freed_at_once
+from tools.lib.tables import table
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
@@ -107,21 +107,58 @@ def measured(case: Case, exchange: str, backward: bool) -> int:
         return max(int(json.loads(path.read_text())) for path in Path(folder).iterdir())
 
 
-def main(names: list[str]) -> None:
+def compared(case: Case) -> list[dict[str, Any]]:
+    """Every exchange, without and with backward."""
+    found = []
+    for backward in (False, True):
+        for each in case.forecasts(backward):
+            assert each.memory is not None
+            sizes = {"predicted": each.memory.peak_bytes, "measured": measured(case, each.exchange, backward)}
+            found.append({**about(case), "exchange": each.exchange, "backward": backward, **sizes})
+            print(found[-1], flush=True)
+    return found
+
+
+def about(case: Case) -> dict[str, Any]:
+    return {
+        "case": case.name,
+        "pattern": str(case.pattern),
+        "shape": list(case.shape),
+        "kv_heads": case.kv_heads,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "ranks": case.ranks,
+        "shards": case.kind,
+    }
+
+
+def markdown(found: Any) -> str:
+    """A row for each case and pass: predicted over measured, exchange by exchange."""
+    head = ("pattern", "q", "key heads", "dtype", "ranks", "pass", "predicted / measured peak of a rank")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for case, backward in dict.fromkeys((one["case"], one["backward"]) for one in found["runs"]):
+        several = [one for one in found["runs"] if (one["case"], one["backward"]) == (case, backward)]
+        first = several[0]
+        ratios = ", ".join(f"`{one['exchange']}` {one['predicted'] / one['measured']:.2f}" for one in several)
+        ranks = f"{first['ranks']}, {first['shards']}"
+        size, kind = " x ".join(map(str, first["shape"])), "forward + backward" if backward else "forward"
+        rows.append((first["pattern"], size, str(first["kv_heads"]), first["dtype"], ranks, kind, ratios))
+    return table(rows)
+
+
+def main() -> None:
+    arguments = parser(__doc__, "plan_memory.json")
+    arguments.add_argument("cases", nargs="*", metavar="CASE")
+    options = arguments.parse_args()
     torch.set_num_threads(1)  # as ranks have it: scratch memory goes by threads
-    rows = [["case", "exchange", "pass", "predicted", "measured", "ratio"]]
-    chosen = [case for case in CASES if not names or case.name.startswith(tuple(names))]
-    for case in chosen:
-        for backward in (False, True):
-            for each in case.forecasts(backward):
-                assert each.memory is not None
-                seen = measured(case, each.exchange, backward)
-                said = each.memory.peak_bytes
-                what = "forward + backward" if backward else "forward"
-                rows.append([case.name, each.exchange, what, gib(said), gib(seen), f"{said / seen:.2f}"])
-                print("  ".join(rows[-1]), file=sys.stderr)
-    print(*align(rows, {0, 1, 2}), sep="\n")
+    before = json.loads(options.output.read_text())["runs"] if options.output.exists() else []
+    runs = {case.name: [one for one in before if one["case"] == case.name] for case in CASES}
+    for case in CASES:
+        if not options.cases or case.name.startswith(tuple(options.cases)):
+            runs[case.name] = compared(case)
+            found = {"runs": [one for several in runs.values() for one in several]}
+            write(options.output, found)
+    print(markdown(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -8,11 +8,14 @@ float64, and after a fault that a group survives so is another call. Times are n
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import os
 import pickle
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -391,3 +394,17 @@ def run(count: int = 200, seed: int = 0) -> dict[str, Any]:
         "by_kind": dict(counted), "hangs": hangs, "wrong": wrong, "unexpected": faulty, "groups_started": groups,
         "right_afterwards": after, "answers": {kind: dict(each) for kind, each in told.items()},
     }  # fmt: skip
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--faults", type=int, default=200, help="how many are injected")
+    options.add_argument("--seed", type=int, default=0)
+    arguments = options.parse_args()
+    found = run(arguments.faults, arguments.seed)
+    print(json.dumps(found, indent=1))
+    sys.exit(1 if found["unexpected"] else 0)
+
+
+if __name__ == "__main__":
+    main()

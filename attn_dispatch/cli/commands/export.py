@@ -15,15 +15,14 @@ from attn_dispatch.store.folder import Store
 
 EXAMPLE = """examples:
   attn-dispatch export decisions.json
-  attn-dispatch export s3://bucket/decisions.json --silicon cuda-9.0
-      those of the devices whose name starts so, to any place that fsspec knows"""
+  attn-dispatch export s3://bucket/decisions.json --silicon cuda-sm90
+      those of one kind of device, to any place that fsspec knows; 'attn-dispatch doctor' lists the fingerprints here"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="FILE-or-URL", help="where to write them; a URL is anything with :// in it")
-    parser.add_argument(
-        "--silicon", metavar="PREFIX", default="", help="only for devices whose fingerprint starts with this"
-    )
+    silicon = "only decisions of devices whose fingerprint starts with this, such as cuda-sm90 or cpu-amd-epyc"
+    parser.add_argument("--silicon", metavar="PREFIX", default="", help=silicon)
     parser.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with this")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds
-from attn_dispatch.cli.tables import full_table, no_backend, print_json
+from attn_dispatch.cli.tables import full_table, no_backend, print_json, refused_by_all
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.gains import Series, family_of, family_title
 from attn_dispatch.learning.thresholds import LEAST_LENGTHS
@@ -66,6 +66,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sharded = "under torchrun: each problem is one sequence over all ranks, its shards contiguous or zigzag"
     parser.add_argument("--sharded", choices=KINDS, help=sharded)
     parser.add_argument("--force", action="store_true", help="measure again what is decided already")
+    verbose = "with several problems: every backend in each table, also those that can run none of them"
+    parser.add_argument("--verbose", action="store_true", help=verbose)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(found, interrupted, learned)
     else:
-        _print_tables(found, _kept(problems, found))
+        _print_tables(found, _kept(problems, found), args.verbose)
         if learned is not None:
             print("", *thresholds.lines(learned), sep="\n")
     return 1 if interrupted or any(explanation.choice is None for explanation in found) else 0
@@ -220,18 +222,18 @@ def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequen
     print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **told})
 
 
-def _print_tables(found: Sequence[Explanation], kept: Sequence[Path]) -> None:
+def _print_tables(found: Sequence[Explanation], kept: Sequence[Path], verbose: bool) -> None:
     if len(found) == 1:
         print(found[0], end="\n\n")
     else:
         for device in dict.fromkeys(explanation.device for explanation in found):
-            print(
-                printable(f"device    {device}"),
-                "",
-                *full_table([e for e in found if e.device == device]),
-                "",
-                sep="\n",
-            )
+            here = [explanation for explanation in found if explanation.device == device]
+            refused = {} if verbose else refused_by_all(here)
+            print(printable(f"device    {device}"), "", sep="\n")
+            if refused:
+                rows = (printable(f"  {name}: {reason}") for name, reason in refused.items())
+                print("not for any of these problems (--verbose: in each table):", *rows, "", sep="\n")
+            print(*full_table(here, but=refused), "", sep="\n")
         for explanation in found:
             if explanation.choice is None:
                 print(*no_backend(explanation), "", sep="\n")

@@ -1,5 +1,5 @@
 """Patterns as block masks and score modifications for FlexAttention.
 
-Imports kernels' own files, spec and the ground.
+Imports kernels' own files, spec, machine and the ground.
 Public: nothing.
 """

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import platform
-import shlex
 import shutil
 import stat
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 import platformdirs
 
 from attn_dispatch.errors import BackendFailed
+from attn_dispatch.machine.compiler import compiler
 
 FLAGS = (
     "-O3",
@@ -67,22 +67,13 @@ class Args(ctypes.Structure):
     )
 
 
-def compiler() -> list[str] | None:
-    """The C++ compiler with its own arguments: $CXX, else g++; None where there is none."""
-    name, *arguments = shlex.split(os.environ.get("CXX") or "g++")
-    found = shutil.which(name)
-    return None if found is None else [found, *arguments]
-
-
 @cache
 def digest() -> str:
-    """What the library is made from: source, flags, compiler and processor."""
-    command = compiler()
-    if command is None:
-        raise ImportError("there is no C++ compiler")
-    made = Path(command[0]).resolve()
+    """What the library is made from: source, flags, compiler and processor. Raises ImportError without a compiler."""
+    cxx = compiler()
+    made = Path(cxx.program).resolve()
     about = made.stat()
-    parts = (source(), *FLAGS, *command, str(made), str(about.st_size), str(about.st_mtime_ns), _processor())
+    parts = (source(), *FLAGS, *cxx.command, str(made), str(about.st_size), str(about.st_mtime_ns), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
@@ -116,7 +107,7 @@ def load() -> ctypes.CDLL:
 def _loaded() -> ctypes.CDLL:
     path = _path()
     if not _trusted(path):
-        logger.info("compiling %s with %s, once on this machine", path.name, " ".join(compiler() or []))
+        logger.info("compiling %s with %s, once on this machine", path.name, " ".join(compiler().command))
         path = _build(path)
     try:
         # Loaded with PyTorch's own OpenMP threads: a second set of them would fight for the cores.
@@ -172,8 +163,7 @@ def _build(path: Path) -> Path:
 
 
 def _compile(folder: Path) -> Path:
-    cxx = compiler()
-    assert cxx  # digest() has found one
+    cxx = compiler().command
     code, compiled, library = folder / "attention.cpp", folder / "attention.o", folder / "attention.so"
     code.write_text(source(), encoding="utf-8")
     _call(*cxx, *FLAGS, "-c", str(code), "-o", str(compiled))
@@ -187,4 +177,4 @@ def _call(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-        raise BackendFailed(f"native: {' '.join(command[:1])} failed: {' '.join(lines)[:500]}")
+        raise BackendFailed(f"native: {command[0]} failed: {' '.join(lines)[:500]}")

@@ -1,6 +1,6 @@
 """How much of the exchange is hidden behind computing, on a link that is slowed to a pace of its own.
 
-    unshare -n python -m tools.bench.ring_overlap TOKENS ROUNDS
+    unshare -n python -m tools.lib.ring_overlap TOKENS ROUNDS
 
 The link is the loopback device of a network namespace, held back by the kernel's token bucket (`tc ... tbf`): what all
 ranks send goes through one bucket. Prints one line of JSON. Three kinds of call, in turns: as it is; computing alone,
@@ -47,7 +47,7 @@ def overlap(rounds: int, shrink: int = 1) -> dict[str, Any]:
     allowed = subprocess.run(["unshare", "-n", "sh", "-c", slowed(1e9)], capture_output=True, text=True)
     if allowed.returncode:
         return {"skipped": allowed.stderr.strip()}
-    command = ["unshare", "-n", sys.executable, "-m", "tools.bench.ring_overlap", str(TOKENS // shrink), str(rounds)]
+    command = ["unshare", "-n", sys.executable, "-m", "tools.lib.ring_overlap", str(TOKENS // shrink), str(rounds)]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     print(found, flush=True)
     return found

@@ -18,9 +18,9 @@ from attn_dispatch.ring.link import link_of
 from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.tuning.intervals import Timing
-from tools.bench.ring_counts import HEAD_DIM, HEADS, LONGNET, TOKENS, WIDE
 from tools.lib.common import ratio, timing
 from tools.lib.ranks import Drawn, Tokens, checked, drawn, errors, freed_at_once, together
+from tools.lib.ring_counts import HEAD_DIM, HEADS, LONGNET, TOKENS, WIDE
 
 CPU = torch.device("cpu")
 #: With heads, and the tokens of a forward pass and of both.

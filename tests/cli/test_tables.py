@@ -1,0 +1,59 @@
+"""The tables of `attn-dispatch profile` over several problems: what refuses all of them is stated once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attn_dispatch.cli.tables import full_table, refused_by_all
+from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from tests.support.commands import TWO, command, plain
+
+CUDA = "runs on cuda, not cpu"
+
+
+def explained(*refusals: tuple[str, str, str]) -> Explanation:
+    """A problem that sdpa runs, beside (backend, status, reason)."""
+    chosen = CandidateReport("sdpa", "natural", "chosen", "", 1.0, 0.9, 1.1)
+    others = (CandidateReport(backend, "natural", status, reason) for backend, status, reason in refusals)
+    return Explanation("sdpa", "natural", "measured", "0123456789", (chosen, *others), "[1] float32", "cpu")
+
+
+def test_what_refuses_every_problem_is_stated_with_the_reasons_they_share() -> None:
+    one = explained(
+        ("triton", "unsupported", f"computes Window, not Dense(); {CUDA}"),
+        ("flash", "not_installed", "none is installed"),
+        ("native", "unsupported", "takes a head_dim up to 8, not 16"),
+        ("flex", "unsupported", "its CPU kernel has no backward"),
+        ("tiles", "not_measured", "the budget was short"),
+        ("odd", "unsupported", "one reason"),
+    )
+    other = explained(
+        ("triton", "unsupported", CUDA),
+        ("flash", "not_installed", "none is installed"),
+        ("native", "slower", ""),
+        ("flex", "not_measured", "the budget was short"),
+        ("tiles", "not_measured", "the budget was short"),
+        ("odd", "unsupported", "another reason"),
+    )
+    refused = refused_by_all([one, other])
+    assert refused == {"triton": CUDA, "flash": "none is installed"}
+    short, whole = full_table([one, other], but=refused), full_table([one, other])
+    assert len(whole) - len(short) == 4
+    assert not any(line.startswith(("triton", "flash")) for line in short)
+    assert sum(line.startswith(("native", "flex", "tiles", "odd")) for line in short) == 8
+
+
+def test_a_candidate_of_one_problem_only_stays_in_its_table() -> None:
+    assert refused_by_all([explained(("triton", "unsupported", CUDA)), explained()]) == {}
+
+
+def test_profile_states_it_once_and_repeats_it_when_asked(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = measured
+    short, whole = (command(folder, "profile", *TWO, *more).stdout for more in ((), ("--verbose",)))
+    assert (short.count("\n  triton: "), short.count("\ntriton ")) == (1, 0)
+    assert (whole.count("\n  triton: "), whole.count("\ntriton ")) == (0, 2)
+    assert short.count("\nsdpa ") == whole.count("\nsdpa ") == 2
+    assert plain(command(folder, "profile", *TWO, "--json"))["decisions"] == printed["decisions"]
+    for decision in printed["decisions"]:
+        assert "triton" in {row["backend"] for row in decision["candidates"]}

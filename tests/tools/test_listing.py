@@ -1,0 +1,67 @@
+"""`python -m tools.bench` and `python -m tools.checks`: what they list can be run."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.lib import listing
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("bench", "checks")
+PROGRAMS = [(room, program) for room in ROOMS for program in listing.programs(room)]
+
+
+def module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("room", "program"), PROGRAMS, ids=lambda given: getattr(given, "name", given))
+def test_each_has_a_summary_and_a_main_without_arguments(room: str, program: listing.Program) -> None:
+    found = importlib.import_module(f"tools.{room}.{program.name}")
+    assert program.summary
+    assert " ".join((found.__doc__ or "").split()).startswith(program.summary)
+    assert not inspect.signature(found.main).parameters
+    assert getattr(found, "TAKES", "-") == program.takes
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_list_names_every_module(room: str) -> None:
+    done = module(f"tools.{room}")
+    modules = [path.stem for path in sorted((ROOT / "tools" / room).glob("[!_]*.py"))]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["name", *modules]
+    assert done.returncode == 0
+
+
+def test_results_files_are_named() -> None:
+    written = {program.writes for room, program in PROGRAMS if room == "bench"}
+    there = {path.name for path in (ROOT / "tools" / "results").glob("*.json")}
+    assert written == there
+
+
+def test_one_is_run_with_its_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    with pytest.raises(SystemExit) as ended:
+        listing.main("bench", ["longnet", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m tools.bench longnet ")
+    assert "--tokens" in shown
+
+
+def test_the_list_loads_no_torch() -> None:
+    code = "import sys\nfrom tools.lib.listing import main\nmain('bench', [])\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "False", done.stderr
+
+
+def test_a_name_that_is_not_there() -> None:
+    done = module("tools.bench", "speed")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "choose from" in done.stderr
+    assert "longnet" in done.stderr
