@@ -221,10 +221,10 @@ class Gate:
             oracle.example.v.neg_()
         second = self._guarded(partial(oracle.run, *candidate.run_by), limit_s)["out"]
         if not torch.equal(first, known):
-            return ["another call: what the first one returned has changed"]
+            return ["a second call changed the result of the first"]
         found = oracle.check({"out": -second})  # attention is linear in v
         return [
-            f"another call on the same tensors: {failure}" for failure in found.failures if failure.startswith("out")
+            f"a second call on the same tensors: {failure}" for failure in found.failures if failure.startswith("out")
         ]
 
     def _checked_run(self, candidate: Candidate, limit_s: float) -> tuple[dict[str, torch.Tensor], int | None, float]:
