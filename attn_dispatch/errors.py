@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""The package's exceptions, as one tree.
 
 Exception
   AttnDispatchError
@@ -7,16 +7,16 @@ Exception
     BackendFailed       the backend that was chosen or forced raised, or broke its contract
     NotDecided          ATTN_DISPATCH_MODE=locked and this problem has no stored decision
     GroupMismatch       the ranks of a mesh do not agree on the call
-    RankLost            a rank of the mesh died, hung or was not there in time
+    RankLost            a rank of the mesh died, hung or did not join in time
 """
 
 
 class AttnDispatchError(Exception):
-    """Base of every error that attn_dispatch raises on purpose."""
+    """Base class of attn_dispatch's own exceptions."""
 
 
 class InvalidInput(AttnDispatchError, ValueError):
-    """An argument is wrong: the message names it, what it was and what it may be."""
+    """An argument is wrong; the message names it, its value and the allowed ones."""
 
 
 class NoBackend(AttnDispatchError):
@@ -24,11 +24,11 @@ class NoBackend(AttnDispatchError):
 
 
 class BackendFailed(AttnDispatchError):
-    """A backend raised, or returned something other than its contract says."""
+    """A backend raised an exception, or returned something that breaks its contract."""
 
 
 class NotDecided(AttnDispatchError):
-    """Locked mode met a problem without a stored decision."""
+    """A problem has no stored decision, and ATTN_DISPATCH_MODE is locked."""
 
 
 class GroupMismatch(AttnDispatchError):
@@ -36,4 +36,4 @@ class GroupMismatch(AttnDispatchError):
 
 
 class RankLost(AttnDispatchError):
-    """Another rank of the mesh died, hung or did not take part within the process group's time-out."""
+    """Another rank of the mesh died, hung or did not join within the process group's time-out."""

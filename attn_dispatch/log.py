@@ -1,5 +1,7 @@
-"""The one logger of the package, `attn_dispatch` of the standard library's: a line at INFO for every decision, warnings
-for what was ignored or kept out. `logging.getLogger("attn_dispatch").setLevel(logging.INFO)` shows the decisions.
+"""The package's logger, `attn_dispatch` in the standard library's logging.
+
+It logs a line at INFO for every decision, and warnings for ignored files and quarantined backends.
+`logging.getLogger("attn_dispatch").setLevel(logging.INFO)` shows the decisions.
 """
 
 from __future__ import annotations
@@ -12,5 +14,5 @@ logger = logging.getLogger("attn_dispatch")
 
 @cache
 def say_once(text: str) -> None:
-    """Warn of something once in a process, however often it is met."""
+    """Log a warning, each text at most once in a process."""
     logger.warning("%s", text)

@@ -1,4 +1,4 @@
-"""What environment variables set, checked when they are asked for."""
+"""Settings from environment variables, read and checked at each use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.log import say_once
 
 MODES = ("tune", "predict", "locked", "off")
-NOWHERE = Path(os.devnull, "attn-dispatch")  #: in place of a folder that cannot be had: nothing is ever there
+NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
 
-DEFAULT_MB = 256.0
-NO_HOME = "nothing is kept: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
+DEFAULT_MB = 256.0  #: size of the cache folder in MB (10**6 bytes)
+NO_HOME = "nothing is stored: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A variable that holds a number within bounds, both allowed."""
+    """A variable that holds a number from `low` to `high`, both included. Raises InvalidInput for another value."""
 
     variable: str
     default: float
@@ -40,20 +40,20 @@ class Number:
         return value
 
 
-#: Milliseconds after which no further trial of one unseen problem is started.
+#: Milliseconds of measuring per unseen problem, past which no further trial is started.
 budget_ms = Number("ATTN_DISPATCH_BUDGET_MS", 2000.0, 0.0, math.inf, "a number >= 0")
-#: Calls of one problem that the first call's cost (plans, compilers) is spread over when candidates are compared.
+#: Calls per problem over which the first call's cost (planning, compilation) is spread when candidates are compared.
 expected_calls = Number("ATTN_DISPATCH_EXPECTED_CALLS", 1000.0, 1.0, math.inf, "a number >= 1")
-#: Seconds of measuring that calls of attend() may cause in any minute; `profile` is not bound by it.
+#: Seconds of measuring per minute that calls of attend() may cause; `profile` is not limited.
 trial_seconds = Number("ATTN_DISPATCH_TRIAL_SECONDS", 30.0, 0.0, math.inf, "a number >= 0")
-#: Seconds that a backend's call may take longer in a trial than was to be expected, before it counts as hung.
+#: Seconds beyond its expected time after which a backend's call in a trial counts as hung.
 timeout_s = Number("ATTN_DISPATCH_TIMEOUT_S", 30.0, 0.1, 1e6, "a number from 0.1 to 1e6")
-#: Share of calls that the drift sentinel times.
+#: Share of calls that the drift check times.
 sentinel_share = Number("ATTN_DISPATCH_SENTINEL", 0.0, 0.0, 1.0, "a number from 0 to 1")
 
 
 def mode() -> str:
-    """$ATTN_DISPATCH_MODE."""
+    """$ATTN_DISPATCH_MODE, "tune" by default. Raises InvalidInput for another value than `MODES`."""
     found = os.environ.get("ATTN_DISPATCH_MODE", "") or "tune"
     if found not in MODES:
         raise InvalidInput(f"$ATTN_DISPATCH_MODE must be one of {', '.join(MODES)}, got {found!r}")
@@ -61,7 +61,7 @@ def mode() -> str:
 
 
 def cache_folder() -> Path:
-    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `NOWHERE`, said once, without a home."""
+    """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `NOWHERE`, with one warning, without a home."""
     named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
     try:
         return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
@@ -70,8 +70,8 @@ def cache_folder() -> Path:
         return NOWHERE
 
 
-def _most_bytes() -> float:
-    """$ATTN_DISPATCH_CACHE_MB, in bytes."""
+def max_cache_bytes() -> float:
+    """$ATTN_DISPATCH_CACHE_MB in bytes. Raises InvalidInput for no number > 0."""
     text = os.environ.get("ATTN_DISPATCH_CACHE_MB", "")
     try:
         value = float(text) if text else DEFAULT_MB

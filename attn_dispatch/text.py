@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, and lines of a table. No torch here: `inspect` must start at once."""
+"""Formats numbers, errors and tables for people. No torch here: `inspect` must start at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def gib(count: int) -> str:
-    """Bytes as a person reads them, in binary units."""
+    """Format a number of bytes in binary units: `1.5 GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -14,12 +14,12 @@ def gib(count: int) -> str:
 
 
 def titled(backend: str, order: str) -> str:
-    """A candidate's name: `tiles@hilbert`, or `tiles`, since the natural order goes without saying."""
+    """Format a candidate's name: `tiles@hilbert`, or `tiles` for the natural order."""
     return backend if order == "natural" else f"{backend}@{order}"
 
 
 def milliseconds(value: float) -> str:
-    """Three figures, in the unit that reads best."""
+    """Format milliseconds with three significant digits, in s, ms or us."""
     value = float(f"{value:.3g}")  # before the unit is chosen: 999.9 ms is 1 s, not 1e+03 ms
     if value >= 1000:
         return f"{value / 1000:g} s"
@@ -27,23 +27,23 @@ def milliseconds(value: float) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind and the text of an error on one line, whatever it holds."""
+    """Format an exception's type and text on one printable line of at most 500 characters."""
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - an error of somebody else's may fail to tell of itself
+    except Exception:  # noqa: BLE001 - a foreign exception's __str__ may fail
         text = type(error).__name__
     return printable(" ".join(text.split()))[:500]
 
 
 def printable(text: str) -> str:
-    """On one line, without what no file can hold and no terminal should be told."""
+    """Replace white space by blanks and other unprintable characters by question marks."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Printable lines with columns of equal width; the named columns to the left, numbers to the right."""
+    """Lay out rows as printable lines with columns of equal width, left-aligned where in `left`, else right-aligned."""
     rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []

@@ -118,9 +118,9 @@ def anew(folder: Path) -> Callable[[], Quarantine]:
 @pytest.fixture
 def no_threads_are_left() -> Iterator[None]:
     """Of guarded calls, before and after."""
-    guard.retire()
+    guard.end_idle_threads()
     yield
-    guard.retire()
+    guard.end_idle_threads()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What this machine is and what it has free: processors, devices, memory, installed software.
+"""This machine: processors, devices, available memory, installed software.
 
 Imports the ground only.
 Public: hardware.

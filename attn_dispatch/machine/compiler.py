@@ -1,4 +1,4 @@
-"""The C++ compiler that kernels are built with: $CXX as a shell would split it, else g++."""
+"""The C++ compiler for kernels: $CXX, split as a shell would split it, else g++."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT = "g++"
 
 
 class Compiler(NamedTuple):
-    """A command in parts, such as `ccache g++ -m64`. Paths are those that the PATH leads to.
+    """A compiler command in parts, such as `ccache g++ -m64`; programs are paths found on the PATH.
 
     `launchers` are programs that start the compiler, such as ccache; `program` is the compiler itself.
     """
@@ -22,22 +22,21 @@ class Compiler(NamedTuple):
 
     @property
     def command(self) -> list[str]:
-        """The words to run."""
+        """The command line, one word each."""
         return [*self.launchers, self.program, *self.arguments]
 
 
 def compiler() -> Compiler:
-    """The C++ compiler of this process's environment; nothing is run.
+    """Find the C++ compiler of this process's environment, without running it.
 
     Raises:
-        ImportError: there is none that can be run; the message names the program that is missing, or what is wrong
-            with $CXX.
+        ImportError: there is no such program; the message names the missing program or the fault in $CXX.
     """
     return parsed(os.environ.get("CXX"))
 
 
 def parsed(setting: str | None) -> Compiler:
-    """The compiler that a value of $CXX names; None or a blank one is g++. Raises as `compiler`."""
+    """Find the compiler for a value of $CXX; None or blank means g++. Raises as `compiler` does."""
     try:
         words = shlex.split(setting or "") or [DEFAULT]
     except ValueError as error:

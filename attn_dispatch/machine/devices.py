@@ -1,4 +1,4 @@
-"""Which devices there are: torch's CUDA devices and what NVML says of them."""
+"""Lists the devices: torch's CUDA devices and their identities from NVML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def resolve(device: torch.device | str) -> torch.device:
-    """The device that is meant, with its CUDA index filled in. Raises InvalidInput for one that is not here."""
+    """Resolve a device and fill in its CUDA index. Raises InvalidInput for a device that this machine lacks."""
     import torch
 
     try:
@@ -33,7 +33,7 @@ def resolve(device: torch.device | str) -> torch.device:
 
 @cache
 def cuda_devices() -> tuple[Any, ...]:
-    """The properties of each CUDA device, in torch's order. CUDA is not initialised where there is none."""
+    """The properties of each CUDA device, in torch's order. Does not initialise CUDA where there is no device."""
     import torch
 
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -43,7 +43,7 @@ def cuda_devices() -> tuple[Any, ...]:
 
 @cache
 def cuda_identity(index: int) -> tuple[str | None, bool]:
-    """The UUID of a CUDA device (torch's, which has no prefix, when NVML cannot tell) and whether it is a MIG slice."""
+    """The UUID of a CUDA device (torch's, without prefix, where NVML gives none) and whether it is a MIG slice."""
     props = cuda_devices()[index]
     handle = _nvml_handle(props)
     bare = getattr(props, "uuid", None)
@@ -52,7 +52,7 @@ def cuda_identity(index: int) -> tuple[str | None, bool]:
 
 
 def _nvml_handle(props: Any) -> Any | None:
-    """NVML numbers devices its own way (CUDA_VISIBLE_DEVICES reorders torch's), so match identities, not indices."""
+    """Find a device's NVML handle by its identity: indices differ, since CUDA_VISIBLE_DEVICES reorders torch's."""
     bare = str(getattr(props, "uuid", "")).removeprefix("GPU-").removeprefix("MIG-")
     for prefix in ("MIG-", "GPU-"):
         if bare and (handle := ask_nvml("nvmlDeviceGetHandleByUUID", prefix + bare)):
@@ -64,13 +64,13 @@ def _nvml_handle(props: Any) -> Any | None:
 
 
 def _in_mig_mode(handle: Any | None) -> bool:
-    """CUDA shows nothing but slices of a board in MIG mode, so a parent board's handle settles it too."""
+    """Whether a handle is a MIG slice or a board in MIG mode, of which CUDA shows slices only."""
     current, _ = ask_nvml("nvmlDeviceGetMigMode", handle) or (0, 0)
     return bool(current or ask_nvml("nvmlDeviceIsMigDeviceHandle", handle))
 
 
 def ask_nvml(function: str, *args: object) -> Any | None:
-    """The answer, or ``None`` where NVML is absent or has none (no such device, old driver, unsupported board)."""
+    """Call an NVML function; None where NVML is absent or fails (no such device, old driver, unsupported board)."""
     nvml = _nvml()
     if nvml is None or None in args:
         return None

@@ -1,8 +1,7 @@
-"""A fingerprint of what is installed, so that a decision made in the same surroundings is taken without asking every
-backend for its version: that would load them all.
+"""A fingerprint of the installed software, by which a stored decision is used without loading backends for versions.
 
-It is made of the modification times of the folders that packages are installed into, of this package's own backends,
-and of the compiler. Where it is the same, no version has changed; where it differs, the versions are compared.
+It covers the modification times of the folders that packages are installed into, of this package's own backends and of
+the compiler. Where it is equal, no version has changed; where it differs, the backends' versions are compared.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from functools import cache
 
 from attn_dispatch.machine.compiler import parsed
 
-VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME")  #: that backends' versions and refusals ask for
+VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME")  #: variables that backends' versions and refusals depend on
 PLACES = ("site-packages", "dist-packages")  #: names of the folders that packages are installed into
 
 
 def environment(registered: Mapping[str, str | None]) -> str:
-    """16 hexadecimal digits.
+    """Compute the fingerprint: 16 hexadecimal digits.
 
     Args:
-        registered: versions of the backends that this process registered, which no folder shows.
+        registered: versions by name of the backends registered in this process, which no folder shows.
     """
     variables = [os.environ.get(name) for name in VARIABLES]
     text = repr((_installed(os.environ.get("CXX"), tuple(sys.path)), variables, sorted(registered.items())))
@@ -33,7 +32,7 @@ def environment(registered: Mapping[str, str | None]) -> str:
 @cache
 def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, ...]:
     own = os.path.dirname(os.path.dirname(__file__))
-    # A script's own folder, which is on the path too, changes for any reason.
+    # Not all of sys.path: it includes the script's own folder, which changes for any reason.
     folders = [folder for folder in search if os.path.basename(os.path.normpath(folder)) in PLACES]
     try:
         found = parsed(compiler).program
@@ -43,8 +42,9 @@ def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, .
 
 
 def _own_files(own: str) -> Iterator[object]:
-    """Which backends there are, and the one source that a version depends on: an editable installation changes it in
-    place, which no folder's time shows.
+    """The names of the backends' files, and the state of the one source file that a version depends on.
+
+    An editable installation changes that file in place, which no folder's time shows.
     """
     yield from sorted(os.listdir(os.path.join(own, "backends")))
     yield _stamp(os.path.join(own, "kernels", "native", "attention.cpp"))

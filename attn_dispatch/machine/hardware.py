@@ -1,7 +1,7 @@
-"""What this machine is: its processors, what they are called, and the dtype to prefer on each.
+"""Describes this machine: its processors, their fingerprints, and the dtype to prefer on each.
 
-Facts that cannot change while the process lives are read once; torch's thread count is read on every call. A fact
-that no source gives is recorded as ``None``, never guessed. Free memory, which does change, is memory.py's.
+Facts that cannot change during the process are read once; torch's thread count is read on every call. A fact that no
+source gives is ``None``, never guessed. Free memory is in memory.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
-# Kept apart because one flag name means different things: x86 "sme" is memory encryption, not a matrix unit.
+# One table per architecture, because one flag name means different things: x86 "sme" is memory encryption.
 _X86_SETS = {"avx2": "avx2", "avx512bw": "avx512"} | {
     name: name for name in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 }
@@ -72,7 +72,7 @@ class Cpu:
 
 
 class Chip(NamedTuple):
-    """What the fingerprint needs of `Cpu`, which is known sooner than the rest."""
+    """The fields of `Cpu` in its fingerprint, which are faster to read than the rest."""
 
     model: str
     instruction_sets: tuple[str, ...]
@@ -83,7 +83,7 @@ class Chip(NamedTuple):
 class Gpu:
     """One CUDA device, or one MIG slice of it, under torch's index. Sizes are bytes.
 
-    ``sm_count`` and ``total_bytes`` are the slice's when ``mig``. ``driver`` is ``None`` when NVML cannot be asked;
+    ``sm_count`` and ``total_bytes`` are the slice's when ``mig``. ``driver`` is ``None`` where NVML is unavailable;
     ``uuid`` then is torch's, without the ``GPU-`` prefix. ``shared_memory_bytes`` is per block, after opt-in.
     """
 
@@ -125,7 +125,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class DtypeAdvice:
-    """The floating-point type to prefer for attention (a torch dtype's name), and why."""
+    """The floating-point type to prefer for attention (a torch dtype's name), and the reason."""
 
     dtype: str
     reason: str
@@ -139,7 +139,7 @@ def hardware() -> Hardware:
 
 
 def silicon(device: torch.device | str) -> str:
-    """`silicon_of` a device of this machine. Raises InvalidInput for one that is not here."""
+    """The fingerprint (`silicon_of`) of a device. Raises InvalidInput for a device that this machine lacks."""
     where = resolve(device)
     if where.type == "cuda":
         return silicon_of(_gpus()[where.index])
@@ -171,9 +171,9 @@ def _cpu_silicon(chip: Chip, threads: int) -> str:
 
 
 def provenance(device: torch.device | str) -> dict[str, str]:
-    """Names and versions to record beside a decision: "none" does not apply here, "unknown" could not be read.
+    """Names and versions to record with a decision: "none" does not apply here, "unknown" could not be read.
 
-    Raises InvalidInput for a device that is not here.
+    Raises InvalidInput for a device that this machine lacks.
     """
     import torch
 
@@ -190,12 +190,12 @@ def provenance(device: torch.device | str) -> dict[str, str]:
 
 
 def dtype_advice(device: torch.device | str) -> DtypeAdvice:
-    """`advise` for a device of this machine. Raises InvalidInput for one that is not here."""
+    """The dtype to prefer (`advise`) on a device. Raises InvalidInput for a device that this machine lacks."""
     return advise(_find(device))
 
 
 def advise(item: Cpu | Gpu) -> DtypeAdvice:
-    """The dtype to prefer, from the description alone (CPU flags; the CUDA programming guide's throughput table)."""
+    """The dtype to prefer, by the description alone (CPU flags; the CUDA programming guide's throughput table)."""
     return _advise_cpu(item.instruction_sets) if isinstance(item, Cpu) else _advise_gpu(item.capability)
 
 
@@ -255,7 +255,7 @@ def _cpuinfo(proc: Path) -> dict[str, str]:
 
 
 def _first_block(path: Path) -> list[str]:
-    """The lines before the first empty one: the rest repeats them for every other core."""
+    """The lines before the first empty one, which describe the first core."""
     try:
         with path.open(encoding="utf-8") as file:
             return list(takewhile(str.strip, file))

@@ -1,6 +1,6 @@
-"""How much memory a device can give now, and the peak that a call takes.
+"""Measures the memory available on a device, and the peak that a call allocates.
 
-Free memory is read on every call: the host, cgroups, address-space limits, torch's CUDA devices, NVML.
+Available memory is read on every call: the host, cgroups, address-space limits, torch's CUDA devices, NVML.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = ("MemTotal", "MemAvailable")
-_UNLIMITED = 1 << 62  #: bytes; past this a cgroup's limit only says in version 1 that there is none
+_UNLIMITED = 1 << 62  #: bytes; a limit above this means "none" in cgroups version 1
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 T = TypeVar("T")
@@ -33,11 +33,14 @@ STATUS = Path("/proc/self/status")
 
 
 def available_bytes(device: torch.device | str) -> int:
-    """Bytes that a trial could allocate on ``device`` now: a snapshot, read afresh on every call.
+    """Bytes that a trial could allocate on ``device`` now, read on every call.
 
-    On the CPU the tightest of free RAM, every enclosing cgroup and ``RLIMIT_AS``; on CUDA what the driver (or else
-    NVML) has free plus torch's idle cache, within torch's per-process memory fraction. Raises InvalidInput for a
-    device that is not here, and torch's RuntimeError when nothing can tell a CUDA device's free memory.
+    On the CPU the least of free RAM and the room in every enclosing cgroup and under ``RLIMIT_AS``; on CUDA the free
+    memory by the driver (or else NVML) plus torch's idle cache, within torch's per-process memory fraction.
+
+    Raises:
+        InvalidInput: this machine lacks the device.
+        RuntimeError: torch's, where neither the driver nor NVML gives a CUDA device's free memory.
     """
     where = resolve(device)
     return _cuda_available(where.index) if where.type == "cuda" else _host_available()
@@ -51,7 +54,7 @@ def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
 
 
 def host_memory(proc: Path = PROC) -> tuple[int, int]:
-    """RAM in bytes, all of it and what is free, as psutil gives them; it takes long to load, and the file says both."""
+    """Total and available RAM in bytes, by psutil's definitions; read from /proc, since psutil is slow to import."""
     lines = (line.partition(":") for line in (read_text(proc / "meminfo") or "").splitlines())
     sizes = {name: int(size.removesuffix("kB")) << 10 for name, _, size in lines if name in _MEMINFO}
     total, available = (sizes.get(name, 0) for name in _MEMINFO)
@@ -67,7 +70,7 @@ def _address_space_left(proc: Path = PROC) -> int | None:
 
 
 def _address_space_limit(proc: Path) -> int | None:
-    """RLIMIT_AS in bytes, or None for no limit."""
+    """RLIMIT_AS in bytes; None without a limit."""
     lines = (read_text(proc / "self" / "limits") or "").splitlines()
     for words in (line.split() for line in lines if line.startswith("Max address space")):
         return None if words[3] == "unlimited" else int(words[3])
@@ -107,7 +110,7 @@ def cgroup_levels(controller: str, root: Path, proc: Path) -> Iterator[Path]:
             continue
         mounts = (root / names, root / controller) if names else (root / "unified",)
         base = next((mount for mount in mounts if mount.is_dir()), root)
-        # A path that climbs out lies above this namespace's root, which is then all that can be seen.
+        # A path with ".." lies above this namespace's root; then only the root is visible.
         parts = [] if ".." in path.split("/") else [part for part in path.split("/") if part]
         yield from (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
@@ -127,7 +130,7 @@ def _cuda_free(index: int) -> int:
     try:
         return int(torch.cuda.mem_get_info(index)[0])
     except RuntimeError:
-        # A slice known only by its parent board's identity would be answered with the whole board's memory.
+        # For a slice identified only by its parent board, NVML would return the whole board's memory.
         known, mig = cuda_identity(index)
         uuid = None if mig and not str(known).startswith("MIG-") else known
         memory = ask_nvml("nvmlDeviceGetMemoryInfo", ask_nvml("nvmlDeviceGetHandleByUUID", uuid))
@@ -146,7 +149,10 @@ def _integer(path: Path) -> int | None:
 
 
 def read_text(path: Path) -> str | None:
-    """A small file of the kernel's, without the layers of Python's own files: a first call asks for dozens."""
+    """Read a small file of /proc or /sys, stripped; None where it cannot be read.
+
+    Without Python's file objects, which would be slow: a first call reads dozens.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -163,13 +169,12 @@ def read_text(path: Path) -> str | None:
 
 
 def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """Run ``call`` once; its result, and the peak of memory above what was held before, in bytes.
+    """Run ``call`` once; its result, and the peak of memory above the amount allocated before, in bytes.
 
-    CUDA: the caching allocator's own count, whose peak statistics of the device are reset. CPU: how far the process's
-    resident memory rose, from Linux's high-water mark, which is reset: scratch memory of libraries and what other
-    threads take meanwhile count too, and freed blocks that the C library keeps; pages that were never touched do
-    not, and below a few hundred KiB it is noise.
-    None for other devices, or where the mark cannot be reset. Errors of ``call`` propagate.
+    CUDA: by the caching allocator's statistics of the device, whose peak is reset. CPU: the rise of the process's
+    resident memory, by Linux's high-water mark, which is reset. It includes scratch memory of libraries, allocations of
+    other threads and freed blocks that the C library retains, not pages that were never touched; below a few hundred
+    KiB it is noise. None for other devices, or where the mark cannot be reset. Exceptions of ``call`` propagate.
     """
     if device.type == "cuda":
         return _cuda_peak(call, device)
@@ -188,9 +193,9 @@ def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
 
 
 def _reset_resident_peak() -> int | None:
-    """Resident bytes from which the peak counts anew, or None where that is not to be had."""
+    """Reset the high-water mark of resident memory; the resident bytes now, or None where it cannot be reset."""
     with suppress(AttributeError):  # only glibc has it
-        # Free memory that the C library keeps is resident: a call that used it again would seem to take nothing.
+        # Free memory that the C library retains is resident: a call that reused it would seem to allocate nothing.
         ctypes.CDLL(None).malloc_trim(0)
     try:
         CLEAR_REFS.write_text("5")
@@ -208,7 +213,7 @@ def _status_bytes(name: str) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Collect garbage and, on CUDA, hand the caching allocator's unused blocks back to the driver."""
+    """Collect garbage and, on CUDA, return the caching allocator's unused blocks to the driver."""
     gc.collect()
     if device.type == "cuda":
         import torch

@@ -23,7 +23,7 @@ from attn_dispatch.tuning import choice
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 
 NAME = "ring"  #: the backend that exchanges are orders of
 MOST_ROUNDS, FEWEST_ROUNDS = 9, 3
@@ -176,7 +176,7 @@ class Trial:
         )
 
 
-def _small(shared: Shared) -> tuple[Shared, Gate]:
+def _small(shared: Shared) -> tuple[Shared, Oracle]:
     """A small problem of the same kind over the same ranks, and what should come out of it."""
     problem, layout = shared.problem, shared.layout
     pattern = fitted(problem.pattern, SMALL)
@@ -189,10 +189,10 @@ def _small(shared: Shared) -> tuple[Shared, Gate]:
         lengths = deal(SMALL, layout.ranks, layout.lengths)
     except InvalidInput:  # in these proportions somebody would be left without a token
         lengths = deal(SMALL, layout.ranks)
-    return replace(shared, problem=small, layout=Layout(lengths, layout.kind)), Gate.of(make(replace(small, ranks=1)))
+    return replace(shared, problem=small, layout=Layout(lengths, layout.kind)), Oracle.of(make(replace(small, ranks=1)))
 
 
-def _shard_results(shared: Shared, gate: Gate, exchange: str) -> dict[str, Tensor]:
+def _shard_results(shared: Shared, gate: Oracle, exchange: str) -> dict[str, Tensor]:
     """What this rank makes of its shard of the gate's example; a collective."""
     example, needs_grad = gate.example, shared.problem.needs_grad
     at = positions_of(shared.layout, shared.link.rank).to(shared.problem.device)

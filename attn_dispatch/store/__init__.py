@@ -1,4 +1,4 @@
-"""What is remembered on disk: decisions, quarantine, crash markers, recorded problems. Nobody else writes there.
+"""Files on disk: decisions, quarantine, crash markers, missed problems. No other room writes to the cache folder.
 
 Imports spec and the ground.
 Public: nothing.

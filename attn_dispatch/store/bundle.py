@@ -1,5 +1,7 @@
-"""Many decisions in one file: what `export` writes, `import` reads and the package ships. Sorted, so the same decisions
-make the same bytes. What is read was written by somebody else: every decision is checked by itself.
+"""Bundles: many decisions in one file, which `export` writes, `import` reads and the package ships.
+
+Decisions are sorted, so that equal decisions give equal bytes. Each decision read is checked by itself, because the
+file may come from anywhere.
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from attn_dispatch.store.decision import MOST_BYTES, SCHEMA, WRONG, Damaged, Decision, decode, encode
+from attn_dispatch.store.decision import DECODE_ERRORS, MAX_BYTES, SCHEMA, Damaged, Decision, decode, encode
 
 
 class Refused(NamedTuple):
-    """A decision that was not taken, and why."""
+    """A decision that cannot be read, and the reason."""
 
     what: str
     reason: str
 
 
-class Outer(msgspec.Struct):
-    """A bundle, or a single decision if there are no decisions in it."""
+class _Envelope(msgspec.Struct):
+    """The outer fields of a bundle, or of a single decision where `decisions` is None."""
 
     schema: int
     key: str = "?"
@@ -28,38 +30,38 @@ class Outer(msgspec.Struct):
 
 
 def write_bundle(decisions: Iterable[Decision]) -> bytes:
-    """The file for these decisions, by silicon and key; of two under one address the later one given."""
+    """Encode decisions, sorted by silicon and key; of two with the same address the last one given is written."""
     found = {(each.silicon, each.key, each.group): each for each in decisions}
     rows = b",\n".join(encode(found[address]) for address in sorted(found))
     return b'{"schema":%d,"decisions":[\n%b\n]}\n' % (SCHEMA, rows)
 
 
 def read_bundle(content: bytes) -> list[Decision | Refused]:
-    """The decisions of a bundle, or the single decision of a file of the store.
+    """Decode a bundle, or a file of the store as a bundle of one.
 
     Raises:
-        Damaged: it is neither.
+        Damaged: the content is neither.
     """
     try:
-        outer = msgspec.json.decode(content, type=Outer)
-    except WRONG as error:
+        envelope = msgspec.json.decode(content, type=_Envelope)
+    except DECODE_ERRORS as error:
         raise Damaged(str(error)) from error
-    if outer.schema != SCHEMA:
-        raise Damaged(f"schema {outer.schema}, this version reads {SCHEMA}")
-    raws = [bytes(raw) for raw in outer.decisions] if outer.decisions is not None else [content]
+    if envelope.schema != SCHEMA:
+        raise Damaged(f"schema {envelope.schema}, this version reads {SCHEMA}")
+    raws = [bytes(raw) for raw in envelope.decisions] if envelope.decisions is not None else [content]
     return [_read(raw, number) for number, raw in enumerate(raws, 1)]
 
 
 def _read(raw: bytes, number: int) -> Decision | Refused:
     what = f"decision {number}"
     try:
-        if len(raw) > MOST_BYTES:
-            raise Damaged(f"{len(raw)} bytes, over {MOST_BYTES}")
-        outer = msgspec.json.decode(raw, type=Outer)
-        what += f", key {outer.key[:20]!r}"
+        if len(raw) > MAX_BYTES:
+            raise Damaged(f"{len(raw)} bytes, over {MAX_BYTES}")
+        envelope = msgspec.json.decode(raw, type=_Envelope)
+        what += f", key {envelope.key[:20]!r}"
         found = decode(raw)
     except Damaged as error:
         return Refused(what, str(error))
-    except WRONG as error:
+    except DECODE_ERRORS as error:
         return Refused(what, str(error))
     return found

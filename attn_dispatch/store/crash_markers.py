@@ -1,14 +1,14 @@
-"""A marker on disk for as long as a backend is tried, so that a process that dies of it is not forgotten.
+"""Crash markers: a file that exists while a backend is tried, so that a later process learns of a crash.
 
     <cache folder>/quarantine/<silicon>/<digest>-<token>.mark
 
-The process holds an exclusive lock on its marker (flock): a marker that nobody holds and that was not taken away
-belongs to a process that died. The lock ends with its process, in containers and across them, and over NFS where locks
-are passed on. Where a file system has no such locks, a marker is dead when its process is gone, or, if that ran on
+The process holds an exclusive lock on its marker (flock): a marker that is not locked and was not removed is abandoned,
+its process has died. The lock ends with its process, in containers and across them, and over NFS where locks are
+forwarded. Where a file system has no such locks, a marker is abandoned when its process is gone or, if that ran on
 another machine or in another container, after an hour.
 
-A process that is merely told to stop in the meantime (schedulers, `timeout`, a closed terminal) says so in its marker.
-Forked children let go of the lock; those that C code forks without telling Python keep it.
+A process that receives a stop signal during a trial (schedulers, `timeout`, a closed terminal) records it in its
+marker. Forked children release the lock, except those that C code forks without Python's fork handlers.
 """
 
 from __future__ import annotations
@@ -35,30 +35,29 @@ import msgspec
 from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
-from attn_dispatch.store import files as sealed
 
 FOLDER = "quarantine"
-MARK = re.compile(r"[0-9a-f]{20}-[0-9a-f]{12}\.mark")
-FOREIGN_S = 3600.0  #: seconds after which an unlocked marker of a process that cannot be looked up is dead
+MARKER_NAME = re.compile(r"[0-9a-f]{20}-[0-9a-f]{12}\.mark")
+FOREIGN_EXPIRY_S = 3600.0  #: age in seconds at which an unlocked marker of an unknown process counts as abandoned
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 PROC = Path("/proc")
 MACHINE_ID = Path("/etc/machine-id")
-#: What schedulers, resource limits and people end processes with. A crash of the process's own is none of these.
-TELLING = tuple(
+#: Signals by which schedulers, resource limits and users end processes; a crash raises none of them.
+STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGQUIT")
 )
-_OVER = b"over\n"
+_FINISHED = b"over\n"
 
-_held: dict[Path, int] = {}  # markers of this process, with the descriptors that hold their locks
-_noted: set[int] = set()  # signals whose arrival is being written into a marker
-_changing = threading.Lock()  # of these two
-_finalized: set[int] = set()  # this process, once multiprocessing is to call `_end`
+_own_markers: dict[Path, int] = {}  # this process's markers -> descriptors that hold their locks
+_noted_signals: set[int] = set()  # signals whose arrival faulthandler writes into a marker
+_tables_lock = threading.Lock()  # guards these two
+_finalized: set[int] = set()  # this process's pid, once `_end` is registered with multiprocessing
 
 
 class Process(msgspec.Struct, frozen=True):
-    """Which process: a pid means nothing without its start (in clock ticks), its namespace and the machine's boot.
+    """Identifies a process: its pid, start (clock ticks), pid namespace and the machine's boot.
 
-    `host` is the same from boot to boot; empty where there is no telling.
+    `host` identifies the machine across boots; empty where it is unknown.
     """
 
     pid: int
@@ -68,8 +67,12 @@ class Process(msgspec.Struct, frozen=True):
     host: str = ""
 
 
-class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """What was tried, by whom. `began` is in seconds since 1970; `patience_s` as in `contact`."""
+class MarkerContent(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a marker: the backend, the problem (`title`) and the process.
+
+    `began` is in seconds since 1970; `scope` and `patience_s` are those of `crash_marker`; `locked` is whether the
+    process could lock the marker.
+    """
 
     backend: str
     version: str | None
@@ -82,44 +85,45 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float | None = None
 
 
-class Dead(msgspec.Struct, frozen=True, kw_only=True):
-    """A marker whose process is gone: `told_to_stop` where that was by a signal, `after_s` seconds into the trial.
+class Abandoned(msgspec.Struct, frozen=True, kw_only=True):
+    """A marker whose process is gone, `after_s` seconds into the trial.
 
-    `rebooted` where the machine may have been started anew since, which ends every process.
+    `stop_signal` is whether a stop signal was recorded; `rebooted` whether the machine may have rebooted since, which
+    ends every process.
     """
 
     path: Path
-    marker: Marker
-    told_to_stop: bool
+    marker: MarkerContent
+    stop_signal: bool
     rebooted: bool
     after_s: float
 
 
 @dataclass
-class Contact:
-    """A marker that is kept. While its trial rests, a process that dies does not die of it."""
+class CrashMarker:
+    """A crash marker on disk. Between `pause` and `resume` the trial is paused: a crash is not the backend's fault."""
 
     path: Path
     size: int = 0
 
-    def rest(self) -> None:
-        """Until `resume`, the trial is over."""
-        handle = _held.get(self.path)
+    def pause(self) -> None:
+        """Mark the trial as finished until `resume`."""
+        handle = _own_markers.get(self.path)
         if handle is not None:
             with suppress(OSError):
                 self.size = os.fstat(handle).st_size
-                os.write(handle, _OVER)
+                os.write(handle, _FINISHED)
 
     def resume(self) -> None:
-        """The trial goes on."""
-        handle = _held.get(self.path)
+        """Mark the trial as running again."""
+        handle = _own_markers.get(self.path)
         if handle is not None and self.size:
             with suppress(OSError):
                 os.ftruncate(handle, self.size)
 
 
 @contextmanager
-def contact(
+def crash_marker(
     folder: Path,
     silicon: str,
     backend: str,
@@ -128,17 +132,18 @@ def contact(
     scope: str = "",
     *,
     patience_s: float | None = None,
-) -> Iterator[Contact]:
-    """Keep a marker on disk while a backend is tried on a problem.
+) -> Iterator[CrashMarker]:
+    """Keep a crash marker on disk while a backend is tried on a problem.
 
     Args:
-        folder: the cache folder. Where it cannot be written, that is said once and the trial goes on unmarked.
-        scope: what is kept out if the process dies: "" for the whole version, or a group's digits.
-        patience_s: a process told to stop later than this into the trial (seconds) is taken to have hung in it.
-            None: it never is.
+        folder: the cache folder. Where it cannot be written, a warning is logged once and the trial runs unmarked.
+        silicon: the fingerprint of the device.
+        title: the problem, for messages.
+        scope: the problems to quarantine after a crash: "" for all, else a group's digits.
+        patience_s: seconds into the trial after which a stop signal counts as a hang; None: it never does.
 
     Raises:
-        ValueError: not a fingerprint.
+        ValueError: `silicon` is not a fingerprint.
     """
     place = place_of(folder, silicon)
     path = place / f"{digest(backend, version, scope)}-{secrets.token_hex(6)}.mark"
@@ -147,14 +152,14 @@ def contact(
             _mark(path, backend, version, silicon, title, scope, patience_s)
         except OSError as error:
             if folder != settings.NOWHERE:
-                say_once(f"a crash could not be remembered: {place} cannot be written ({error.strerror or error})")
-        yield Contact(path)
+                say_once(f"a crash would not be recorded: {place} cannot be written ({error.strerror or error})")
+        yield CrashMarker(path)
     finally:
         _unmark(path)
 
 
 def place_of(folder: Path, silicon: str) -> Path:
-    """Where one silicon's quarantines are kept. Raises ValueError: paths cannot escape the folder."""
+    """The folder of one silicon's quarantine. Raises ValueError for no fingerprint: paths cannot leave the folder."""
     if not SILICON.fullmatch(silicon):
         raise ValueError(f"not a fingerprint: {silicon!r}")
     return folder / FOLDER / silicon
@@ -167,12 +172,12 @@ def refuse_links(place: Path) -> None:
 
 
 def digest(*parts: str | None) -> str:
-    """20 hex digits for what a file is about: any text is safe in its name so."""
+    """Hash any text to 20 hex digits, safe in a file name."""
     return sha256(msgspec.json.encode(parts)).hexdigest()[:20]
 
 
 def listed(place: Path, suffix: str) -> list[Path]:
-    """The files of one kind, by name; none where there is no such folder, or a link in its place."""
+    """The files with a suffix, sorted by name; empty where the folder does not exist or is a link."""
     try:
         refuse_links(place)
         with os.scandir(place) as found:
@@ -184,15 +189,15 @@ def listed(place: Path, suffix: str) -> list[Path]:
         return []
 
 
-def dead(place: Path) -> Iterator[Dead]:
-    """The markers that dead processes left. Each is locked, shared, until the next is asked for: many may look."""
+def abandoned(place: Path) -> Iterator[Abandoned]:
+    """Find the markers of dead processes, each locked until the next; several processes may iterate at once."""
     for path in listed(place, ".mark"):
-        if not MARK.fullmatch(path.name):
-            continue  # somebody else's
+        if not MARKER_NAME.fullmatch(path.name):
+            continue  # not a marker
         try:
-            handle = sealed.open_regular(path)
+            handle = files.open_regular(path)
         except FileNotFoundError:
-            continue  # its process has finished, or another one took note of it
+            continue  # removed by its process, or by another that recorded the crash
         except OSError as error:
             say_once(f"ignored {path}: {error.strerror or error}")
             continue
@@ -203,7 +208,7 @@ def dead(place: Path) -> Iterator[Dead]:
             os.close(handle)
 
 
-# --- a marker of this process -----------------------------------------------------------------------------------------
+# --- this process's markers -------------------------------------------------------------------------------------------
 
 
 def _mark(
@@ -213,39 +218,39 @@ def _mark(
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
-    with _changing:
-        _held[path] = handle
-    marker = Marker(
+    with _tables_lock:
+        _own_markers[path] = handle
+    marker = MarkerContent(
         backend=backend,
         version=version,
         silicon=silicon,
         title=title[:4000],
         scope=scope,
         process=_this_process(),
-        locked=_lock(handle),  # before there is a word in it: an empty marker means nothing to others
+        locked=_lock(handle),  # before writing: other processes ignore an empty marker
         began=time.time(),
         patience_s=patience_s,
     )
-    line = sealed.encode_checked(marker)
+    line = files.encode_checked(marker)
     if os.write(handle, line) < len(line):
         raise OSError(0, "no room")
     os.fsync(handle)
-    with _changing:
-        _note_signals(handle)
+    with _tables_lock:
+        _record_signals(handle)
     _end_with_multiprocessing()
 
 
 def _unmark(path: Path) -> None:
-    handle = _held.get(path)
+    handle = _own_markers.get(path)
     if handle is None:
-        return  # never marked, or the parent's
+        return  # never written, or the parent's
     with suppress(OSError):
-        os.write(handle, _OVER)  # for those who look at it at this moment, or if it cannot be taken away
+        os.write(handle, _FINISHED)  # for a process that reads it now, or if it cannot be removed
     _remove(path)
-    with _changing:  # known to the very end: if this is interrupted, the regular exit does it again
-        if _held.pop(path, None) is None:
+    with _tables_lock:  # deleted last: if this is interrupted, `_end` repeats it at exit
+        if _own_markers.pop(path, None) is None:
             return
-        _note_signals(next(iter(_held.values()), None))
+        _record_signals(next(iter(_own_markers.values()), None))
     os.close(handle)
 
 
@@ -262,25 +267,25 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def _note_signals(handle: int | None) -> None:
-    """Have a marker tell of the signals that ask a process to end, where nobody else deals with them.
+def _record_signals(handle: int | None) -> None:
+    """Have faulthandler write stop signals without a handler into a marker; stop that for None.
 
-    Python runs its own handlers only when C code returns, so faulthandler's is the one that can be relied on.
+    Python runs its own handlers only when C code returns, faulthandler's runs at once.
     """
     caught = _caught()
-    for number in TELLING:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_DFL:
-            continue  # one that was set during the trial must not be taken away with ours
-        if number in _noted and (handle is None or not caught >> (number - 1) & 1):
+            continue  # a handler set during the trial must not be removed with faulthandler's
+        if number in _noted_signals and (handle is None or not caught >> (number - 1) & 1):
             faulthandler.unregister(number)
-            _noted.discard(number)
-        if handle is not None and (number in _noted or not caught >> (number - 1) & 1):
+            _noted_signals.discard(number)
+        if handle is not None and (number in _noted_signals or not caught >> (number - 1) & 1):
             faulthandler.register(number, file=handle, all_threads=False, chain=True)
-            _noted.add(number)
+            _noted_signals.add(number)
 
 
 def _caught() -> int:
-    """The signals that have a handler, as bits: Python does not know of those that C code has set."""
+    """The signals that have a handler, as bits; Python itself does not know of those set by C code."""
     try:
         status = (PROC / "self" / "status").read_text()
     except OSError:
@@ -288,67 +293,69 @@ def _caught() -> int:
     return int(next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"), 16)
 
 
-def _let_go() -> None:
-    """In a forked child: the parent's markers are the parent's. Closing a copy does not unlock them."""
-    global _changing
-    _changing = threading.Lock()  # another thread of the parent may have held it
-    _note_signals(None)
-    for handle in _held.values():
+def _forget_parents_markers() -> None:
+    """Forget the parent's markers in a forked child. Closing the copied descriptors does not unlock them."""
+    global _tables_lock
+    _tables_lock = threading.Lock()  # the old one may be held by a thread of the parent
+    _record_signals(None)
+    for handle in _own_markers.values():
         with suppress(OSError):
             os.close(handle)
-    _held.clear()
+    _own_markers.clear()
     _finalized.clear()
 
 
 def _end_with_multiprocessing() -> None:
-    """Its children leave without what `atexit` has been told. Late: a child forgets what its parent registered."""
+    """Register `_end` with multiprocessing, whose children skip atexit and clear what their parent registered."""
     util = sys.modules.get("multiprocessing.util")
     if util is not None and os.getpid() not in _finalized:
         _finalized.add(os.getpid())
-        util.Finalize(None, _end, exitpriority=-100)  # after its own children were waited for
+        util.Finalize(None, _end, exitpriority=-100)  # after the process has joined its own children
 
 
 def _end() -> None:
-    """At a regular exit: a thread that was still trying something did not take the process down."""
-    for path in list(_held):
+    """Remove the markers at a regular exit: a trial still running in a thread did not crash the process."""
+    for path in list(_own_markers):
         _unmark(path)
 
 
 atexit.register(_end)
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_forget_parents_markers)
 
 
-# --- markers of others ------------------------------------------------------------------------------------------------
+# --- other processes' markers -----------------------------------------------------------------------------------------
 
 
-def _examined(path: Path, handle: int) -> Dead | None:
+def _examined(path: Path, handle: int) -> Abandoned | None:
     try:
-        line, finished, _ = sealed.content_of(handle).partition(b"\n")
+        line, finished, _ = files.content_of(handle).partition(b"\n")
         if not finished:
-            if _is_old(handle):  # its process was killed before it tried anything
+            if _is_expired(handle):  # its process was killed before the trial
                 _remove(path)
             return None
-        marker = sealed.decode_checked(line, Marker)
-        if not _abandoned(handle, marker):
+        marker = files.decode_checked(line, MarkerContent)
+        if not _is_abandoned(handle, marker):
             return None
-        note = sealed.content_of(handle)[len(line) + 1 :]  # again: nobody writes any more
+        note = files.content_of(handle)[len(line) + 1 :]  # again, now that its process is gone
         changed = os.fstat(handle)
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
-        return None  # taken away by its process, or by another that took note of it
-    except sealed.UNREADABLE as error:
+        return None  # removed by its process, or by another that recorded the crash
+    except files.UNREADABLE as error:
         say_once(f"ignored {path}: {error}")
         return None
     if there.st_ino != changed.st_ino:
         return None
-    if note.endswith(_OVER):
-        _remove(path)  # its process had no time for that
+    if note.endswith(_FINISHED):
+        _remove(path)  # its process ended before it could
         return None
     after_s = max(0.0, changed.st_mtime - marker.began)
-    return Dead(path=path, marker=marker, told_to_stop=bool(note), rebooted=_rebooted(marker.process), after_s=after_s)
+    return Abandoned(
+        path=path, marker=marker, stop_signal=bool(note), rebooted=_rebooted(marker.process), after_s=after_s
+    )
 
 
-def _abandoned(handle: int, marker: Marker) -> bool:
+def _is_abandoned(handle: int, marker: MarkerContent) -> bool:
     if marker.locked:
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -361,18 +368,18 @@ def _abandoned(handle: int, marker: Marker) -> bool:
     here, there = _this_process(), marker.process
     if here.boot and (here.boot, here.namespace) == (there.boot, there.namespace):
         return _start_of(there.pid) != there.start
-    return _is_old(handle)
+    return _is_expired(handle)
 
 
 def _rebooted(there: Process) -> bool:
-    """Whether this may be the same machine in a later boot; False where a boot is not known."""
+    """Whether the process may have run on this machine before a reboot; False where a boot is unknown."""
     here = _this_process()
     another = here.boot and there.boot and here.boot != there.boot
     return bool(another) and (here.host == there.host or not here.host or not there.host)
 
 
-def _is_old(handle: int) -> bool:
-    return abs(time.time() - os.fstat(handle).st_mtime) > FOREIGN_S
+def _is_expired(handle: int) -> bool:
+    return abs(time.time() - os.fstat(handle).st_mtime) > FOREIGN_EXPIRY_S
 
 
 def _this_process() -> Process:
@@ -382,7 +389,7 @@ def _this_process() -> Process:
 
 @cache
 def _machine() -> tuple[str, str, str]:
-    """The namespace of this process's pids, the machine's boot and the machine; empty where there is no telling."""
+    """This process's pid namespace, the machine's boot and the machine's identity; empty where unknown."""
     try:
         namespace = os.readlink(PROC / "self" / "ns" / "pid")
         return namespace, (PROC / "sys/kernel/random/boot_id").read_text().strip(), _host()
@@ -395,11 +402,11 @@ def _host() -> str:
         name = MACHINE_ID.read_text().strip()
     except (OSError, ValueError):
         return ""
-    return digest("attn-dispatch", name) if name else ""  # what it is itself is not for others to see
+    return digest("attn-dispatch", name) if name else ""  # hashed: the machine id itself is confidential
 
 
 def _start_of(pid: int) -> str:
-    """When a process started; empty for one that is gone."""
+    """The start of a process in clock ticks; empty if it is gone."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""One decision as data and as bytes: JSON with sorted keys, a checksum over the rest, and nothing lost in between.
+"""A decision as a struct and as bytes: JSON with sorted keys and a checksum over the rest.
 
-Fields that this version does not know are carried along in `extra` and written back where they stood.
+Fields unknown to this version are read into `extra` and written back in place, so that no round trip loses them.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 import msgspec
 
 SCHEMA = 2
-DIGITS = 32  #: of the checksum, hexadecimal
-MOST_BYTES = 1 << 24  #: of one decision; no real one comes near
+CHECKSUM_DIGITS = 32  #: hexadecimal digits
+MAX_BYTES = 1 << 24  #: bytes of one encoded decision, far above any real one
 KEY = re.compile(r"[0-9a-f]{20}")
 GROUP = re.compile(r"[0-9a-f]{12}")
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 NEVER = datetime.min.replace(tzinfo=UTC)
-# OverflowError and ValueError: an integer that is too long to be turned into a number or back.
-WRONG = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
+# OverflowError and ValueError: an integer too long to convert to a number or back.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
 
 
 class Damaged(ValueError):
-    """These bytes are no decision that may be believed; the message says why."""
+    """The bytes are not a valid decision; the message says why."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What became of one candidate. Times in milliseconds, `error` the largest absolute error of out.
+    """Status and measurements of one candidate. Times in milliseconds, `error` the largest absolute error of out.
 
-    `version` is that of the backend, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of
-    the median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
-    interval; `break_even` the calls after which its dearer first call is paid back against the chosen one.
-    `fastest_ms` is the smallest sample, `first_ms` the first call with all that is built once, `host_ms` the host's
-    share of a call, `cold_ms` a call with a cold L2, `need_ms` what measuring would have taken where the budget did not
-    allow it, `measured` the time in UTC.
+    `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of the
+    median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
+    interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
+    `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `host_ms` the host's share
+    of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring where the budget did not allow
+    it, `measured` the time of measuring in UTC.
     """
 
     backend: str
@@ -65,12 +65,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
 
     @property
     def id(self) -> tuple[str, str]:
-        """The candidate: a backend in an order."""
+        """The candidate: backend and order."""
         return self.backend, self.order
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The times of live calls that left the stored interval, and when they were seen (UTC)."""
+    """Times of live calls outside the stored interval, and when they were observed (UTC)."""
 
     median_ms: float
     low_ms: float
@@ -80,9 +80,9 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Which candidate runs a problem, and what is known of the others.
+    """The chosen candidate of a problem, with a row for every candidate.
 
-    `preferred` is the backend and order that were chosen, where a merge has brought a later row that rules them out.
+    `preferred` is the originally chosen backend and order, set where a merge added a later row that rules them out.
     """
 
     schema: int = SCHEMA
@@ -108,7 +108,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
     @property
     def chosen(self) -> tuple[str, str]:
-        """The candidate that was decided on: a backend in an order."""
+        """The chosen candidate: backend and order."""
         return self.choice, self.order
 
 
@@ -118,16 +118,16 @@ FIELDS = frozenset(Decision.__struct_fields__) - {"extra"}
 ROW_FIELDS = frozenset(Row.__struct_fields__) - {"extra"}
 
 _plain_decoder = msgspec.json.Decoder()
-msgspec.json.Decoder(Decision)  # has the annotations worked out now, which would take as long as all else of a look-up
+msgspec.json.Decoder(Decision)  # resolves the annotations at import: in a look-up that would double its time
 _encoder = msgspec.json.Encoder(order="sorted")
-canonical = _encoder.encode  #: the bytes of plain values that the checksum and the merge go by
+canonical = _encoder.encode  #: the canonical bytes of plain values, for checksums and for ties in a merge
 
 
 def encode(decision: Decision) -> bytes:
-    """The decision as it is kept: canonical, with its checksum first.
+    """Encode a decision for the store: canonical JSON with the checksum first.
 
     Raises:
-        Damaged: it could not be read back: a number is not finite, it has no chosen row, a time is no time.
+        Damaged: `decode` would refuse the bytes: a number is not finite, no row is chosen, a time is invalid.
     """
     plain = to_plain(decision)
     try:
@@ -137,18 +137,18 @@ def encode(decision: Decision) -> bytes:
         check(decision)
     except Damaged:
         raise
-    except (*WRONG, TypeError) as error:
+    except (*DECODE_ERRORS, TypeError) as error:
         raise Damaged(str(error)) from error
-    if len(body) > MOST_BYTES // 2:
-        raise Damaged(f"{len(body)} bytes, over {MOST_BYTES // 2}")
+    if len(body) > MAX_BYTES // 2:
+        raise Damaged(f"{len(body)} bytes, over {MAX_BYTES // 2}")
     return b'{"checksum":"%b",%b' % (_digest(body), body[1:])
 
 
 def decode(content: bytes) -> Decision:
-    """Read what `encode` wrote, or the same JSON in another spelling.
+    """Decode the bytes of `encode`, or equal JSON with other whitespace or order of keys.
 
     Raises:
-        Damaged: it is not that, in any way.
+        Damaged: the bytes are not a valid decision of this schema.
     """
     try:
         plain = _plain_decoder.decode(content)
@@ -157,18 +157,18 @@ def decode(content: bytes) -> Decision:
             raise Damaged(f"schema {schema}, this version reads {SCHEMA}")
         checksum = plain.pop("checksum", None)
         if not isinstance(checksum, str) or not _fits(checksum, content, plain):
-            raise Damaged("its content does not fit its checksum")
+            raise Damaged("its content does not match its checksum")
         found = from_plain(plain)
         check(found)
     except Damaged:
         raise
-    except WRONG as error:
+    except DECODE_ERRORS as error:
         raise Damaged(str(error)) from error
     return found
 
 
 def schema_of(plain: Any) -> int:
-    """The schema of an object. Raises Damaged where it has none."""
+    """The schema number of a JSON object. Raises Damaged where it has none."""
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if type(schema) is not int:
         raise Damaged("it is not a decision")
@@ -176,28 +176,31 @@ def schema_of(plain: Any) -> int:
 
 
 def to_plain(decision: Decision) -> dict[str, Any]:
-    """Plain values, unknown fields in their places; without a checksum."""
+    """Convert a decision to plain values, with unknown fields in place and without a checksum."""
     plain: dict[str, Any] = msgspec.to_builtins(decision)
     plain["schema"] = decision.schema
-    plain["candidates"] = [_flat(row, ROW_FIELDS) for row in plain["candidates"]]
-    return _flat(plain, FIELDS | {"checksum"})
+    plain["candidates"] = [_inline_extra(row, ROW_FIELDS) for row in plain["candidates"]]
+    return _inline_extra(plain, FIELDS | {"checksum"})
 
 
 def from_plain(plain: dict[str, Any]) -> Decision:
-    """The struct of plain values. Raises msgspec's errors."""
+    """Convert plain values to a decision. Raises msgspec's errors."""
     rows = plain.get("candidates")
     if isinstance(rows, list) and not all(isinstance(row, dict) and row.keys() <= ROW_FIELDS for row in rows):
-        plain = {**plain, "candidates": [_deep(row, ROW_FIELDS) if isinstance(row, dict) else row for row in rows]}
-    return msgspec.convert(_deep(plain, FIELDS), Decision)
+        plain = {
+            **plain,
+            "candidates": [_collect_extra(row, ROW_FIELDS) if isinstance(row, dict) else row for row in rows],
+        }
+    return msgspec.convert(_collect_extra(plain, FIELDS), Decision)
 
 
 def check(decision: Decision) -> None:
-    """That it makes sense by itself. Raises ValueError (of which Damaged is one)."""
+    """Check that a decision is consistent in itself. Raises ValueError (Damaged is one)."""
     if not address_fits(decision.silicon, decision.group, decision.key):
-        raise Damaged("its address is none")
+        raise Damaged("its address is not valid")
     chosen = [row.id for row in decision.candidates if row.status == "chosen"]
     if chosen != [decision.chosen]:
-        raise Damaged("its choice is not the one row that is chosen")
+        raise Damaged("its choice is not its one chosen row")
     if len({row.id for row in decision.candidates}) < len(decision.candidates):
         raise Damaged("it has two rows of one candidate")
     time_of(decision.created)
@@ -217,24 +220,24 @@ def _check_numbers(row: Row) -> None:
 
 
 def address_fits(silicon: str, group: str, key: str) -> bool:
-    """Whether these name a place in the store, and none outside it."""
+    """Whether these form a valid address in the store, which cannot lead outside it."""
     return bool(KEY.fullmatch(key) and GROUP.fullmatch(group) and SILICON.fullmatch(silicon))
 
 
 def time_of(text: str | None) -> datetime:
-    """An ISO time, in UTC where it does not say; None is before all others. Raises ValueError."""
+    """Parse an ISO time, in UTC where it has no zone; None gives the earliest time. Raises ValueError."""
     if text is None:
         return NEVER
     found = datetime.fromisoformat(text)
     return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-def _flat(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def _inline_extra(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
     extra = plain.pop("extra", {})
     return {**{name: value for name, value in extra.items() if name not in known}, **plain}
 
 
-def _deep(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def _collect_extra(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
     if plain.keys() <= known:
         return plain
     extra = {name: value for name, value in plain.items() if name not in known}
@@ -252,9 +255,9 @@ def _is_finite(value: Any) -> bool:
 def _fits(checksum: str, content: bytes, plain: dict[str, Any]) -> bool:
     head = b'{"checksum":"%b",' % checksum.encode()
     if content.startswith(head) and _digest(b"{" + content[len(head) :]) == checksum.encode():
-        return True  # as it was written: no need to sort anything
+        return True  # byte for byte as written: no need to sort
     return _digest(canonical(plain)) == checksum.encode()
 
 
 def _digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).hexdigest()[:DIGITS].encode()
+    return hashlib.sha256(body).hexdigest()[:CHECKSUM_DIGITS].encode()

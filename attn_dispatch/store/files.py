@@ -1,4 +1,4 @@
-"""Files that many processes read and write: whole or not at all, one writer at a time if it can be had, bounded."""
+"""Files shared by many processes: atomic writes, one writer at a time where locks work, bounded sizes."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-LIMIT = 1 << 16  #: bytes of one file
-UNREADABLE = (OSError, ValueError, msgspec.MsgspecError, RecursionError)
+MAX_CHECKED_BYTES = 1 << 16  #: bytes of one checked file
+UNREADABLE = (OSError, ValueError, msgspec.MsgspecError, RecursionError)  #: errors of reading a checked file
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 T = TypeVar("T")
 
 try:
     import fcntl
-except ImportError:  # not on every system
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-LOCK_S = 2.0  #: longest wait for another writer
+LOCK_S = 2.0  #: seconds to wait for another writer at most
 TMP = ".tmp"
-STALE_S = 3600.0  #: after which a temporary file has lost its writer
-FILLED = 0.9  #: of the bound, after a clean-up
-#: mkstemp's part between what `write` puts before and after it.
-UNFINISHED = r"[a-z0-9_]{8}" + re.escape(TMP)
+STALE_S = 3600.0  #: age in seconds at which a temporary file counts as abandoned
+FILL_AFTER_TIDY = 0.9  #: share of the bound that remains after `tidy` removed files
+#: The end of a temporary file's name: mkstemp's random part and the suffix.
+MKSTEMP_PART = r"[a-z0-9_]{8}" + re.escape(TMP)
 
 
 def read(path: str | Path, most: int) -> bytes:
-    """The content of a plain file.
+    """Read a plain file.
 
     Raises:
-        OSError: it cannot be read, is no plain file, or holds more than `most` bytes.
+        OSError: the file cannot be read, is not a plain file, or holds more than `most` bytes.
     """
     try:
         return _read(path, most)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        return _read(path, most)  # another host has replaced the file between look-up and opening
+        return _read(path, most)  # on NFS another host replaced the file between look-up and opening
 
 
 def tail(path: str | Path, most: int) -> bytes:
-    """The last bytes of a plain file, `most` of them. Raises OSError."""
+    """Read the last `most` bytes of a plain file. Raises OSError."""
     with _opened(path) as (file, size):
         file.seek(max(0, size - most))
         return file.read(most)
@@ -68,8 +68,8 @@ def _read(path: str | Path, most: int) -> bytes:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A plain file and its size. Raises OSError."""
-    # Without O_NONBLOCK a pipe in place of a file would wait for a writer for ever.
+    """Open a plain file; the file and its size in bytes. Raises OSError."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -82,7 +82,7 @@ def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def refuse_links(base: Path, folder: Path) -> None:
-    """Raise OSError where a folder below `base` is a symbolic link, and so not what was made there; `base` may be."""
+    """Raise OSError where `folder` or a parent below `base` is a symbolic link; `base` itself may be one."""
     for each in (folder, *folder.parents):
         if each == base:
             return
@@ -91,10 +91,10 @@ def refuse_links(base: Path, folder: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """All of it or nothing: readers see the old file or the new one, whenever the writer dies. A link is replaced.
+    """Write a file atomically: readers see the old or the new content, whenever the writer dies. A link is replaced.
 
     Raises:
-        OSError: it could not be written; what was there still is.
+        OSError: the file could not be written; the old one is unchanged.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=TMP)
     try:
@@ -102,7 +102,7 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are its owner's alone; a cache may be shared
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are private; a cache may be shared
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
@@ -111,7 +111,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, line: bytes) -> int:
-    """Write at the end of a file, made where there is none; its size afterwards. Raises OSError, for a link too."""
+    """Append to a file, creating it if needed; its size afterwards in bytes. Raises OSError, for a link too."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
     handle = os.open(path, flags, 0o666)
     with os.fdopen(handle, "wb", buffering=0) as file:
@@ -121,7 +121,7 @@ def append(path: Path, line: bytes) -> int:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other writers out of a folder; after two seconds, or where locks are not to be had, go on without."""
+    """Lock a folder against other writers; after `LOCK_S` seconds, or without lock support, go on unlocked."""
     handle = _lock(folder)
     try:
         yield
@@ -151,31 +151,32 @@ def _lock(folder: Path) -> int | None:
         except BaseException:
             os.close(handle)
             raise
-        time.sleep(random.uniform(0.0005, 0.003))  # not all waiters at once
+        time.sleep(random.uniform(0.0005, 0.003))  # random, so that waiters do not retry in step
 
 
 def tidy(root: Path, levels: Sequence[re.Pattern[str]], most: float, keep: Path) -> None:
-    """Remove what killed writers left and, past `most` bytes, the files that have not been used for longest.
+    """Remove abandoned temporary files and, past `most` bytes, the least recently used files.
 
-    Other processes may remove the same ones; a file that is written meanwhile stays, and so does `keep`. What has
-    another form of name, and what lies behind a link, is somebody else's: it is neither removed nor counted.
+    Other processes may do the same at the same time; a file that is written meanwhile stays, and so does `keep`. Files
+    with other names, and those behind a link, are not the store's: they are neither removed nor counted.
 
     Args:
-        levels: the names of the folders below `root`, from the outermost, and then of the files without `.json`.
+        levels: patterns of the names of the folders below `root`, outermost first, then of the files without `.json`.
+        most: bytes of all files together; removal goes down to `FILL_AFTER_TIDY` of it.
     """
     *folders, stem = levels
-    own, left = re.compile(stem.pattern + r"\.json"), re.compile(rf"\.{stem.pattern}-{UNFINISHED}")
+    own, left = re.compile(stem.pattern + r"\.json"), re.compile(rf"\.{stem.pattern}-{MKSTEMP_PART}")
     now, total = time.time(), 0
     found: list[tuple[float, str, os.stat_result]] = []
     for path, seen in _walk(root, folders):
         name = os.path.basename(path)
-        if left.fullmatch(name) and now - seen.st_mtime > STALE_S:  # a time to come is no age: the clock was set
+        if left.fullmatch(name) and now - seen.st_mtime > STALE_S:  # a time in the future counts as new
             _remove(path, seen)
         elif own.fullmatch(name):
             total += seen.st_size
             found.append((seen.st_mtime, path, seen))
     if total > most:
-        _shrink([(path, seen) for _, path, seen in sorted(found) if path != str(keep)], total - FILLED * most)
+        _shrink([(path, seen) for _, path, seen in sorted(found) if path != str(keep)], total - FILL_AFTER_TIDY * most)
 
 
 def _shrink(oldest: list[tuple[str, os.stat_result]], excess: float) -> None:
@@ -195,7 +196,7 @@ def _remove(path: str, seen: os.stat_result) -> None:
 
 
 def _walk(folder: str | Path, below: Sequence[re.Pattern[str]]) -> Iterator[tuple[str, os.stat_result]]:
-    """The plain files in the folders of these names, links not followed; what cannot be read or has gone is no file."""
+    """The plain files in folders of these names. Links are not followed; unreadable or vanished files are skipped."""
     if os.path.islink(folder):
         return
     try:
@@ -211,7 +212,7 @@ def _walk(folder: str | Path, below: Sequence[re.Pattern[str]]) -> Iterator[tupl
 
 
 def _umask() -> int:
-    """The process's mask, which elsewhere than on Linux can only be read by setting it, for all threads."""
+    """The process's umask; other systems than Linux can only read it by setting it, for all threads."""
     with suppress(OSError, ValueError), open("/proc/self/status", encoding="utf-8", errors="replace") as status:
         for line in status:
             if line.startswith("Umask:"):
@@ -227,21 +228,21 @@ class _Checked(msgspec.Struct):
 
 
 def encode_checked(value: msgspec.Struct) -> bytes:
-    """The line for a value."""
+    """Encode a value with its SHA-256 as one line of JSON."""
     content = msgspec.json.encode(value)
     return msgspec.json.encode(_Checked(sha256(content).hexdigest(), msgspec.Raw(content))) + b"\n"
 
 
 def decode_checked(line: bytes, kind: type[T]) -> T:
-    """The value of a line. Raises one of UNREADABLE for anything but what `seal` made of such a value."""
+    """Decode a line of `encode_checked`. Raises one of UNREADABLE for anything else."""
     found = msgspec.json.decode(line, type=_Checked)
     if sha256(found.content).hexdigest() != found.sha256:
-        raise ValueError("its content is not what its digest says")
+        raise ValueError("its content does not match its checksum")
     return msgspec.json.decode(found.content, type=kind)
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a plain file by. Raises OSError, for links and pipes too; never waits."""
+    """Open a plain file for reading; its descriptor. Raises OSError, for links and pipes too; never blocks."""
     handle = os.open(path, _READ)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -250,17 +251,17 @@ def open_regular(path: Path) -> int:
 
 
 def content_of(handle: int) -> bytes:
-    """All of a file from its start. Raises ValueError past LIMIT."""
+    """Read a whole file by its descriptor. Raises ValueError past MAX_CHECKED_BYTES."""
     content = b""
-    while part := os.pread(handle, LIMIT + 1 - len(content), len(content)):
+    while part := os.pread(handle, MAX_CHECKED_BYTES + 1 - len(content), len(content)):
         content += part
-    if len(content) > LIMIT:
-        raise ValueError(f"larger than {LIMIT} bytes")
+    if len(content) > MAX_CHECKED_BYTES:
+        raise ValueError(f"larger than {MAX_CHECKED_BYTES} bytes")
     return content
 
 
 def read_checked(path: Path, kind: type[T]) -> T:
-    """The value of a file. Raises one of UNREADABLE."""
+    """Read a checked file. Raises one of UNREADABLE."""
     handle = open_regular(path)
     try:
         return decode_checked(content_of(handle), kind)
@@ -269,7 +270,7 @@ def read_checked(path: Path, kind: type[T]) -> T:
 
 
 def write_checked(path: Path, value: msgspec.Struct) -> None:
-    """All of it or nothing, whenever the writer dies. Raises OSError."""
+    """Write a checked file atomically, and sync it and its folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.stem}-{secrets.token_hex(6)}.tmp")
     try:
@@ -286,7 +287,7 @@ def write_checked(path: Path, value: msgspec.Struct) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a file's name last through a crash of the machine, where the file system can."""
+    """Sync a folder, so that a new file's name survives a crash of the machine, where the file system allows it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,10 +1,10 @@
-"""Decisions on disk: one small JSON file each, written by atomic rename, read when asked for.
+"""The store of decisions: one small JSON file each, written by atomic rename, read on demand.
 
     <cache folder>/v2/<silicon>/<group>/<key>.json
 
-The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder; past $ATTN_DISPATCH_CACHE_MB those that have not
-been used for longest are removed. A file that is damaged, foreign or of a later schema is a miss and is said once.
-Beneath the user's decisions lie those shipped with the package. No torch here: `inspect` must start at once.
+The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder; past $ATTN_DISPATCH_CACHE_MB the least recently
+used are removed. A file that is damaged, foreign or of a later schema is a miss, with one warning. Decisions shipped
+with the package come second to the user's own. No torch here: `inspect` must start at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from attn_dispatch.log import say_once
-from attn_dispatch.settings import NOWHERE, _most_bytes
+from attn_dispatch.settings import NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import (
     GROUP,
     KEY,
-    MOST_BYTES,
+    MAX_BYTES,
     SCHEMA,
     SILICON,
     Damaged,
@@ -42,18 +42,19 @@ from attn_dispatch.store.decision import (
 from attn_dispatch.store.merge import merge
 from attn_dispatch.text import printable
 
-EACH = 256  #: puts of a process from one clean-up to the next
-NO_KEY = "0" * 20  #: where only the others' form matters
+PUTS_PER_CLEANUP = 256  #: a process cleans the store up at its first write, then at every 256th
+ANY_KEY = "0" * 20  #: a valid key, for paths that need silicon and group only
 LONG_AGO = "1970-01-01T00:00:00+00:00"
-NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  #: a file or links in a circle; whoever writes there says so
-AHEAD = timedelta(days=1)  #: no clock is that wrong by mere neglect
+NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)  #: a file or a loop of links in a folder's place; writing warns of it
+CLOCK_TOLERANCE = timedelta(days=1)  #: times further ahead than this come from a wrong clock
+
 
 _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
 
 
 class Added(NamedTuple):
-    """Where a decision was put, and what that changed."""
+    """The path that a decision was written to, and the effect."""
 
     path: Path
     how: Literal["added", "merged", "unchanged"]
@@ -67,10 +68,10 @@ class Store:
         self.root = folder / f"v{SCHEMA}"
 
     def path(self, silicon: str, group: str, key: str) -> Path:
-        """Where a decision is kept.
+        """The path of a decision.
 
         Raises:
-            ValueError: not a key, a group or a fingerprint; paths cannot escape the folder.
+            ValueError: an argument is not a fingerprint, a group or a key; paths cannot leave the folder.
         """
         if not address_fits(silicon, group, key):
             raise ValueError(f"not a store address: {silicon!r}, {group!r}, {key!r}")
@@ -85,7 +86,7 @@ class Store:
         return found
 
     def put(self, decision: Decision) -> Path | None:
-        """Write a decision, merged with what is there; the path, or None where it cannot be kept (said once).
+        """Write a decision, merged with the stored one; its path, or None, with one warning, where that fails.
 
         Raises:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
@@ -96,41 +97,42 @@ class Store:
         try:
             return self.add(decision).path
         except OSError as error:
-            # Said once for all groups, where none of them can be written.
+            # The nearest existing folder, so that there is one warning for all groups.
             there = (str(each) for each in (path.parent, *path.parents) if os.path.exists(each))
             where = error.filename if error.errno == errno.ELOOP else next(there)
-            say_once(f"decisions are not kept: {where} cannot be written ({error.strerror or error})")
+            say_once(f"decisions are not stored: {where} cannot be written ({error.strerror or error})")
         except Damaged as error:
-            say_once(f"the decision for {printable(decision.title)} is not kept: {error}")
+            say_once(f"the decision for {printable(decision.title)} is not stored: {error}")
         return None
 
     def add(self, decision: Decision) -> Added:
-        """`put` for those who want to know.
+        """Write a decision as `put` does, but raise on failure; its path and the effect.
 
         Raises:
-            OSError: it cannot be written. Damaged: it could not be read back.
+            OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
-        most = _most_bytes()
+        most = max_cache_bytes()
         path = self.path(decision.silicon, decision.group, decision.key)
-        encode(decision)  # nothing is made for one that cannot be kept
+        encode(decision)  # before folders are created: it raises where the decision is invalid
         files.refuse_links(self.folder, path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent):
             there = _read(path, decision.silicon, decision.group, decision.key)
-            content = _together(decision, there)
+            content = _merged_content(decision, there)
             unchanged = there is not None and content == encode(there)
             if unchanged:
                 _touch(path)
             else:
                 files.write(path, content)
         _puts[self.folder] += 1
-        if _puts[self.folder] % EACH == 1:
+        if _puts[self.folder] % PUTS_PER_CLEANUP == 1:
             files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path)
         return Added(path, "unchanged" if unchanged else "added" if there is None else "merged")
 
     def amend(self, decision: Decision, **changes: Any) -> None:
-        """Change fields of a stored decision that say nothing of what was measured; nothing where another has taken
-        its place. Where it cannot be written, it stays as it was.
+        """Change fields of a stored decision other than its measurements; do nothing where another has replaced it.
+
+        Where it cannot be written, it stays unchanged.
         """
         path = self.path(decision.silicon, decision.group, decision.key)
         with suppress(OSError, Damaged):
@@ -141,8 +143,8 @@ class Store:
                     files.write(path, encode(replace(there, **changes)))
 
     def group(self, silicon: str, group: str) -> list[Decision]:
-        """Every readable decision of a group, by key."""
-        folder = self.path(silicon, group, NO_KEY).parent
+        """Every readable decision of a group, sorted by key."""
+        folder = self.path(silicon, group, ANY_KEY).parent
         found = []
         for name in _names(folder):
             key = name.removesuffix(".json")
@@ -151,7 +153,7 @@ class Store:
         return [each for each in found if each is not None]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
-        """Every readable decision, by silicon and key."""
+        """Every readable decision with its path, sorted by silicon and key."""
         for silicon in _names(self.root):
             if SILICON.fullmatch(silicon):
                 yield from self._all_of(silicon)
@@ -170,7 +172,7 @@ class Store:
 
 @cache
 def shipped(silicon: str) -> dict[str, Decision]:
-    """The decisions that came with the package for this silicon, by key."""
+    """The decisions shipped with the package for this silicon, by key."""
     if not SILICON.fullmatch(silicon):
         return {}
     source = package_files("attn_dispatch.profiles").joinpath(f"{silicon}.json")
@@ -188,20 +190,18 @@ def shipped(silicon: str) -> dict[str, Decision]:
     return found
 
 
-def _together(given: Decision, old: Decision | None) -> bytes:
-    """The content of the file after a put."""
-    given = _timely(given)
+def _merged_content(given: Decision, old: Decision | None) -> bytes:
+    """Encode the given decision, merged with the stored one if there is one."""
+    given = _without_future_times(given)
     if old is not None and old != given:
-        with suppress(Damaged):  # each rules the other's choice out: the one at hand holds
-            return encode(merge(_dated(_timely(old)), _dated(given)))
+        with suppress(Damaged):  # each rules out the other's choice: write the given one
+            return encode(merge(_dated(_without_future_times(old)), _dated(given)))
     return encode(given)
 
 
-def _timely(decision: Decision) -> Decision:
-    """A time that has not come was told by a wrong clock, and would win over all that is measured: it counts as the
-    oldest.
-    """
-    latest = datetime.now(UTC) + AHEAD
+def _without_future_times(decision: Decision) -> Decision:
+    """Replace times in the future by `LONG_AGO`: they come from a wrong clock and would win over every measurement."""
+    latest = datetime.now(UTC) + CLOCK_TOLERANCE
     if any(time_of(row.measured) > latest for row in decision.candidates):
         rows = (replace(r, measured=LONG_AGO) if time_of(r.measured) > latest else r for r in decision.candidates)
         decision = replace(decision, candidates=tuple(rows))
@@ -209,13 +209,13 @@ def _timely(decision: Decision) -> Decision:
 
 
 def _dated(decision: Decision) -> Decision:
-    """Rows that do not say when they were measured are as old as their decision, as long as it is theirs alone."""
+    """Date rows without a time of measuring by their decision, which is right before a merge."""
     rows = (row if row.measured else replace(row, measured=decision.created) for row in decision.candidates)
     return replace(decision, candidates=tuple(rows))
 
 
 def _touch(path: Path) -> None:
-    """Note that a file is in use, once in a process."""
+    """Update a file's modification time, once in a process, so that clean-ups see it in use."""
     name = str(path)
     if name not in _touched:
         _touched.add(name)
@@ -232,9 +232,9 @@ def _names(folder: Path | str) -> list[str]:
 
 def _read(path: Path | str, silicon: str, group: str, key: str) -> Decision | None:
     try:
-        found = decode(files.read(path, MOST_BYTES))
+        found = decode(files.read(path, MAX_BYTES))
     except (OSError, Damaged) as error:
-        if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) not in NO_FOLDER:
+        if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) not in NOT_A_FOLDER:
             say_once(f"ignored {path}: {error}")
         return None
     if (found.silicon, found.group, found.key) != (silicon, group, key):

@@ -1,8 +1,8 @@
-"""Two decisions about one problem as one: commutative, associative and idempotent, so that no order of copying matters.
+"""Merges two decisions for one problem: commutative, associative and idempotent, so the order of copying is irrelevant.
 
-Each row is the later measurement of its candidate; the header, with the choice, that of the later decision; equal times
-go by canonical bytes. What follows from the rows and the choice (who is slower, who ties) is worked out anew as soon as
-rows of more than one decision meet: it takes part in no comparison, so it cannot make the order of merging matter.
+Each row is the later measurement of its candidate; the header, with the choice, is that of the later decision; equal
+times go by canonical bytes. Fields derived from rows and choice (slower, tie) are recomputed whenever rows come from
+more than one decision, and take part in no comparison, so that they cannot make the order of merging matter.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from msgspec.structs import replace
 
 from attn_dispatch.store.decision import NEVER, Decision, Drift, Row, canonical, time_of, to_plain
 
-RACED = ("chosen", "slower", "tie")
-OPEN = (*RACED, "not_measured")  #: what a row without times may become when another choice is made
-Name = tuple[str, str]  #: of a candidate: backend and order
+RACED = ("chosen", "slower", "tie")  #: statuses that follow from a comparison with the chosen row
+UNTIMED = (*RACED, "not_measured")  #: statuses between which a row without times may change with the choice
+Name = tuple[str, str]  #: a candidate: backend and order
 Rows = dict[Name, Row]
-Key = tuple[datetime, bytes]
+SortKey = tuple[datetime, bytes]
 
 
 def merge(a: Decision, b: Decision) -> Decision:
-    """What both know together.
+    """Merge two decisions for the same problem.
 
     Raises:
-        ValueError: they are about different problems.
+        ValueError: their addresses differ.
     """
     if (a.silicon, a.group, a.key) != (b.silicon, b.group, b.key):
         raise ValueError(f"decisions of different problems: {a.silicon} {a.key} and {b.silicon} {b.key}")
@@ -35,20 +35,21 @@ def merge(a: Decision, b: Decision) -> Decision:
     sides = _latest(a, b)
     extra = _union(a.extra, b.extra)
     drift = max(a, b, key=_drift_key).drift
-    if all(_facts(rows) == _facts(_rows(side)) for side in sides) and len({_verdicts(side) for side in sides}) == 1:
-        # Nothing came in from elsewhere: what the decision itself said of its rows holds.
-        settled = tuple(replace(row, extra=rows[_name(row)].extra) for row in sides[0].candidates)
-        return replace(sides[0], candidates=settled, extra=extra, drift=drift)
-    return _settled(replace(sides[0], extra=extra, drift=drift), rows)
+    same_facts = all(_facts(rows) == _facts(_rows(side)) for side in sides)
+    if same_facts and len({_relative_bytes(side) for side in sides}) == 1:
+        # All rows come from this decision, so their derived fields are valid.
+        own_rows = tuple(replace(row, extra=rows[_name(row)].extra) for row in sides[0].candidates)
+        return replace(sides[0], candidates=own_rows, extra=extra, drift=drift)
+    return _reconciled(replace(sides[0], extra=extra, drift=drift), rows)
 
 
 def _latest(a: Decision, b: Decision) -> list[Decision]:
-    """Those with the later header: one, or both where there is no difference."""
+    """The decision with the later header; both where the headers are equal."""
     keys = [_header_key(a), _header_key(b)]
     return [side for side, key in zip((a, b), keys) if key == max(keys)]
 
 
-def _header_key(decision: Decision) -> Key:
+def _header_key(decision: Decision) -> SortKey:
     plain = to_plain(replace(decision, candidates=(), drift=None, preferred=_preferred(decision), extra={}))
     del plain["choice"], plain["order"], plain["candidates"]
     return time_of(decision.created), canonical(plain)
@@ -73,7 +74,7 @@ def _rows(decision: Decision) -> Rows:
 
 
 def _join(a: Rows, b: Rows) -> Rows:
-    """The later row of each candidate, by name."""
+    """The later row of each candidate, sorted by name."""
     return {name: _later(a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys())}
 
 
@@ -85,14 +86,14 @@ def _later(a: Row | None, b: Row | None) -> Row:
     return replace(max(a, b, key=_row_key), extra=_union(a.extra, b.extra))
 
 
-def _row_key(row: Row) -> Key:
+def _row_key(row: Row) -> SortKey:
     return time_of(row.measured), canonical(_fact(row))
 
 
 def _fact(row: Row) -> Row:
-    """What was seen of a candidate by itself, without what follows from the others."""
+    """The row without fields derived from other rows."""
     bare = replace(row, extra={}, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
-    if row.median_ms is None and row.status in OPEN:
+    if row.median_ms is None and row.status in UNTIMED:
         return replace(bare, status="not_measured")
     return replace(bare, status="tie", reason="") if row.status in RACED else bare
 
@@ -101,18 +102,18 @@ def _facts(rows: Rows) -> list[Row]:
     return [_fact(row) for _, row in sorted(rows.items())]
 
 
-def _verdicts(decision: Decision) -> bytes:
-    """Everything about the rows that is no fact of one alone, their order included."""
+def _relative_bytes(decision: Decision) -> bytes:
+    """Canonical bytes of the choice and the full rows, derived fields and order of rows included."""
     rows = [replace(row, extra={}) for row in decision.candidates]
     return canonical([decision.choice, decision.order, decision.preferred, rows])
 
 
-def _settled(header: Decision, rows: Rows) -> Decision:
-    """The choice of the header, if its row still allows it, and what follows for the others."""
+def _reconciled(header: Decision, rows: Rows) -> Decision:
+    """The header's choice, if its row still allows it, with the derived fields of all rows recomputed."""
     wanted = _preferred(header)
     choice = _choice(wanted, rows)
     chosen = rows.get(choice)
-    found = sorted((_verdict(row, chosen) for row in rows.values()), key=_rank)
+    found = sorted((_with_status(row, chosen) for row in rows.values()), key=_rank)
     preferred = None if choice == wanted else wanted
     return replace(header, candidates=tuple(found), choice=choice[0], order=choice[1], preferred=preferred)
 
@@ -132,14 +133,14 @@ def _choice(wanted: Name, rows: Rows) -> Name:
     if timed:
         return min(timed)[1]
     row = rows.get(wanted)
-    return wanted if row is not None and row.status in OPEN else ("", "")
+    return wanted if row is not None and row.status in UNTIMED else ("", "")
 
 
 def _is_timed(row: Row) -> bool:
     return row.median_ms is not None and row.status in RACED
 
 
-def _verdict(row: Row, chosen: Row | None) -> Row:
+def _with_status(row: Row, chosen: Row | None) -> Row:
     fact = replace(_fact(row), extra=row.extra)
     if chosen is not None and _name(row) == _name(chosen):
         return replace(fact, status="chosen")
@@ -149,7 +150,7 @@ def _verdict(row: Row, chosen: Row | None) -> Row:
 
 
 def _union(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Both's unknown fields. This version cannot know which value is the later one: the greater bytes hold."""
+    """Join the unknown fields of both; of two values the one with the greater canonical bytes, as no time is known."""
     return {name: max(_values(name, (a, b)), key=canonical) for name in sorted(a.keys() | b.keys())}
 
 

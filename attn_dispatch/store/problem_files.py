@@ -1,4 +1,7 @@
-"""The problems that could not be measured when they were met, one JSON object per line; `profile --from` takes them."""
+"""Files of problems, one JSON object per line: those that could not be measured when first called, and recorded ones.
+
+`attn-dispatch profile --from` measures them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import files
 
 MISSED = "missed.jsonl"
-MOST = 1 << 20  #: bytes; past this the older half goes
+MOST = 1 << 20  #: bytes of the file; past this its older half is removed
 
 _noted: set[tuple[Path, bytes]] = set()
 
 
 def note_missed(folder: Path, problem: dict[str, Any]) -> None:
-    """Append a problem to the folder's file, once in a process."""
+    """Append a problem to the folder's file of missed problems, once in a process."""
     line = msgspec.json.encode(problem) + b"\n"
     mark = folder, hashlib.sha256(line).digest()
     if mark in _noted or folder == NOWHERE:
@@ -36,21 +39,21 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
             if files.append(path, line) > MOST:
                 files.write(path, _newer_half(path))
     except OSError as error:
-        say_once(f"misses are not noted: {folder} cannot be written ({error.strerror or error})")
+        say_once(f"misses are not recorded: {folder} cannot be written ({error.strerror or error})")
         return
     _noted.add(mark)
 
 
 def _newer_half(path: Path) -> bytes:
-    """The last lines that together hold no more than half of the bound."""
+    """The last whole lines within half of the bound."""
     return files.tail(path, MOST // 2).partition(b"\n")[2]
 
 
 def read_record(path: str | os.PathLike[str], device: torch.device | str | None = None) -> list[Problem]:
-    """The distinct problems of a file that `record` wrote, in order.
+    """Read the distinct problems of a file that `record` wrote, in order.
 
     Args:
-        device: where to measure them; by default the kind of device they were met on.
+        device: where to measure them; by default the kind of device they were recorded on.
 
     Raises:
         InvalidInput: a line is not a problem; the message names it.
@@ -59,7 +62,7 @@ def read_record(path: str | os.PathLike[str], device: torch.device | str | None 
 
 
 def parse_record(text: str, path: str | os.PathLike[str], device: torch.device | str | None = None) -> list[Problem]:
-    """`read_record` of what a file holds."""
+    """Parse the text of a recorded file; `path` is for messages. See `read_record`."""
     found: dict[Problem, None] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:

@@ -1,11 +1,11 @@
-"""Backends that are kept out on this machine: they took the process down, hung, gave wrong results or lied on memory.
+"""The quarantine: backends that crashed, hung, gave wrong results or exceeded their declared memory on this machine.
 
     <cache folder>/quarantine/<silicon>/<digest>.json
 
-One small checked file each. What is kept out is one version of a backend, whole or for one group of problems: another
-version gets its own chance. A process that was killed from outside in the middle of a trial looks like one that died of
-it: the first death keeps a version out for an hour, another one, in a trial begun after that, for good. Damaged and
-foreign files are ignored and said once. No torch here.
+One small checked file per entry. An entry excludes one version of a backend, for all problems or for one group; other
+versions are not affected. A process killed from outside during a trial looks like a crash: the first crash therefore
+excludes a version for an hour only, another one in a trial begun after that for good. Damaged and foreign files are
+ignored with one warning. No torch here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ import msgspec
 from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
-from attn_dispatch.store.crash_markers import SILICON, Dead, dead, digest, listed, place_of, refuse_links
+from attn_dispatch.store.crash_markers import SILICON, Abandoned, abandoned, digest, listed, place_of, refuse_links
 from attn_dispatch.text import printable
 
 Kind = Literal["died", "hung", "incorrect", "memory"]
 Key = tuple[str, str | None, str]
-LAST_RESORT = "manual"  #: never in quarantine for a death: there is nothing else to run. The registry has the same name
-
-
-FIRST = timedelta(hours=1)  #: for which the first death keeps a version out
+LAST_RESORT = "manual"  #: never quarantined for a crash, because nothing else could run. Same as in kernels.registry
+FIRST_CRASH_HOLD = timedelta(hours=1)  #: for which a first crash excludes a version
 
 
 def clock() -> datetime:
@@ -42,11 +40,11 @@ def _now() -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """Why one version of a backend is kept out.
+    """The quarantine of one version of a backend.
 
-    ``scope`` is "" for the whole version, else the digits of a group of problems. ``reason`` is one line, ``title`` the
-    problem it was seen on, ``created`` ISO time in UTC. ``until``, likewise, is when a first death no longer keeps it
-    out; None: it is kept out until it is lifted.
+    ``scope`` is "" for all problems, else the digits of a group of problems. ``reason`` is one line, ``title`` the
+    problem that showed the fault, ``created`` an ISO time in UTC. ``until``, likewise, is the end after a first crash;
+    None: the entry holds until it is lifted.
     """
 
     backend: str
@@ -62,8 +60,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Whether it keeps out now; where the clock was set back meanwhile, no longer than it should."""
-        return self.until is None or timedelta(0) < datetime.fromisoformat(self.until) - clock() <= FIRST
+        """Whether the entry is in force now; never longer than `FIRST_CRASH_HOLD`, even if the clock was set back."""
+        return self.until is None or timedelta(0) < datetime.fromisoformat(self.until) - clock() <= FIRST_CRASH_HOLD
 
     @property
     def key(self) -> Key:
@@ -72,10 +70,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Table:
-    """What one process knows of one silicon; ``unkept`` could not be written."""
+    """One silicon's entries as read and added in this process; those in ``unsaved`` could not be written."""
 
     entries: dict[Key, Entry] = field(default_factory=dict)
-    unkept: dict[Key, Entry] = field(default_factory=dict)
+    unsaved: dict[Key, Entry] = field(default_factory=dict)
     is_read: bool = False
 
 
@@ -83,19 +81,19 @@ _tables: dict[Path, _Table] = {}
 
 
 class Quarantine:
-    """What is kept out on one silicon. The folder is read once in a process, when it is first asked.
+    """The quarantine of one silicon. The folder is read once in a process, at the first look-up.
 
-    Every `Quarantine` of the same folder and silicon shares what was read and added in the process.
+    Every `Quarantine` of the same folder and silicon shares the entries read and added in the process.
     """
 
     def __init__(self, folder: Path, silicon: str) -> None:
-        """Raises ValueError: not a fingerprint."""
+        """Raises ValueError where `silicon` is not a fingerprint."""
         self.silicon = silicon
         self._place = place_of(folder, silicon)
         self._table = _tables.setdefault(self._place, _Table())
 
     def find(self, backend: str, version: str | None, scope: str = "") -> Entry | None:
-        """Why this version is kept out, as a whole or from the problems of ``scope``, or None."""
+        """The entry that excludes this version, for all problems or for those of ``scope``; None if it may run."""
         entries = self._entries()
         if not entries:
             return None
@@ -103,50 +101,48 @@ class Quarantine:
         return next((entry for entry in found if entry is not None and entry.holds), None)
 
     def entries(self) -> list[Entry]:
-        """All that is kept out now, by backend, version and scope."""
-        return [entry for entry in self._noted() if entry.holds]
+        """The entries in force now, sorted by backend, version and scope."""
+        return [entry for entry in self._all_entries() if entry.holds]
 
-    def _noted(self) -> list[Entry]:
-        """Those too whose time is over."""
-        found = list(self._entries().values())  # at once: another thread may add to it
+    def _all_entries(self) -> list[Entry]:
+        """All entries, expired ones included, sorted likewise."""
+        found = list(self._entries().values())  # copied at once: another thread may add to it
         return sorted(found, key=lambda entry: [part or "" for part in entry.key])
 
     def add(self, entry: Entry) -> None:
-        """Keep out, here and in later processes; only in this one where the folder cannot be written (said once).
+        """Quarantine in this and later processes; only in this one, with one warning, where the folder is read-only.
 
         Raises:
-            ValueError: an entry for another silicon.
+            ValueError: the entry is for another silicon.
         """
         if entry.silicon != self.silicon:
             raise ValueError(f"an entry for {entry.silicon}, not for {self.silicon}")
         known = self._entries()
         known[entry.key] = entry = _printable(entry)
-        self._keep(entry)
+        self._save(entry)
 
     def lift(self, backend: str | None = None) -> list[Entry]:
-        """Let a backend's versions, or all, be tried again, as if they had never failed; what was lifted. A file that
-        cannot go stays in force.
-        """
+        """Lift the entries of a backend, or all, and return them. An entry whose file cannot be removed stays."""
         self.reread()
-        return [entry for entry in self._noted() if backend in (None, entry.backend) and self._remove(entry)]
+        return [entry for entry in self._all_entries() if backend in (None, entry.backend) and self._remove(entry)]
 
     def reread(self) -> None:
-        """Read the folder anew; what could not be written is kept."""
+        """Read the folder again; entries that could not be written remain."""
         self.sweep()
-        self._table.entries = {**_read_all(self._place, self.silicon), **self._table.unkept}
+        self._table.entries = {**_read_all(self._place, self.silicon), **self._table.unsaved}
         self._table.is_read = True
 
     def sweep(self) -> list[Entry]:
-        """Make entries of the markers that dead processes left, and warn of each. Any number of processes may."""
+        """Turn abandoned crash markers into entries, with a warning each; safe in several processes at once."""
         found = []
-        for left in dead(self._place):
-            entry = _obituary(left)
+        for left in abandoned(self._place):
+            entry = _entry_for(left)
             if entry is None or entry.backend == LAST_RESORT or entry.silicon != self.silicon:
                 _unlink(left.path)
                 continue
-            entry = _sentence(entry, self._before(entry), left.marker.began)
+            entry = _with_expiry(entry, self._stored(entry), left.marker.began)
             self._table.entries[entry.key] = entry
-            if self._keep(entry):  # the marker goes only when its news is safe
+            if self._save(entry):  # remove the marker only once its entry is on disk
                 _unlink(left.path)
             found.append(entry)
             say_once(
@@ -159,28 +155,28 @@ class Quarantine:
             self.reread()
         return self._table.entries
 
-    def _before(self, entry: Entry) -> Entry | None:
-        """What was noted of the same version up to now, by other processes too."""
+    def _stored(self, entry: Entry) -> Entry | None:
+        """The entry on disk for the same version and scope, which another process may have written; or None."""
         try:
             found = files.read_checked(self._path(entry), Entry)
             _check(found, self._path(entry), self.silicon)
-        except files.UNREADABLE:  # `reread` says so where there is something
-            return self._table.unkept.get(entry.key)
+        except files.UNREADABLE:  # `reread` warns of a damaged file
+            return self._table.unsaved.get(entry.key)
         return found
 
     def _path(self, entry: Entry) -> Path:
         return self._place / f"{digest(*entry.key)}.json"
 
-    def _keep(self, entry: Entry) -> bool:
+    def _save(self, entry: Entry) -> bool:
         try:
             refuse_links(self._place)
             files.write_checked(self._path(entry), entry)
         except OSError as error:
             if settings.NOWHERE not in self._place.parents:
                 say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
-            self._table.unkept[entry.key] = entry
+            self._table.unsaved[entry.key] = entry
             return False
-        self._table.unkept.pop(entry.key, None)
+        self._table.unsaved.pop(entry.key, None)
         return True
 
     def _remove(self, entry: Entry) -> bool:
@@ -190,55 +186,53 @@ class Quarantine:
         except OSError as error:
             say_once(f"{entry.backend} stays in quarantine: {self._path(entry)} cannot be removed ({error.strerror})")
             return False
-        self._table.unkept.pop(entry.key, None)
+        self._table.unsaved.pop(entry.key, None)
         self._table.entries.pop(entry.key, None)
         return True
 
 
 def silicons(folder: Path) -> list[str]:
-    """The silicons of which something is kept in a cache folder."""
+    """The silicons that have a quarantine in a cache folder."""
     return [path.name for path in listed(folder / "quarantine", "") if SILICON.fullmatch(path.name)]
 
 
 def until(entry: Entry) -> str:
-    """Until when it is kept out, to stand behind what happened; empty where that is for good."""
-    return "" if entry.until is None else f"; kept out until {shown_time(entry.until)} UTC"
+    """The end of an entry as a suffix to its reason; empty where it has none."""
+    return "" if entry.until is None else f"; quarantined until {shown_time(entry.until)} UTC"
 
 
 def shown_time(text: str) -> str:
-    """An ISO time to the minute."""
+    """Format an ISO time to the minute."""
     return text[:16].replace("T", " ")
 
 
-def _sentence(entry: Entry, before: Entry | None, began: float) -> Entry:
-    """The entry with how long a death keeps its version out.
+def _with_expiry(entry: Entry, earlier: Entry | None, began: float) -> Entry:
+    """Set how long a crash excludes its version, given the stored entry and the trial's start (seconds since 1970).
 
-    Processes that are killed at once, as the ranks of a job are, are one death: what began before the time of the first
-    one is over adds nothing to it.
+    Processes killed together, as the ranks of a job are, count as one crash: a trial that began before the first
+    entry's end adds nothing to it.
     """
     if entry.kind != "died":
         return entry
-    if before is None:
-        return msgspec.structs.replace(entry, until=(clock() + FIRST).isoformat(timespec="seconds"))
-    if before.until is None:
+    if earlier is None:
+        return msgspec.structs.replace(entry, until=(clock() + FIRST_CRASH_HOLD).isoformat(timespec="seconds"))
+    if earlier.until is None:
         return entry
-    over = datetime.fromisoformat(before.until)
-    if began < over.timestamp() and over - clock() <= FIRST:  # no time is further ahead, unless the clock was wrong
-        return before
-    again = f"{entry.reason}; another process had died of it, noted on {shown_time(before.created)} UTC"
+    end = datetime.fromisoformat(earlier.until)
+    if began < end.timestamp() and end - clock() <= FIRST_CRASH_HOLD:  # further ahead only by a wrong clock
+        return earlier
+    again = f"{entry.reason}; an earlier process died likewise, recorded on {shown_time(earlier.created)} UTC"
     return _printable(msgspec.structs.replace(entry, reason=again))
 
 
-def _obituary(left: Dead) -> Entry | None:
-    """The entry for a dead process's marker, or None where it was told to stop in the middle of a trial, or where a
-    reboot or a loss of power may have ended it.
-    """
+def _entry_for(left: Abandoned) -> Entry | None:
+    """The entry for an abandoned marker; None where a signal, reboot or power loss may have ended the process."""
     marker = left.marker
     name = f"{marker.backend} {marker.version}" if marker.version else marker.backend
     trial = f"{name} ran {marker.title} for the first time"
-    if not left.told_to_stop and left.rebooted:
+    if not left.stop_signal and left.rebooted:
         return None
-    if not left.told_to_stop:
+    if not left.stop_signal:
         kind: Kind = "died"
         reason = f"the process died while {trial} (segfault, abort or out-of-memory kill)"
     elif marker.patience_s is not None and left.after_s > marker.patience_s:
@@ -265,7 +259,7 @@ def _read_all(place: Path, silicon: str) -> dict[Key, Entry]:
             entry = files.read_checked(path, Entry)
             _check(entry, path, silicon)
         except FileNotFoundError:
-            continue  # lifted at this moment
+            continue  # lifted meanwhile
         except files.UNREADABLE as error:
             say_once(f"ignored {path}: {error}")
             continue
@@ -275,15 +269,15 @@ def _read_all(place: Path, silicon: str) -> dict[Key, Entry]:
 
 def _check(entry: Entry, path: Path, silicon: str) -> None:
     if entry.silicon != silicon or path.name != f"{digest(*entry.key)}.json":
-        raise ValueError("it is about something else than its name says")
+        raise ValueError("its content does not match its name")
     if entry.until is not None and datetime.fromisoformat(entry.until).tzinfo is None:
-        raise ValueError("it ends at no time in UTC")
+        raise ValueError("its end is not a time in UTC")
     if entry != _printable(entry) or not "".join(map(str, entry.key)).isprintable():
-        raise ValueError("it holds what cannot be printed")
+        raise ValueError("it holds unprintable characters")
 
 
 def _printable(entry: Entry) -> Entry:
-    """On one line, without what a terminal would act on."""
+    """The entry with printable, one-line texts, free of terminal control characters."""
     shown = {name: _one_line(getattr(entry, name)) for name in ("reason", "title", "created")}
     if entry.until is not None:
         shown["until"] = _one_line(entry.until)

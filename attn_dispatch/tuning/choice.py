@@ -1,9 +1,9 @@
-"""Which candidate is chosen, from what was measured of all of them. Pure: no clock, no torch.
+"""Chooses a candidate from the timings of all. Pure: no clock, no torch.
 
-A challenger replaces the incumbent only where it is surely cheaper by more than a margin, what its first call takes
-counted in; "surely" is :func:`~attn_dispatch.tuning.intervals.faster_at_last`. Among those that do, nobody may be
-surely beaten by another one by more than the margin; of the rest, a fixed order decides, so that noise does not: less
-workspace memory as declared, then the simpler one.
+A challenger replaces the incumbent only where it is surely cheaper by more than a margin, its share of the first call
+included; "surely" is :func:`~attn_dispatch.tuning.intervals.faster_at_last_look`. Challengers that another one surely
+beats by more than the margin are excluded. Among the rest a fixed order decides, so that noise does not: less declared
+workspace memory, then the simpler candidate.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from attn_dispatch.tuning.intervals import (
     LAST_LOOK,
     MARGIN,
     Timing,
-    faster_at_last,
+    faster_at_last_look,
     paired_ratios,
     ratio_interval,
     shared_rounds,
 )
 
-#: What a first call takes beyond a later one counts from here on: below, it is caches and the machine warming up.
+#: Milliseconds of a first call beyond a later one, below which they count as 0: caches and the machine warming up.
 LEAST_PLAN_MS = 10.0
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One candidate with what was seen of it.
+    """One candidate with its measurements.
 
     Args:
-        workspace_bytes: the memory that it declares, not the peak that was measured, which is noise in part.
-        rank: its place in the order of simplicity; less is simpler.
-        plan_ms: what its first call takes beyond a later one: planning, compilation.
-        dropped: how many times slower than the fastest it was when it was dropped as hopeless; such a one is not
-            chosen while there is another.
+        workspace_bytes: the declared memory; the measured peak is partly noise.
+        rank: place in the order of simplicity; less is simpler.
+        plan_ms: milliseconds of the first call beyond a later one: planning, compilation.
+        dropped: ratio to the fastest at which the candidate was dropped as hopeless, None if it was not. A dropped
+            candidate is chosen only where all were dropped.
     """
 
     name: str
@@ -51,15 +51,16 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate.
+    """The status of one candidate after the choice.
 
     Args:
-        status: "chosen"; "slower", where the chosen one surely costs less by more than the margin; else "tie".
-        reason: a short text, or none where the figures speak for themselves.
-        ratio: median of its times over the chosen one's, round by round, without first calls; None without rounds.
-        ratio_low, ratio_high: 99 % interval of that, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
-        break_even: calls from which its dearer first call is paid for by faster later ones: for the chosen one against
-            the incumbent, for another one against the chosen one. None where there is no such number.
+        status: "chosen"; "slower" where the chosen one surely costs less by more than the margin; else "tie".
+        reason: a short text; empty where the figures suffice.
+        ratio: median of the candidate's times over the chosen one's, paired by round, without first calls; None
+            without shared rounds.
+        ratio_low, ratio_high: 99 % interval of the ratio, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
+        break_even: number of calls from which faster later calls outweigh the dearer first one: for the chosen
+            candidate against the incumbent, for any other against the chosen one. None where there is no such number.
     """
 
     status: Literal["chosen", "slower", "tie"]
@@ -71,7 +72,7 @@ class Outcome:
 
 
 def per_call_ms(plan_ms: float, calls: int) -> float:
-    """A call's share of what the first of ``calls`` takes beyond the others; 0 below :data:`LEAST_PLAN_MS`.
+    """Spread the first call's extra milliseconds over ``calls`` calls; 0 below :data:`LEAST_PLAN_MS`.
 
     Raises:
         ValueError: ``calls`` is below 1.
@@ -84,25 +85,26 @@ def per_call_ms(plan_ms: float, calls: int) -> float:
 def choose(
     entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, margin: float = MARGIN
 ) -> tuple[str, dict[str, Outcome]]:
-    """The name of the chosen one, and what became of each.
+    """Choose a candidate; its name, and the outcome of each by name.
 
     Args:
-        entrants: the candidates, timed in turns with one another.
-        incumbent: who is replaced only by one that is surely cheaper. None, or a name that is not among them or was
-            dropped: everyone is in the field.
-        calls: how many calls are expected, over which the cost of the first is spread.
+        entrants: the candidates, timed against one another in the same rounds.
+        incumbent: the candidate that only a surely cheaper one replaces. None, an unknown name or a dropped candidate:
+            all are eligible.
+        calls: expected number of calls, over which the cost of the first is spread.
+        margin: smallest difference that counts, as a share.
 
     Raises:
         ValueError: no entrants, or ``calls`` below 1.
     """
     if not entrants:
         raise ValueError("choose needs at least one entrant")
-    bout = _Bout({entrant.name: entrant for entrant in entrants}, incumbent, calls, margin)
-    chosen = bout.choose()
-    return chosen, {entrant.name: bout.outcome(entrant.name, chosen) for entrant in entrants}
+    comparison = _Comparison({entrant.name: entrant for entrant in entrants}, incumbent, calls, margin)
+    chosen = comparison.choose()
+    return chosen, {entrant.name: comparison.outcome(entrant.name, chosen) for entrant in entrants}
 
 
-class _Bout:
+class _Comparison:
     def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int, margin: float) -> None:
         self._entrants = entrants
         self._able = [name for name, entrant in entrants.items() if entrant.dropped is None] or list(entrants)
@@ -110,18 +112,18 @@ class _Bout:
         self._calls, self._margin = calls, margin
         self._costs = {name: each.timing.plus(per_call_ms(each.plan_ms, calls)) for name, each in entrants.items()}
 
-    def field(self) -> list[str]:
-        """Who may be chosen: those that surely beat the incumbent, or the incumbent alone, or everyone."""
+    def eligible(self) -> list[str]:
+        """Candidates that may be chosen: those that surely beat the incumbent, else it alone; all without one."""
         incumbent = self._incumbent
         if incumbent is None:
             return self._able
         return [name for name in self._able if self._beats(name, incumbent)] or [incumbent]
 
     def choose(self) -> str:
-        field = self.field()
-        unbeaten = [name for name in field if not any(self._beats(rival, name) for rival in field)]
-        # "Surely faster" need not be transitive: where everyone is beaten by someone, the median decides.
-        return min(unbeaten, key=self._preference, default=min(field, key=lambda name: self._costs[name].median_ms))
+        eligible = self.eligible()
+        unbeaten = [name for name in eligible if not any(self._beats(rival, name) for rival in eligible)]
+        # "Surely faster" need not be transitive: where all are beaten by another, the median decides.
+        return min(unbeaten, key=self._preference, default=min(eligible, key=lambda name: self._costs[name].median_ms))
 
     def outcome(self, name: str, chosen: str) -> Outcome:
         timing, best = self._entrants[name].timing, self._entrants[chosen].timing
@@ -136,7 +138,7 @@ class _Bout:
         )
 
     def _beats(self, name: str, rival: str) -> bool:
-        return name != rival and faster_at_last(self._costs[name], self._costs[rival], self._margin)
+        return name != rival and faster_at_last_look(self._costs[name], self._costs[rival], self._margin)
 
     def _preference(self, name: str) -> tuple[int, int]:
         return self._entrants[name].workspace_bytes, self._entrants[name].rank
@@ -166,26 +168,26 @@ class _Bout:
         return f"{pays}, and not surely by {self._margin:.0%} within {self._calls:,}"
 
     def _tie(self, name: str, chosen: str) -> str:
-        """Why a candidate that is not surely slower was not chosen either."""
+        """The reason why a candidate that is not surely slower was not chosen."""
         cost, best = self._costs[name], self._costs[chosen]
         ratio = statistics.median(paired_ratios(cost, best))
         if not 1.0 - self._margin <= ratio <= 1.0 / (1.0 - self._margin):
             rounds = shared_rounds(cost, best)
             return f"{rounds} round{'s are' if rounds > 1 else ' is'} too few to tell"
         if chosen == self._incumbent:
-            return f"a tie goes to {chosen}, which was there first"
-        if name not in self.field():
+            return f"a tie goes to the incumbent, {chosen}"
+        if name not in self.eligible():
             return f"not surely {self._margin:.0%} faster than {self._incumbent}"
         more = self._entrants[name].workspace_bytes - self._entrants[chosen].workspace_bytes
         if more > 0:
             return f"a tie goes to less workspace: {gib(more)} less"
-        return "a tie goes to the simpler one" if more == 0 else ""
+        return "a tie goes to the simpler candidate" if more == 0 else ""
 
     def _break_even(self, name: str, rival: str) -> float | None:
-        """Calls from which ``name``, with the dearer first call, costs less than ``rival``; None where never."""
+        """Number of calls from which ``name``, with the dearer first call, costs less than ``rival``; None if never."""
         one, other = self._entrants[name], self._entrants[rival]
         dearer_ms = _plan_ms(one.plan_ms) - _plan_ms(other.plan_ms)
-        if dearer_ms <= 0.0 or not faster_at_last(one.timing, other.timing, self._margin):
+        if dearer_ms <= 0.0 or not faster_at_last_look(one.timing, other.timing, self._margin):
             return None
         pairs = zip(other.timing.samples_ms, one.timing.samples_ms, strict=False)
         return dearer_ms / statistics.median(slow - fast for slow, fast in pairs)

@@ -1,9 +1,9 @@
 """Times calls by the host's clock, or by events on a CUDA device's stream.
 
-An event is a time stamp that the device takes itself, so neither the host's clock nor waiting for it is in a sample.
-Where the host enqueues more slowly than the device works, the gaps are in the sample: a caller meets them too; their
-share is `host_ms`. Warm samples are the default, since q, k and v are mostly just written when attention is called;
-`cold_ms` has a flushed L2 cache, as Triton's `do_bench` and CUTLASS's profiler measure it.
+An event is a time stamp taken by the device, so a sample includes neither the host's clock nor waiting for it. Where
+the host enqueues more slowly than the device works, a sample includes the gaps, as a user's call does; `host_ms` is
+their share. Samples have a warm cache by default, since q, k and v are usually just written when attention is called;
+`cold_ms` has a flushed L2 cache, as in Triton's `do_bench` and CUTLASS's profiler.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 Call = Callable[[], object]
 
-_SHORTEST_SAMPLE_MS = 0.2
-_MOST_REPEATS = 10_000
+_SHORTEST_SAMPLE_MS = 0.2  # shorter calls are repeated within one sample
+_MOST_REPEATS = 10_000  # calls per sample
 
-#: Calls per sample of the host's time: the driver's queue must not fill, or the host waits for the device.
+#: Calls per sample of the host's time: few, because the host waits for the device once the driver's queue is full.
 HOST_REPEATS = 8
-UNKNOWN_L2_BYTES = 128 * 2**20  #: assumed where PyTorch cannot say, more than any device has today
+UNKNOWN_L2_BYTES = 128 * 2**20  #: L2 size assumed where PyTorch gives none; more than any device has today
 
 
 class Stopwatch(Protocol):
     """Takes samples of a call, in milliseconds."""
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
-        """Milliseconds per call of ``repeats`` calls in a row: the sample that candidates are compared by."""
+        """Milliseconds per call over ``repeats`` calls in a row: the sample that candidates are compared by."""
         ...
 
     def host_ms(self, call: Call) -> float | None:
-        """What the host needs to enqueue one call; None where the host does the work itself."""
+        """Milliseconds the host takes to enqueue one call; None where the host does the work itself."""
         ...
 
     def cold_ms(self, call: Call) -> float | None:
-        """One call whose data the L2 cache does not hold; None where that cannot be arranged."""
+        """Milliseconds of one call with a flushed L2 cache; None where it cannot be flushed."""
         ...
 
 
 @dataclass(frozen=True)
 class HostStopwatch:
-    """By ``clock`` (seconds), after ``synchronize``; the garbage collector is off meanwhile."""
+    """A stopwatch by the host's ``clock`` (seconds) after ``synchronize``, with the garbage collector off."""
 
     clock: Callable[[], float] = time.perf_counter
     synchronize: Callable[[], None] = lambda: None
@@ -71,7 +71,7 @@ class HostStopwatch:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection inside; afterwards as it was."""
+    """Turn the garbage collector off inside, and back on afterwards where it was on."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -82,20 +82,20 @@ def collector_off() -> Iterator[None]:
 
 
 def calibrate(stopwatch: Stopwatch, call: Call) -> tuple[int, float]:
-    """Repeats that make a sample last 0.2 ms or more, and the mean milliseconds seen with them."""
+    """Find how many repeats make a sample last 0.2 ms or more; that number, and the mean milliseconds of a call."""
     repeats, mean_ms = 1, stopwatch.mean_ms(call)
     while repeats * mean_ms < _SHORTEST_SAMPLE_MS and repeats < _MOST_REPEATS:
         wanted = 1.25 * _SHORTEST_SAMPLE_MS / mean_ms if mean_ms > 0.0 else math.inf
-        # At most tenfold at a time, so that one reading of a coarse clock cannot ask for seconds of repeats.
+        # At most tenfold per step, so that one reading of a coarse clock cannot cause seconds of repeats.
         repeats = math.ceil(min(max(wanted, 2 * repeats), 10 * repeats, _MOST_REPEATS))
         mean_ms = stopwatch.mean_ms(call, repeats)
     return repeats, mean_ms
 
 
 class CudaStopwatch:
-    """A :class:`~attn_dispatch.tuning.clocks.Stopwatch` of the device's current stream.
+    """A :class:`~attn_dispatch.tuning.clocks.Stopwatch` by CUDA events on the device's current stream.
 
-    Holds a buffer of twice the L2 cache from the first :meth:`cold_ms` on.
+    Allocates a buffer of twice the L2 cache at the first :meth:`cold_ms` and keeps it.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -109,7 +109,7 @@ class CudaStopwatch:
         return self._between_events(call, repeats, lambda: None)
 
     def host_ms(self, call: Call) -> float | None:
-        """Milliseconds until one call is enqueued, of :data:`HOST_REPEATS` calls that start on an idle device."""
+        """Milliseconds to enqueue one call, the mean of :data:`HOST_REPEATS` calls that start on an idle device."""
         cuda = self._torch.cuda
         with collector_off(), cuda.device(self._device):
             cuda.synchronize()
@@ -121,7 +121,7 @@ class CudaStopwatch:
         return elapsed_s * 1e3 / HOST_REPEATS
 
     def cold_ms(self, call: Call) -> float | None:
-        """One call after a buffer of twice the L2 cache was overwritten; None where there is no memory for that."""
+        """Milliseconds of one call after overwriting a buffer of twice the L2 cache; None without memory for it."""
         if self._buffer is None:
             with suppress(self._torch.OutOfMemoryError):
                 size = 2 * self._l2_bytes()

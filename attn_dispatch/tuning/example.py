@@ -1,4 +1,4 @@
-"""Made-up tensors for a problem: the same values for every candidate, on every machine."""
+"""Random tensors for a problem: the same values for every candidate, on every machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from attn_dispatch.spec.strides import randn
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tensors that fit a problem. `grad` is the gradient of out, where the problem needs gradients."""
+    """Tensors of a problem's shapes, dtype and strides; `grad` is the gradient of out, None where none is needed.
+
+    q and grad are [batch, q_len, heads, head_dim], k and v [batch, k_len, kv_heads, head_dim].
+    """
 
     problem: Problem
     q: Tensor
@@ -26,7 +29,7 @@ class Example:
     masks: dict[str, Tensor]
 
     def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
-        """What a user's call costs: forward, and backward where gradients are needed."""
+        """The call to time: forward, and backward where the problem needs gradients."""
         run = runner(backend, order)
 
         def forward() -> Result:
@@ -43,12 +46,12 @@ class Example:
         return forward_backward if self.problem.needs_grad else forward
 
     def without_dropout(self) -> Example:
-        """The same with no randomness in the result, so that results can be compared."""
+        """The same example with dropout 0, so that results can be compared."""
         return replace(self, problem=replace(self.problem, dropout_p=0.0)) if self.problem.dropout_p else self
 
 
 def example_bytes(problem: Problem) -> int:
-    """Bytes that `make` holds: q, k, v, the gradient of out and the masks."""
+    """Bytes that `make` allocates: q, k, v, the gradient of out and the masks."""
     q = problem.batch * problem.q_len * problem.heads * problem.head_dim
     kv = problem.batch * problem.k_len * problem.kv_heads * problem.head_dim
     masks = problem.batch * (8 * problem.has_seq_lens + problem.k_len * problem.has_key_mask)
@@ -56,7 +59,7 @@ def example_bytes(problem: Problem) -> int:
 
 
 def make(problem: Problem, seed: int = 0) -> Example:
-    """Unit-normal q, k, v and gradient in the problem's memory order; masks that hide a part of the keys."""
+    """Draw unit-normal q, k, v and gradient in the problem's memory order, and masks that hide part of the keys."""
     generator = torch.Generator().manual_seed(seed)
     q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
@@ -74,6 +77,6 @@ def make(problem: Problem, seed: int = 0) -> Example:
         lens = torch.randint(low, problem.q_len + 1, (problem.batch,), generator=generator)
         masks["seq_lens"] = lens.to(problem.device)
     if problem.has_key_mask:
-        kept = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
-        masks["key_mask"] = kept.to(problem.device)
+        visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
+        masks["key_mask"] = visible.to(problem.device)
     return Example(problem, q, k, v, grad, masks)

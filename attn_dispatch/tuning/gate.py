@@ -1,6 +1,6 @@
-"""Whether a candidate may race: first contact under guard, hard cases, the problem itself, and what it took.
+"""The gate: admits a candidate to the race, or rejects it, after guarded runs of hard cases and of the problem itself.
 
-Whatever goes wrong is data: a status and a reason, and for what must not be met again a quarantine of this version.
+Every failure becomes data: a status and a reason and, where the version must not run again, a quarantine.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.crash_markers import contact
+from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import HardCase, class_key, hard_cases
-from attn_dispatch.tuning.oracle import Gate, NoReference, reference
+from attn_dispatch.tuning.oracle import NoReference, Oracle, reference
 
 T = TypeVar("T")
 
-PATIENCE = 20.0  #: how many times slower than in its hard cases a backend may be before it counts as hung
-PREPARE_PATIENCE = 10.0  #: times the time limit of a call, for what a backend compiles once
-COMPILED_CASES = 2  #: large scores, and uneven lengths with rows without keys
+SLOWDOWN_LIMIT = 20.0  #: factor on a backend's time per operation in its hard cases, past which it counts as hung
+PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
+COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
-# Seconds per operation in the hard cases of a class that a version has passed in this process.
+# (backend, order, version, class of problems) -> seconds per operation in the hard cases passed in this process.
 _passed: dict[tuple[str, str, str | None, object], float] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """It may race. Milliseconds of the first call, and of the call that was checked; bytes; largest error of out."""
+    """The candidate may race.
+
+    `first_ms` is its first call, `call_ms` the call that was checked, `error` the largest absolute error of out.
+    """
 
     first_ms: float
     call_ms: float
@@ -56,32 +59,37 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """It may not: `failed` or `incorrect`, and why. `kept_out`: whether its version is quarantined as a whole."""
+    """The candidate may not race: its status (`failed` or `incorrect`) and the reason.
+
+    `quarantined` is whether the backend's version is quarantined for all problems.
+    """
 
     status: str
     reason: str
     first_ms: float | None = None
     peak_bytes: int | None = None
     error: float | None = None
-    kept_out: bool = False
+    quarantined: bool = False
 
 
 @dataclass
-class Gatekeeper:
-    """The gate of one trial. `outside_s` are the seconds that are no part of the problem's budget: working out what
-    results should be, and hard cases, which a version passes once for a class of problems.
+class Gate:
+    """The gate of one trial.
+
+    `outside_s` counts the seconds outside the problem's budget: evaluating expected results, and hard cases, which a
+    version passes once per process and class of problems.
     """
 
     example: Example
     outside_s: float = field(init=False)
-    _gate: Gate = field(init=False)
+    _oracle: Oracle = field(init=False)
     _cases: tuple[HardCase, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         start = time.perf_counter()
-        # Loaded by the first kernel that keeps out of compiled graphs: a second or more, which is no backend's time.
+        # The first kernel with torch.compiler.disable loads it, for a second or more: not that backend's time.
         importlib.import_module("torch._dynamo")
-        self._gate = Gate.of(self.example)
+        self._oracle = Oracle.of(self.example)
         with reference():
             self._cases = hard_cases(self.problem)
         self.outside_s = time.perf_counter() - start
@@ -95,77 +103,78 @@ class Gatekeeper:
         return tuple(case.problem for case in self._cases)
 
     def builds_ms(self, candidate: Candidate) -> float:
-        """What it says it takes to build before its first results, here and for the hard cases still to be passed."""
+        """Milliseconds the backend declares to build before its first results, here and for the hard cases due."""
         asked = [self.problem, *(case.problem for case in self._cases_for(candidate))]
         return sum(first_call_ms(candidate, problem) for problem in asked)
 
     def prepare(self, candidate: Candidate, call: Callable[[], object]) -> Rejected | None:
-        """What a backend does once on a machine; why it cannot be tried, if that fails."""
+        """Run a backend's `prepare`, which it needs once per machine; the rejection if that fails, else None."""
         version, where = registry.version_of(candidate.backend), silicon(self.problem.device)
-        limit_s = PREPARE_PATIENCE * timeout_s()
+        limit_s = PREPARE_LIMIT * timeout_s()
         try:
-            with contact(cache_folder(), where, candidate.name, version, "what it prepares", patience_s=limit_s):
+            with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()", patience_s=limit_s):
                 guard.run_guarded(call, limit_s)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text, hung = one_line(error), isinstance(error, guard.TimedOut)
             if hung:
                 self._quarantine(candidate, version, "hung", f"preparing: {text}")
-            return Rejected("failed", text, kept_out=hung and candidate.name != registry.LAST_RESORT)
+            return Rejected("failed", text, quarantined=hung and candidate.name != registry.LAST_RESORT)
         return None
 
     def admit(self, candidate: Candidate) -> Admitted | Rejected:
-        """Run and compare.
+        """Run the candidate under guard and check its results.
 
         Raises:
             BackendFailed: the device is lost, and no other candidate can run in this process.
-            NoReference: there is no memory to work out what results should be.
+            NoReference: there is too little memory to evaluate the expected results.
         """
         version = registry.version_of(candidate.backend)
         where, title = silicon(self.problem.device), candidate.described(self.problem)
         needed = candidate.needed_bytes
         try:
-            with contact(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
+            with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
                 return self._admit(candidate, version, needed)
         except NoReference:
             raise
         except Exception as error:
             text = one_line(error)
             kind = self._kind_of(error, needed)
-            traceback.clear_frames(error.__traceback__)  # they hold what the kernel had allocated
+            traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
             if kind != "hung" and guard.device_lost(self.problem.device):
                 self._quarantine(candidate, version, "died", f"the device was lost: {text}")
                 raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
             if kind is not None:
                 self._quarantine(candidate, version, kind, text)
-            return Rejected("failed", text, kept_out=kind is not None and candidate.name != registry.LAST_RESORT)
+            return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
 
     def _admit(self, candidate: Candidate, version: str | None, needed: int) -> Admitted | Rejected:
-        failures, rate = self._hard_cases(candidate, version)
+        failures, rate = self._hard_case_failures(candidate, version)
         if failures:
             return self._incorrect(candidate, version, failures)
         limit_s = timeout_s() + 10 * first_call_ms(candidate, self.problem) / 1e3
-        limit_s += PATIENCE * rate * work(candidate, self.problem)
+        limit_s += SLOWDOWN_LIMIT * rate * work(candidate, self.problem)
         builds = first_call_ms(candidate, self.problem) > 0
         result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
-        # What a compiler takes is no part of a call, nor of its memory on a CPU, where the process is measured.
-        if builds or guard.lied(peak, needed, self.problem.device.type) is not None:
+        # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured.
+        if builds or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)
-        verdict = self._gate.check(result)
-        error = verdict.error if verdict.error < float("inf") else None
-        if verdict.failures:
-            return self._incorrect(candidate, version, verdict.failures, first_ms, peak, error)
-        lie = guard.lied(peak, needed, self.problem.device.type)
-        if lie is not None:
-            self._quarantine(candidate, version, "memory", lie)
-            return Rejected("failed", lie, first_ms, peak, error, kept_out=candidate.name != registry.LAST_RESORT)
-        return Admitted(first_ms, call_ms, peak, verdict.error)
+        checked = self._oracle.check(result)
+        error = checked.error if checked.error < float("inf") else None
+        if checked.failures:
+            return self._incorrect(candidate, version, checked.failures, first_ms, peak, error)
+        excess = guard.memory_excess(peak, needed, self.problem.device.type)
+        if excess is not None:
+            self._quarantine(candidate, version, "memory", excess)
+            return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
+        return Admitted(first_ms, call_ms, peak, checked.error)
 
     def _cases_for(self, candidate: Candidate) -> list[HardCase]:
-        """The hard cases that this version has not passed in this process, but for those that it refuses. What compiles
-        for every problem is held to fewer of them.
+        """The hard cases due: those the backend accepts, if this version has not passed them in this process.
+
+        A backend that compiles for every problem gets only the first `COMPILED_CASES`.
         """
         key = *candidate.id, registry.version_of(candidate.backend), class_key(self.problem)
         if key in _passed:
@@ -176,8 +185,8 @@ class Gatekeeper:
     def _taken_by(self, candidate: Candidate) -> list[HardCase]:
         return [case for case in self._cases if not case.refused_by(*candidate.run_by)]
 
-    def _hard_cases(self, candidate: Candidate, version: str | None) -> tuple[list[str], float]:
-        """What is wrong, and the seconds that an operation takes in the slowest of them."""
+    def _hard_case_failures(self, candidate: Candidate, version: str | None) -> tuple[list[str], float]:
+        """Run the hard cases due; their failures, and the seconds per operation in the slowest one."""
         key = *candidate.id, version, class_key(self.problem)
         if key in _passed:
             return [], _passed[key]
@@ -188,62 +197,61 @@ class Gatekeeper:
             found = self._guarded(partial(case.run, *candidate.run_by), limit_s)
             took_s = time.perf_counter() - start
             rate = max(rate, took_s / work(candidate, case.problem))
-            # What is compiled for them takes as long as what is compiled for the problem itself.
+            # Compiling for a hard case takes as long as for the problem itself, so it counts in the budget.
             self.outside_s += 0.0 if hasattr(candidate.backend, "first_call_ms") else took_s
             failures = list(case.check(found).failures)
             if failures:
                 return failures, rate
-        failures = self._again(candidate)
+        failures = self._second_call_failures(candidate)
         if not failures:
             _passed[key] = rate
         return failures, rate
 
-    def _again(self, candidate: Candidate) -> list[str]:
-        """A second call on the same tensors with other values: what the first gave must stay, and not come again."""
+    def _second_call_failures(self, candidate: Candidate) -> list[str]:
+        """Call again on the same tensors with other values; failures where the first result changed or was returned."""
         cases = self._taken_by(candidate)
         if not cases:
             return []
         with reference():
-            gate = Gate.of(make(cases[min(1, len(cases) - 1)].problem))
-        limit_s = timeout_s() + 10 * first_call_ms(candidate, gate.example.problem) / 1e3
-        first = self._guarded(partial(gate.run, *candidate.run_by), limit_s)["out"]
+            oracle = Oracle.of(make(cases[min(1, len(cases) - 1)].problem))
+        limit_s = timeout_s() + 10 * first_call_ms(candidate, oracle.example.problem) / 1e3
+        first = self._guarded(partial(oracle.run, *candidate.run_by), limit_s)["out"]
         known = first.clone()
         with torch.no_grad():
-            gate.example.v.neg_()
-        second = self._guarded(partial(gate.run, *candidate.run_by), limit_s)["out"]
+            oracle.example.v.neg_()
+        second = self._guarded(partial(oracle.run, *candidate.run_by), limit_s)["out"]
         if not torch.equal(first, known):
-            return ["another call: what the first one returned has changed"]
-        found = gate.check({"out": -second})  # attention is linear in v
+            return ["a second call changed the result of the first"]
+        found = oracle.check({"out": -second})  # attention is linear in v
         return [
-            f"another call on the same tensors: {failure}" for failure in found.failures if failure.startswith("out")
+            f"a second call on the same tensors: {failure}" for failure in found.failures if failure.startswith("out")
         ]
 
     def _checked_run(self, candidate: Candidate, limit_s: float) -> tuple[dict[str, torch.Tensor], int | None, float]:
-        """What the gate compares, the peak of memory in bytes, and milliseconds."""
+        """Run the candidate once; its tensors for the oracle, the peak of memory in bytes, and milliseconds."""
         device = self.problem.device
 
         def run() -> tuple[dict[str, torch.Tensor], int | None, float]:
             synchronize(device)
             start = time.perf_counter()
-            result, peak = memory.peak_bytes(lambda: self._gate.run(*candidate.run_by), device)
+            result, peak = memory.peak_bytes(lambda: self._oracle.run(*candidate.run_by), device)
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 
         return self._guarded(run, limit_s)
 
     def _guarded(self, call: Callable[[], T], limit_s: float) -> T:
-        """Within limits of time and memory."""
-
-        held: list[int] = []
+        """Run a call within limits of time (seconds) and memory."""
+        caps: list[int] = []
 
         def capped() -> T:
-            with guard.capped(self.problem.device, held):
+            with guard.capped(self.problem.device, caps):
                 return call()
 
         try:
             return guard.run_guarded(capped, limit_s)
         except guard.TimedOut:
-            guard.lift(held)
+            guard.lift_caps(caps)
             raise
 
     def _incorrect(
@@ -261,10 +269,10 @@ class Gatekeeper:
         return Rejected("incorrect", reason, first_ms, peak, error)
 
     def _kind_of(self, error: Exception, needed: int) -> Kind | None:
-        """The kind of quarantine that an exception asks for, or None."""
+        """The kind of quarantine for an exception, or None."""
         if isinstance(error, guard.TimedOut):
             return "hung"
-        # There was room for what it announced, and there is: it must have asked for more.
+        # The declared memory is free, so the backend must have allocated more.
         if guard.is_memory_error(error) and needed <= available_bytes(self.problem.device):
             return "memory"
         return None
@@ -286,29 +294,29 @@ class Gatekeeper:
 
 
 def work(candidate: Candidate, problem: Problem) -> float:
-    """Operations, at least 1: as the backend counts them, else those of all pairs of queries and keys."""
+    """Floating-point operations, at least 1: the backend's count, else that of all query-key pairs."""
     count = flops(candidate, problem)
     pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
     return max(1.0, float(count if count is not None else 4 * pairs * problem.head_dim))
 
 
 def flops(candidate: Candidate, problem: Problem) -> float | None:
-    """The backend's own count of operations, or None where it gives none that is a number."""
+    """The backend's own count of floating-point operations, or None where it gives no number >= 0."""
     return _number(getattr(candidate.backend, "flops", None), problem)
 
 
 def first_call_ms(candidate: Candidate, problem: Problem) -> float:
-    """What the backend says its first call takes beyond a later one; 0 where it says nothing that is a number."""
+    """Milliseconds of the first call beyond a later one as the backend declares them; 0 without a number >= 0."""
     return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
 
 
 def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:
-    """A plug-in's estimate, if it is a number >= 0."""
+    """A plug-in's estimate for a problem, or None where it is not a finite number >= 0."""
     if estimate is None:
         return None
     try:
         value = float(estimate(problem))  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+    except Exception:  # noqa: BLE001 - a plug-in may fail in any way, which must not fail the call
         return None
     return value if math.isfinite(value) and value >= 0 else None
 

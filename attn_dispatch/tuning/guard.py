@@ -1,7 +1,7 @@
-"""What stands between a backend that is tried and the process: a time limit, a memory limit, and what a failure means.
+"""Protects the process from a backend under trial: a time limit, a memory limit, and a classification of failures.
 
-A call that hangs runs in a thread that can be left behind; one that allocates more than there is gets an exception
-instead of waking the kernel's out-of-memory killer. No torch at import.
+A guarded call runs in a thread that can be abandoned if it hangs. A call that allocates more than is available gets an
+exception instead of triggering the operating system's out-of-memory killer. No torch at import.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GRACE_S = 0.5  #: seconds that a call which was told to stop may take for it
-SLICE_S = 0.25  #: seconds
+GRACE_S = 0.5  #: seconds that a call may take to end after it was interrupted
+SLICE_S = 0.25  #: seconds of one wait; time in which the process is suspended counts as one slice at most
 IDLE_S = 1.0  #: seconds after which a thread without work ends
-CPU_SLACK = 64 << 20  #: bytes: the peak on a CPU is the whole process's
-CUDA_SLACK = 2 << 20  #: bytes: the caching allocator's rounding
-THREAD_BYTES = (8 + 64) << 20  #: of address space, not of memory, for a thread: its stack and the C library's heap
-GRAIN = 32768  #: elements for which torch uses one thread more
+CPU_SLACK = 64 << 20  #: bytes of peak over the declared ones that are tolerated: a CPU peak is the whole process's
+CUDA_SLACK = 2 << 20  #: bytes of peak over the declared ones that are tolerated: the caching allocator's rounding
+THREAD_BYTES = (8 + 64) << 20  #: bytes of address space per thread: its stack and the C library's heap
+GRAIN = 32768  #: elements per thread in torch's element-wise kernels
+#: Lower-case texts by which an exception of any kind counts as a lack of memory.
 MEMORY_TEXTS = (
     "can't allocate memory",
     "cannot allocate memory",
@@ -50,26 +51,26 @@ MEMORY_TEXTS = (
 
 
 class TimedOut(Exception):
-    """A call did not come back within its time.
+    """A guarded call did not return within its time limit.
 
-    ``seconds`` is the limit; ``stopped`` says whether the call could be ended or still runs in a thread left behind.
+    ``seconds`` is the limit; ``stopped`` is False where the call still runs in an abandoned thread.
     """
 
     def __init__(self, seconds: float, stopped: bool = False) -> None:
-        super().__init__(f"did not come back within {seconds:g} s")
+        super().__init__(f"did not return within {seconds:g} s")
         self.seconds = seconds
         self.stopped = stopped
 
 
 class _Stop(BaseException):
-    """Raised inside a call that is to end; no Exception, so that a backend's own handlers let it through."""
+    """Raised inside a call to end it; not an Exception, so that a backend's own handlers do not catch it."""
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
 class _Job(Generic[T]):
-    """One call, its state from the caller's thread, and what became of it."""
+    """One call with the caller's thread state, and its result or exception."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call: Callable[[], T] | None = call
@@ -87,8 +88,8 @@ class _Job(Generic[T]):
                 if self.state is not None:
                     self.state.enter(stack)
                 self.result = self.context.run(call)
-        except BaseException as error:  # noqa: BLE001 - the caller's to deal with, in its own thread
-            # Without this frame: it would hold the error, which holds it.
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            # Without this frame: frame and error would reference each other.
             self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
     def outcome(self) -> T:
@@ -103,11 +104,11 @@ class _Job(Generic[T]):
 
 
 class _Worker:
-    """A thread that runs jobs, one after another, until it is told to end or has none for a while."""
+    """A thread that runs jobs one after another, until it is stopped or idle for `IDLE_S`."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
-        self.ending = threading.Lock()  # held by whoever decides whether the running job is over
+        self.ending = threading.Lock()  # guards `running` and `stopping`
         self.running = False
         self.stopping = False
         self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
@@ -118,7 +119,7 @@ class _Worker:
         self.jobs.put(job)
 
     def stop(self) -> None:
-        """Raise in the thread as soon as it runs Python code; it takes no more jobs."""
+        """Raise `_Stop` in the thread as soon as it runs Python code; it takes no more jobs."""
         with self.ending:
             self.stopping = True
             if self.running and self.thread.ident is not None:
@@ -134,23 +135,23 @@ class _Worker:
                             job.run()
                     finally:
                         self._close()
-                finally:  # `_close` may be what is stopped, and only one of them
+                finally:  # `_close` itself may be interrupted, but only once
                     job.done.set()
-                del job  # while it waits, it holds nothing of the caller's
+                del job  # while waiting, keep nothing of the caller's alive
             for _ in range(100 * self.stopping):
-                pass  # what it was told too late arrives here: left over, it would keep CPython looking for ever
+                pass  # a late `_Stop` is raised here: left pending, CPython would check for it for ever
 
     def _open(self) -> bool:
-        """Whether there is still time: on a busy machine it may be over before this thread had its turn."""
+        """Mark the job as running; False where its time ran out before this thread was scheduled."""
         with self.ending:
             self.running = not self.stopping
         return self.running
 
     def _close(self) -> None:
-        """From here on the thread is not told to stop.
+        """Mark the job as over: from here on `stop` raises nothing in the thread.
 
-        What it was told too late must not be taken back: `PyThreadState_SetAsyncExc` with NULL asks every thread to
-        look for an exception that none finds, so that all go on looking, and under a profiler or debugger do no more.
+        A late `_Stop` must not be revoked: `PyThreadState_SetAsyncExc` with NULL makes every thread check for an
+        exception that none finds, so that all keep checking, and under a profiler or debugger make no progress.
         """
         with self.ending:
             self.running = False
@@ -161,40 +162,40 @@ class _Worker:
                 return self.jobs.get(timeout=IDLE_S)
             try:
                 _idle.remove(self)
-            except ValueError:  # just taken: a job is on its way
+            except ValueError:  # just taken by a caller: its job will follow
                 continue
             return None
 
 
 _trial_threads: WeakSet[threading.Thread] = WeakSet()
-_waiting: list[threading.Thread] = []  # for a guarded call; once for each that they wait for
-_idle: list[_Worker] = []  # the last to finish is the next to work: its pools are warm
+_waiting: list[threading.Thread] = []  # threads waiting for a guarded call, once per call
+_idle: list[_Worker] = []  # used last in, first out: the last worker's thread pools are warm
 os.register_at_fork(after_in_child=_idle.clear)
 os.register_at_fork(after_in_child=_waiting.clear)
 
 
 def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
-    """Run ``call`` in a thread of its own and wait; its result, or its exception as it is.
+    """Run ``call`` in a separate thread and wait; return its result or raise its exception unchanged.
 
     The caller's grad and inference mode, autocast, default device, number of threads, CUDA device and stream and
     context variables hold inside; torch's function and dispatch modes do not. Any thread may call this, also inside a
-    guarded call. Ctrl-C in the waiting thread passes on at once, and the call is told to stop.
+    guarded call. Ctrl-C in the waiting thread is raised at once, and the call is interrupted.
 
-    The thread is kept for the next call, with the pool of threads that OpenMP makes for each thread: while there are
-    two such pools, GNU's OpenMP lets them sleep instead of spin, which makes small kernels several times slower in
-    both. So nothing should be timed in here, nor before `retire`.
+    The thread is reused for the next call, with the pool that OpenMP makes for each thread. While two such pools
+    exist, GNU's OpenMP lets their threads sleep instead of spin, which makes small kernels several times slower in
+    both: time nothing inside a guarded call, nor afterwards before `end_idle_threads`.
 
     Raises:
-        TimedOut: it did not come back within ``timeout_s`` seconds. If it runs Python code, it is ended; a thread that
-            is inside C code for good is left behind, with what it holds. One that does not let go of the interpreter's
-            lock cannot be left: nothing else runs.
+        TimedOut: the call did not return within ``timeout_s`` seconds. Python code is interrupted; a thread that never
+            leaves C code is abandoned, with its memory. A call that never releases the interpreter's lock cannot be
+            abandoned: nothing else runs.
     """
     try:
         worker = _idle.pop() if _idle else _Worker()
     except (IndexError, RuntimeError) as error:
         if isinstance(error, IndexError):  # another thread took it
             return run_guarded(call, timeout_s)
-        say_once(f"a backend is tried without a time limit: {error}")  # the interpreter ends, or no thread is to be had
+        say_once(f"a backend is tried without a time limit: {error}")  # at interpreter exit, or out of threads
         return call()
     job = _Job(call)
     del call
@@ -216,7 +217,7 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
 
 
 def _wait(done: threading.Event, timeout_s: float | None) -> bool:
-    """Wait in slices: time in which the process is stopped counts as one of them."""
+    """Wait in slices, so that time in which the process is suspended counts as one slice at most."""
     left = math.inf if timeout_s is None else timeout_s
     while left > 0:
         if done.wait(min(left, SLICE_S)):
@@ -225,8 +226,8 @@ def _wait(done: threading.Event, timeout_s: float | None) -> bool:
     return done.is_set()
 
 
-def retire() -> None:
-    """End the threads that are kept, and with them their OpenMP pools: what is timed next is alone on its cores."""
+def end_idle_threads() -> None:
+    """End the idle worker threads and their OpenMP pools, so that the next timing has the cores to itself."""
     while _idle:
         with suppress(IndexError):
             worker = _idle.pop()
@@ -239,7 +240,7 @@ def _raise_in(thread: int, kind: type[BaseException]) -> None:
 
 
 class _TorchState:
-    """What torch keeps for each thread, as it is in the thread that makes this."""
+    """Torch's thread-local state, copied from the thread that creates this."""
 
     def __init__(self) -> None:
         import torch
@@ -263,7 +264,7 @@ class _TorchState:
             stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cached))
         if self.device != torch.get_default_device():
             stack.enter_context(self.device)
-        if self.threads != torch.get_num_threads():  # a thread that has run kernels does not follow the others'
+        if self.threads != torch.get_num_threads():  # a thread that has run kernels ignores later global settings
             torch.set_num_threads(self.threads)
         if self.stream is not None:
             stack.enter_context(torch.cuda.device(self.stream.device))
@@ -274,39 +275,39 @@ class _TorchState:
 
 
 @contextmanager
-def capped(device: torch.device, held: list[int] | None = None) -> Iterator[None]:
-    """Let no more be allocated than `memory.available_bytes` says there is; past that, allocations raise.
+def capped(device: torch.device, caps: list[int] | None = None) -> Iterator[None]:
+    """Cap allocations at `memory.available_bytes`; past that, they raise.
 
-    On a CPU the process's address space is bounded (RLIMIT_AS): what is mapped and never touched counts too, and
-    programs that are started meanwhile inherit it. GNU's OpenMP ends the process if it cannot start a thread, so the
-    pool of the calling thread is started first, and others are given room: enter this in the thread that is to run the
-    kernel, inside the call of `run_guarded`. On CUDA it is torch's allocator that is bounded. A tighter limit that is
-    there already stays; where none can be set, there is none. `held` is filled with what `lift` takes.
+    On a CPU the process's address space is capped (RLIMIT_AS): memory that is mapped and never touched counts too, and
+    programs started meanwhile inherit the cap. GNU's OpenMP aborts the process if it cannot start a thread, so the
+    pool of the calling thread is started first, and room is added for others: enter this in the thread that runs the
+    kernel, inside the call of `run_guarded`. On CUDA torch's allocator is capped. An existing tighter limit stays;
+    where no limit can be set, there is none. The cap is appended to `caps`, which `lift_caps` takes.
 
-    The limit is the whole process's, and another thread's allocation would fail for what a trial takes: there is none
-    where `threading` lists others when the trial begins, and `workspace_bytes` alone is held to what is free. Threads
-    that C code started (OpenMP's, torch's) are not seen: most work for the trial, and nothing tells the rest from them.
+    The limit applies to the whole process, so that another thread's allocation could fail because of a trial: there is
+    no cap where `threading` lists other threads when the trial begins; only the declared `workspace_bytes` must then
+    fit the free memory. Threads started by C code (OpenMP's, torch's) are not listed; most work for the trial.
     """
-    with _capped_allocator(device) if device.type == "cuda" else _capped_address_space(device, held):
+    with _capped_allocator(device) if device.type == "cuda" else _capped_address_space(device, caps):
         yield
 
 
-def lift(held: list[int]) -> None:
-    """End caps from outside: a thread that is left behind does not come to it. `held` is what `capped` was given."""
+def lift_caps(caps: list[int]) -> None:
+    """Remove the caps that `capped` appended to `caps`: an abandoned thread never leaves its `capped` block."""
     with _capping:
-        for cap in held:
+        for cap in caps:
             if cap in _caps:
                 _caps.remove(cap)
                 _apply_caps()
 
 
-_caps: list[int] = []  # bytes of address space, of every trial that runs now
-_uncapped: tuple[int, int] | None = None  # the limits that were there before the first of them
-_capping = threading.Lock()
+_caps: list[int] = []  # bytes of address space, one for each trial that runs now
+_uncapped: tuple[int, int] | None = None  # RLIMIT_AS (soft, hard) before the first cap
+_capping = threading.Lock()  # guards these two
 
 
 @contextmanager
-def _capped_address_space(device: torch.device, held: list[int] | None) -> Iterator[None]:
+def _capped_address_space(device: torch.device, caps: list[int] | None) -> Iterator[None]:
     global _uncapped
     if not {threading.current_thread(), *_trial_threads, *_waiting}.issuperset(threading.enumerate()):
         yield
@@ -318,19 +319,19 @@ def _capped_address_space(device: torch.device, held: list[int] | None) -> Itera
             if not _caps:
                 _uncapped = resource.getrlimit(resource.RLIMIT_AS)
             _caps.append(cap)
-            if held is not None:
-                held.append(cap)
+            if caps is not None:
+                caps.append(cap)
             _apply_caps()
         yield
     finally:
         with _capping:
-            if cap in _caps:  # not so in a forked child
+            if cap in _caps:  # a forked child has cleared it
                 _caps.remove(cap)
                 _apply_caps()
 
 
 def _started_threads() -> int:
-    """How many threads a kernel uses, once they are there."""
+    """Start the threads that torch's kernels use; their number."""
     import torch
 
     threads = torch.get_num_threads()
@@ -339,7 +340,7 @@ def _started_threads() -> int:
 
 
 def _apply_caps() -> None:
-    """Trials may overlap and end in any order: the tightest of the caps that are left, or what was there before."""
+    """Set the tightest of the running trials' caps, or the original limit: trials may overlap and end in any order."""
     assert _uncapped is not None
     soft, hard = _uncapped
     limits = [each for each in (soft, *_caps) if each != resource.RLIM_INFINITY]
@@ -348,7 +349,7 @@ def _apply_caps() -> None:
 
 
 def _uncap() -> None:
-    """In a forked child, which runs no trial."""
+    """Remove all caps in a forked child, which runs no trial."""
     global _capping
     _capping = threading.Lock()
     if _caps:
@@ -371,25 +372,25 @@ def _capped_allocator(device: torch.device) -> Iterator[None]:
         cuda.set_per_process_memory_fraction(min(before, room / cuda_devices()[index].total_memory), index)
         yield
     finally:
-        with suppress(RuntimeError):  # a device that was lost takes no settings
+        with suppress(RuntimeError):  # a lost device accepts no settings
             cuda.set_per_process_memory_fraction(before, index)
 
 
-def lied(peak_bytes: int | None, declared_bytes: int, kind: str) -> str | None:
-    """How a measured peak breaks the bound that a backend declared, or None.
+def memory_excess(peak_bytes: int | None, declared_bytes: int, kind: str) -> str | None:
+    """Describe how a measured peak exceeds the bytes that a backend declared; None where it does not.
 
     Args:
-        peak_bytes: as `measure.peak_bytes` gives it; None where it could not be measured.
-        kind: the type of device. On a CPU, where the peak is of the whole process, 64 MiB and a quarter are let pass.
+        peak_bytes: as `memory.peak_bytes` returns it; None where it could not be measured.
+        kind: the type of device. On a CPU, whose peak is the whole process's, 64 MiB and a quarter are tolerated.
     """
     slack = CUDA_SLACK if kind == "cuda" else CPU_SLACK + declared_bytes // 4
     if peak_bytes is None or peak_bytes <= declared_bytes + slack:
         return None
-    return f"took {gib(peak_bytes)}, its workspace_bytes said {gib(declared_bytes)}"
+    return f"allocated {gib(peak_bytes)}, its workspace_bytes declared {gib(declared_bytes)}"
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that memory was lacking: no fault of the kernel."""
+    """Whether an exception, or one in its chain, reports a lack of memory, which is not the kernel's fault."""
     torch = sys.modules.get("torch")
     kinds = (MemoryError, *((torch.OutOfMemoryError,) if torch else ()))
     seen: list[BaseException] = []
@@ -404,9 +405,9 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def device_lost(device: torch.device) -> bool:
-    """Whether a CUDA device takes no more work, as after an illegal access: every later call in the process fails.
+    """Whether a CUDA device is unusable, as after an illegal access: every later call in the process fails.
 
-    It waits for what the device is doing: not to be asked about a kernel that hangs.
+    Waits for the device's queue: do not call it while a kernel hangs.
     """
     if device.type != "cuda":
         return False

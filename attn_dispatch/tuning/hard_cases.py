@@ -1,7 +1,7 @@
 """Hard cases: small problems of the caller's class that are known to break kernels, for the gate.
 
 They share dtype, head_dim, kind of pattern, masks, direction and the rest with the caller's problem; lengths, batch and
-heads are small. Every run is poisoned: memory that a backend did not write, or should not have read, is NaN.
+heads are small. In every run, memory that a backend did not write or must not read is NaN.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from attn_dispatch.spec.problem import DTYPES, Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.strides import randn, stride_class
 from attn_dispatch.tuning.example import Example
-from attn_dispatch.tuning.oracle import Gate, Verdict
+from attn_dispatch.tuning.oracle import CheckResult, Oracle
 
-KEPT = 8  #: classes whose cases are kept, a few MiB each
-LARGEST_SCORE = 1e4
-LARGEST_HALF_PRODUCT = 2.0**15  #: of q and k, before it is scaled: float16 ends at 65504
-GIVEN_SCALE = 0.75  #: times the default, in place of any scale that is given
+CACHED_CLASSES = 8  #: classes of problems whose cases stay in memory, a few MiB each
+LARGEST_SCORE = 1e4  #: absolute value of a scaled score
+LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
+GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
 MOST_GROUP = 3  #: query heads for each head of k and v
-MOST_BRANCHES = 6  #: that heads are dealt out to
-EVEN, ODD, SHORT = 192, 77, 40  #: tokens: a tile of 128 and a half; tiles of nothing
-MANY_KEYS = 130  #: for one query
-CACHE_ROWS = 51  #: of a cache of keys that are not filled yet
-GRIDS = {EVEN: ((192,), (16, 12), (8, 6, 4)), ODD: ((77,), (11, 7), (5, 5, 3))}
-PACKED, CACHE = "packed", "cache"  #: two more memory orders: one of q, k, v side by side; the first rows of a cache
+MOST_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
+EVEN, ODD, SHORT = 192, 77, 40  #: tokens: one and a half tiles of 128; multiples of no tile
+MANY_KEYS = 130  #: keys for one query
+CACHE_ROWS = 51  #: unfilled rows of a key-value cache
+GRIDS = {EVEN: ((192,), (16, 12), (8, 6, 4)), ODD: ((77,), (11, 7), (5, 5, 3))}  #: by tokens, then by axes - 1
+PACKED, CACHE = "packed", "cache"  #: further memory orders: q, k, v interleaved in one tensor; a key-value cache's rows
 
 Strides = tuple[int, ...]
 
-MARGIN = 4096  #: entries before and after a view; a multiple of what tensors are aligned to
-SPAN = 3  #: dense tensors of the shape that the memory has room for: who mistakes the strides reads NaN, and not beyond
-COPIES = 3  #: freed blocks of each size
+NAN_MARGIN = 4096  #: NaN entries before and after a view; a multiple of the alignment of tensors
+SPAN = 3  #: memory of a view, in dense tensors of its shape: a kernel that mistakes the strides reads NaN, not beyond
+COPIES = 3  #: freed NaN blocks of each size
 _ATEN = torch.ops.aten
 _UNWRITTEN = {
     getattr(_ATEN, name)
@@ -52,64 +52,64 @@ _UNWRITTEN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What a hard case is made from; `kinds` are the memory orders of q, k, v and the gradient of out."""
+class CaseSpec:
+    """The recipe of a hard case; `kinds` are the memory orders of q, k, v and the gradient of out."""
 
     hazard: str
     problem: Problem
     kinds: tuple[str, ...]
-    empty: bool = False  #: a batch row without keys for each of the masks
+    empty: bool = False  #: for each mask, one batch entry without keys
     large: bool = False  #: scores up to LARGEST_SCORE
-    odd_masks: bool = False  #: seq_lens in 32 bits, key_mask with gaps
-    hidden: bool = False  #: NaN and infinity in what no query sees, and in padding queries
+    odd_masks: bool = False  #: int32 seq_lens, non-contiguous key_mask
+    hidden: bool = False  #: NaN and infinity in keys that no query sees, and in padding queries
 
 
 @dataclass(frozen=True, slots=True)
 class HardCase:
-    """A small problem that is known to break kernels, its tensors, and what should come out."""
+    """A small problem that is known to break kernels, with its tensors and expected results."""
 
     name: str
     problem: Problem
-    gate: Gate
-    seals: tuple[Seal, ...]
+    oracle: Oracle
+    snapshots: tuple[MemorySnapshot, ...]
 
     def refused_by(self, backend: Backend, order: str = NATURAL) -> bool:
-        """Whether the backend does not take this problem in this order, and so cannot be held to it."""
+        """Whether the backend refuses this problem in this order, so that the case does not apply to it."""
         if backend.refusals(self.problem):
             return True
         return order != NATURAL and order not in forced_orders(backend, self.problem)
 
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
-        """The backend's tensors, in poisoned memory. Whatever the backend raises is passed on.
+        """Run the backend in memory full of NaN; its tensors by name. The backend's exceptions propagate.
 
-        A backend that compiles is not traced with the poison; it gets what freed memory holds.
+        A backend that compiles is traced without NaN in new tensors; it gets NaN from freed memory only.
 
         Raises:
-            RuntimeError: it wrote into its inputs, or to memory beside them.
+            RuntimeError: the backend wrote into its inputs, or to memory beside them.
         """
         try:
-            with poisoned(self.problem, in_torch=not hasattr(backend, "first_call_ms")):
-                found = self.gate.run(backend, order)
+            with nan_memory(self.problem, in_torch=not hasattr(backend, "first_call_ms")):
+                found = self.oracle.run(backend, order)
         finally:
-            # The tensors are kept for the next backend, which must find them as they were.
-            broken = [seal.name for seal in self.seals if seal.broken()]
-        if broken:
-            raise RuntimeError(f"{self.name}: wrote into {', '.join(broken)}, or to memory beside")
+            # The next backend gets the same tensors, and must get them unchanged.
+            changed = [snapshot.name for snapshot in self.snapshots if snapshot.restore()]
+        if changed:
+            raise RuntimeError(f"{self.name}: wrote into {', '.join(changed)}, or to memory beside")
         return found
 
-    def check(self, found: dict[str, Tensor]) -> Verdict:
-        """Compare what `run` gave; each failure starts with the case's name."""
-        verdict = self.gate.check(found)
-        return replace(verdict, failures=tuple(f"{self.name}: {failure}" for failure in verdict.failures))
+    def check(self, found: dict[str, Tensor]) -> CheckResult:
+        """Compare the tensors that `run` returned; each failure starts with the case's name."""
+        result = self.oracle.check(found)
+        return replace(result, failures=tuple(f"{self.name}: {failure}" for failure in result.failures))
 
 
 def hard_cases(problem: Problem) -> tuple[HardCase, ...]:
-    """The hard cases of a problem's class, worked out once. None where the sequence is sharded."""
+    """The hard cases of a problem's class, evaluated once; empty where the sequence is sharded."""
     return _cases(class_key(problem))
 
 
-def class_key(problem: Problem) -> tuple[Spec, ...]:
-    """What the hard cases are made from: problems with equal keys have the same ones."""
+def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
+    """The recipes of the hard cases: problems with equal recipes share their cases."""
     if problem.ranks > 1:
         return ()
     own = (*map(_whole, problem.strides), "bnhd")
@@ -118,12 +118,14 @@ def class_key(problem: Problem) -> tuple[Spec, ...]:
     masks = problem.has_seq_lens + problem.has_key_mask
     hides = problem.masked or unseen(small(1, EVEN)) is not None
     return (
-        Spec("large scores", small(1, EVEN), own, large=True),
-        Spec("", small(1 + masks, ODD, SHORT if unequal else ODD), own, empty=True),
-        Spec("", small(max(2, 1 + masks), 1, MANY_KEYS if unequal else 1), own, empty=True),
-        Spec("packed views", small(2, ODD), (PACKED, PACKED, CACHE, "bhnd"), odd_masks=True),
-        Spec("scattered views", small(2, ODD), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh"), odd_masks=True),
-        *[Spec("NaN that is hidden", small(2, EVEN), own, hidden=True)] * hides,
+        CaseSpec("large scores", small(1, EVEN), own, large=True),
+        CaseSpec("", small(1 + masks, ODD, SHORT if unequal else ODD), own, empty=True),
+        CaseSpec("", small(max(2, 1 + masks), 1, MANY_KEYS if unequal else 1), own, empty=True),
+        CaseSpec("packed views", small(2, ODD), (PACKED, PACKED, CACHE, "bhnd"), odd_masks=True),
+        CaseSpec(
+            "scattered views", small(2, ODD), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh"), odd_masks=True
+        ),
+        *[CaseSpec("NaN that is hidden", small(2, EVEN), own, hidden=True)] * hides,
     )
 
 
@@ -151,7 +153,7 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
 
 
 def _few_heads(problem: Problem) -> tuple[int, int]:
-    """Heads, and heads of k and v: few, but grouped where the problem's are."""
+    """Small numbers of heads and of heads of k and v, grouped where the problem's are."""
     group = problem.heads // problem.kv_heads
     group = min(next((n for n in range(2, group + 1) if group % n == 0), 1), MOST_GROUP)
     least = 2
@@ -163,7 +165,7 @@ def _few_heads(problem: Problem) -> tuple[int, int]:
 
 
 def fitted(pattern: Pattern, length: int) -> Pattern:
-    """A pattern of the same kind for about this many tokens."""
+    """Scale a pattern to about this many tokens, keeping its kind."""
     if isinstance(pattern, Window):
         sides = (None if side is None else min(side, length // 4) for side in (pattern.left, pattern.right))
         return Window(*sides)
@@ -175,7 +177,7 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
 
 
 def _segments(pattern: Dilated, length: int) -> tuple[int, ...]:
-    """In proportion, the shortest about a quarter of the sequence; still multiples of their rates where they were."""
+    """Scale segment lengths so that the shortest is about a quarter of the sequence; multiples of a rate stay so."""
     shortest = min(pattern.segment_lengths)
     target = min(shortest, max(1, length // 4 - 1))
     scaled = []
@@ -194,7 +196,7 @@ def _neighborhood(pattern: Neighborhood, length: int) -> Neighborhood:
 
 
 def _whole(kind: str) -> str:
-    """A stride class with the axes that had one entry put back where they belong."""
+    """Restore the axes of size 1 that a stride class omits."""
     name, *flags = kind.split("+")
     for order in ("bnhd", "bhnd"):
         if name == "".join(axis for axis in order if axis in name):
@@ -205,12 +207,12 @@ def _whole(kind: str) -> str:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=KEPT)
-def _cases(specs: tuple[Spec, ...]) -> tuple[HardCase, ...]:
+@lru_cache(maxsize=CACHED_CLASSES)
+def _cases(specs: tuple[CaseSpec, ...]) -> tuple[HardCase, ...]:
     return tuple(map(_case, specs))
 
 
-def _case(spec: Spec) -> HardCase:
+def _case(spec: CaseSpec) -> HardCase:
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
@@ -219,38 +221,38 @@ def _case(spec: Spec) -> HardCase:
         values[:2] = _large(spec.problem, values[1], generator)
     masks = _masks(spec, generator)
     if spec.hidden:
-        values[:3] = _fouled(spec.problem, values, masks)
+        values[:3] = _with_hidden_nans(spec.problem, values, masks)
     dtype, device = spec.problem.dtype, spec.problem.device
     strides = [_strides(tuple(x.shape), kind, dtype) for x, kind in zip(values, spec.kinds)]
-    q, k, v, grad = (framed(x.to(device, dtype), each) for x, each in zip(values, strides))
+    q, k, v, grad = (between_nans(x.to(device, dtype), each) for x, each in zip(values, strides))
     classes = [stride_class(tuple(x.shape), x.stride(), dtype.itemsize) for x in (q, k, v)]
     problem = replace(spec.problem, strides=(classes[0], classes[1], classes[2]))
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     example = Example(problem, q, k, v, grad if problem.needs_grad else None, masks)
-    gate = Gate.of(example)
-    if gate.grad is not None and len(gate.rows) * len(gate.heads) == problem.q_len * problem.heads:
-        gate = replace(gate, grad=grad)  # the same values in a memory order that is not the usual one
+    oracle = Oracle.of(example)
+    if oracle.grad is not None and len(oracle.rows) * len(oracle.heads) == problem.q_len * problem.heads:
+        oracle = replace(oracle, grad=grad)  # the same values in the unusual memory order
     tensors = {"q": q, "k": k, "v": v, "the gradient": grad, **example.masks}
-    return HardCase(_name(spec, gate), problem, gate, tuple(Seal.of(*item) for item in tensors.items()))
+    return HardCase(_name(spec, oracle), problem, oracle, tuple(MemorySnapshot.of(*item) for item in tensors.items()))
 
 
-def _name(spec: Spec, gate: Gate) -> str:
+def _name(spec: CaseSpec, oracle: Oracle) -> str:
     problem = spec.problem
     if problem.q_len == problem.k_len:
         lengths = "one token" if problem.q_len == 1 else f"{problem.q_len} tokens"
     else:
         lengths = "one query" if problem.q_len == 1 else f"{problem.q_len} queries, {problem.k_len} keys"
-    empty = bool((gate.expected["lse"].value == -math.inf).any())
+    empty = bool((oracle.expected["lse"].value == -math.inf).any())
     return ", ".join([lengths, *[spec.hazard] * bool(spec.hazard), *["rows without keys"] * empty])
 
 
 def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """q and k whose scores are very large, very negative or ordinary by the row, and far apart or equal within it.
+    """Make q and k whose scores are very large, very negative or ordinary by row, and far apart or equal within one.
 
-    In their first entries k is one of a few multiples of a vector of signs, and q a multiple of the same: all are
-    exact in every dtype, so that no rounding decides which key is the largest. Behind them q is zero and k is noise,
-    without which equal scores would leave no gradient.
+    In the first `width` entries k is one of a few multiples of a vector of signs, and q a multiple of the same vector.
+    All are exact in every dtype, so that no rounding decides which key is the largest. In the other entries q is zero
+    and k is noise, without which equal scores would leave no gradient.
     """
     q_shape = (problem.batch, problem.q_len, problem.heads, 1)
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, 1)
@@ -269,24 +271,24 @@ def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[
     return [q, k]
 
 
-def _fouled(problem: Problem, values: list[Tensor], masks: dict[str, Tensor]) -> list[Tensor]:
-    """q, k and v with NaN, inf and -inf, token by token, in what never matters."""
+def _with_hidden_nans(problem: Problem, values: list[Tensor], masks: dict[str, Tensor]) -> list[Tensor]:
+    """Fill hidden queries of q and hidden keys of k and v with NaN, inf and -inf, alternating by token."""
     hidden = Hidden.of(problem, masks.get("seq_lens"), masks.get("key_mask"))
-    fouled = []
+    filled = []
     for x, where in zip(values, (hidden.queries, hidden.keys, hidden.keys)):
         bits = torch.tensor([math.nan, math.inf, -math.inf]).repeat(-(-x.shape[1] // 3))[: x.shape[1]]
-        fouled.append(x if where is None else torch.where(where.cpu(), bits[:, None, None], x))
-    return fouled
+        filled.append(x if where is None else torch.where(where.cpu(), bits[:, None, None], x))
+    return filled
 
 
 def _pick(weights: dict[float, int], shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Each of the values about as often as its weight says."""
+    """Draw a tensor of values with the given weights, float32 [shape]."""
     chances = torch.tensor(list(weights.values()), dtype=torch.float32)
     drawn = torch.multinomial(chances, math.prod(shape), replacement=True, generator=generator)
     return torch.tensor(list(weights), dtype=torch.float32)[drawn].view(shape)
 
 
-def _masks(spec: Spec, generator: torch.Generator) -> dict[str, Tensor]:
+def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
     problem, masks = spec.problem, {}
     if problem.has_seq_lens:
         lens = [problem.q_len - problem.q_len // 5, problem.q_len]
@@ -294,12 +296,12 @@ def _masks(spec: Spec, generator: torch.Generator) -> dict[str, Tensor]:
         kind = torch.int32 if spec.odd_masks else torch.int64
         masks["seq_lens"] = torch.tensor(lens, dtype=kind, device=problem.device)
     if problem.has_key_mask:
-        kept = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
-        kept[:, -1] = True
+        visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
+        visible[:, -1] = True
         if spec.empty:
-            kept[-1] = False
-        # A view of every second entry: to whoever reads what lies between, other keys may be seen.
-        beside = torch.stack([kept, ~kept], -1).to(problem.device)
+            visible[-1] = False
+        # A view of every second entry: a kernel that ignores the strides reads the opposite mask.
+        beside = torch.stack([visible, ~visible], -1).to(problem.device)
         masks["key_mask"] = beside[..., 0] if spec.odd_masks else beside[..., 0].contiguous()
     return masks
 
@@ -315,56 +317,56 @@ def _strides(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Strides:
     return randn(shape, kind, dtype, torch.device("cpu"), torch.Generator()).stride()
 
 
-def framed(values: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The values in this memory order, with NaN between them and on both sides. Axes of stride 0 keep one entry."""
+def between_nans(values: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Copy the values into a view with these strides, with NaN between and around. Axes of stride 0 have one entry."""
     sizes = [size if stride else 1 for size, stride in zip(values.shape, strides)]
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))
-    room = max(span, SPAN * values.numel()) + 2 * MARGIN
+    room = max(span, SPAN * values.numel()) + 2 * NAN_MARGIN
     base = torch.full((room,), math.nan, dtype=values.dtype, device=values.device)
     once = tuple(slice(size) for size in sizes)
-    base.as_strided(sizes, strides, MARGIN).copy_(values[once])
-    return base.as_strided(values.shape, strides, MARGIN)
+    base.as_strided(sizes, strides, NAN_MARGIN).copy_(values[once])
+    return base.as_strided(values.shape, strides, NAN_MARGIN)
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    """A tensor's whole memory as it was, what lies around the view included."""
+class MemorySnapshot:
+    """A copy of a tensor's whole storage, including the memory around the view."""
 
     name: str
     memory: Tensor
     copy: Tensor
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Seal:
+    def of(cls, name: str, tensor: Tensor) -> MemorySnapshot:
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         return cls(name, memory, memory.clone())
 
-    def broken(self) -> bool:
-        """Whether something was written since; it is as it was afterwards."""
-        broken = not torch.equal(self.memory, self.copy)
-        if broken:
+    def restore(self) -> bool:
+        """Restore the storage; whether it had been changed."""
+        changed = not torch.equal(self.memory, self.copy)
+        if changed:
             self.memory.copy_(self.copy)
-        return broken
+        return changed
 
 
 @contextmanager
-def poisoned(problem: Problem, *, in_torch: bool) -> Iterator[None]:
-    """NaN in memory that is handed out.
+def nan_memory(problem: Problem, *, in_torch: bool) -> Iterator[None]:
+    """Put NaN into newly allocated memory.
 
     Args:
-        in_torch: what Python code gets from torch.empty and its kin, forward and backward, is NaN for certain.
-            Otherwise, and for what kernels allocate themselves, freed memory holds NaN, which may be given out again.
+        in_torch: fill every tensor that Python code gets from torch.empty and its variants, forward and backward.
+            Otherwise, and for kernels' own allocations, only freed memory holds NaN, which may be allocated again.
     """
-    _foul(problem)
-    # Where a mode cannot be told to leave compiled code alone, code that is first met under one is never compiled.
+    _free_nan_blocks(problem)
+    # Where a mode cannot ignore compiler internals, code that first runs under one is never compiled.
     if in_torch and hasattr(TorchDispatchMode, "ignore_compile_internals"):
-        with _Poison():  # type: ignore[no-untyped-call]
+        with _NanFactories():  # type: ignore[no-untyped-call]
             yield
     else:
         yield
 
 
-class _Poison(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NanFactories(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -376,14 +378,14 @@ class _Poison(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _foul(problem: Problem) -> None:
-    """Leave NaN in freed blocks as large as the results, in their dtype and in what sums are kept in."""
+def _free_nan_blocks(problem: Problem) -> None:
+    """Free blocks full of NaN as large as the results, in their dtype and in the accumulation dtype."""
     rows = problem.batch * problem.q_len * problem.heads
     keys = problem.batch * problem.k_len * problem.kv_heads
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     sizes = {rows, rows * problem.head_dim, keys * problem.head_dim}
     for dtype in {problem.dtype, wide}:
         for size in sizes:
-            # Alive together, so that they are different blocks.
+            # Alive at the same time, so that they are different blocks.
             blocks = [torch.full((size,), math.nan, dtype=dtype, device=problem.device) for _ in range(COPIES)]
             del blocks

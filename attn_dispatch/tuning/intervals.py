@@ -1,6 +1,6 @@
-"""What paired samples say: intervals without assumptions about the shape of the noise, and when one is surely faster.
+"""Distribution-free intervals of paired timings, and tests of whether one candidate is surely faster than another.
 
-Nothing here knows of attention or of clocks.
+Independent of attention and of clocks.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from fractions import Fraction
 from functools import cache
 from typing import Literal
 
-Verdict = Literal["faster", "not", "close", "open"]
+RatioTest = Literal["faster", "not", "close", "open"]
 
-MARGIN = 0.02  #: a difference of less than this share is no reason to change anything
+MARGIN = 0.02  #: share; a smaller difference does not change a choice
+# A look is a test of a comparison on the samples so far, as in group-sequential analysis.
 ONE_LOOK = 0.95  #: confidence of an interval that is looked at once
-#: Confidence of an interval that is looked at again and again while samples come in. A comparison of a race is looked
-#: at 18 times in 300 rounds, each of which errs to one side with 0.0005: together with less than 0.01 (Boole).
+#: Confidence of an interval that is looked at repeatedly while samples arrive. A comparison in a race is looked at 18
+#: times in 300 rounds, each look erring to one side with probability 0.0005: together less than 0.01 (Boole).
 REPEATED = 0.999
-LAST_LOOK = 0.99  #: confidence of the look that a decision is made by, once, when the race is over
-_LEAST_WIDENED = 5
+LAST_LOOK = 0.99  #: confidence of the one look at the end of the race that the decision is made by
+_LEAST_WIDENED = 5  # shared rounds from which `sure_interval` widens an interval that is too short
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A closed interval, in the unit of the samples it was made from."""
+    """A closed interval, in the unit of its samples."""
 
     low: float
     high: float
@@ -39,12 +40,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was seen of one candidate.
+    """Timings of one candidate, in milliseconds.
 
     ``samples_ms[i]`` was taken in round ``i``, next to sample ``i`` of every other candidate of the same
-    :func:`time_in_turns`. ``first_ms`` is the very first call, which may include planning and compilation. ``host_ms``
-    is what the host needs to enqueue one call, and ``cold_ms`` a call whose data the L2 cache does not hold; both None
-    where they are not known. Raises :class:`ValueError` without samples or with a NaN among them.
+    :func:`time_in_rounds`. ``first_ms`` is the very first call, which may include planning and compilation. ``host_ms``
+    is the host's time to enqueue one call, ``cold_ms`` a call with a flushed L2 cache; both None where unknown.
+
+    Raises:
+        ValueError: there are no samples, or one is NaN.
     """
 
     samples_ms: tuple[float, ...]
@@ -72,7 +75,7 @@ class Timing:
         return median_interval(self.samples_ms).high
 
     def plus(self, extra_ms: float) -> Timing:
-        """The same with ``extra_ms`` more in every sample."""
+        """The timing with ``extra_ms`` added to every sample."""
         return replace(self, samples_ms=tuple(sample + extra_ms for sample in self.samples_ms))
 
 
@@ -80,9 +83,12 @@ def median_interval(samples: Sequence[float], confidence: float = ONE_LOOK) -> I
     """Interval that covers the median of the samples' distribution with at least ``confidence``.
 
     The ends are order statistics, by inversion of the sign test, so coverage is exact for any continuous
-    distribution (Conover, *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples, which is
-    fewer than 6 at 95 % and fewer than 11 at 99.9 %, have no such interval: theirs is the smallest to the largest
-    sample, which covers less. Raises :class:`ValueError` without samples or for a confidence outside (0, 1).
+    distribution (Conover, *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (fewer than 6
+    at 95 %, fewer than 11 at 99.9 %) have no such interval: they give the smallest to the largest sample, which covers
+    less.
+
+    Raises:
+        ValueError: there are no samples, or the confidence lies outside (0, 1).
     """
     if not samples or not 0.0 < confidence < 1.0:
         raise ValueError("median_interval needs at least one sample and a confidence between 0 and 1")
@@ -92,20 +98,21 @@ def median_interval(samples: Sequence[float], confidence: float = ONE_LOOK) -> I
 
 
 def ratio_interval(candidate: Timing, baseline: Timing, confidence: float = ONE_LOOK) -> Interval:
-    """Interval of the median of candidate / baseline, paired round by round over the rounds they share.
+    """Interval of the median of candidate / baseline, paired by round over the rounds they share.
 
-    Drift that both meet alike cancels out. Without a shared round it is (0, inf), with too few it spans all.
+    Drift common to both cancels out. Without a shared round it is (0, inf); with too few it spans all ratios.
     """
     ratios = paired_ratios(candidate, baseline)
     return median_interval(ratios, confidence) if ratios else Interval(0.0, math.inf)
 
 
 def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
-    """:func:`ratio_interval` at 99.9 %, which stands being looked at after every so many rounds.
+    """:func:`ratio_interval` at 99.9 %, for comparisons that are looked at repeatedly.
 
-    Fewer than 11 shared rounds have no such interval: theirs spans all ratios. From 5 on it is widened on either side
-    by half of that, and by half as much for each further round, so that for normal noise one look errs to one side
-    with 0.0033 at 5 rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Fewer than 5 are a case for a guard.
+    Fewer than 11 shared rounds have no such interval and span all ratios. From 5 rounds on that span is widened on
+    either side by half of its width, halved for each further round, so that for normal noise one look errs to one side
+    with probability 0.0033 at 5 rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Below 5 rounds use a guard, as
+    :func:`faster` does.
     """
     found, shared = ratio_interval(candidate, baseline, REPEATED), shared_rounds(candidate, baseline)
     if not _LEAST_WIDENED <= shared < fewest(REPEATED) or found.low == found.high:
@@ -118,8 +125,8 @@ def faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
     """Whether :func:`ratio_interval`, looked at once, lies wholly below ``1 - margin``.
 
     Fewer than 6 shared rounds have no 95 % interval. Then every ratio must lie below ``1 - guard``, where the guard
-    is the margin, but no less than 0.02, doubled for each round short of 6: with the default 0.04 at 5 rounds and
-    0.64 at a single one. Equal candidates pass by sign alone with probability 2**-n, which the guard makes up for.
+    is the margin, at least 0.02, doubled for each round short of 6: by default 0.04 at 5 rounds and 0.64 at one.
+    Equal candidates pass by sign alone with probability 2**-n, for which the guard compensates.
 
     At 25 rounds and independent normal noise of 3 % per sample, a candidate 5 % faster passes with probability 0.80
     and one 6 % faster with 0.96 (simulated), an equal one with less than 0.001.
@@ -129,14 +136,15 @@ def faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
 
 def surely_faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
     """Whether :func:`sure_interval` lies wholly below ``1 - margin``, with the guard of :func:`faster`."""
-    return verdict(candidate, baseline, margin) == "faster"
+    return ratio_test(candidate, baseline, margin) == "faster"
 
 
-def faster_at_last(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
-    """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the look that a decision is made by.
+def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
+    """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the test that a decision is made by.
 
-    Fewer than 8 shared rounds have no such interval. Then every ratio must lie below ``1 - guard``, with that of
-    :func:`faster`, but of no less than twice the margin; or it is :func:`surely_faster`, as in a race it decided.
+    Also true where the candidate is :func:`surely_faster`, which may have ended the race. Fewer than 8 shared rounds
+    have no 99 % interval: then every ratio must lie below ``1 - guard``, with the guard of :func:`faster`, but at least
+    twice the margin.
     """
     if surely_faster(candidate, baseline, margin):
         return True
@@ -145,11 +153,12 @@ def faster_at_last(candidate: Timing, baseline: Timing, margin: float = MARGIN) 
     return ratio_interval(candidate, baseline, LAST_LOOK).high < 1.0 - guard
 
 
-def verdict(candidate: Timing, baseline: Timing, margin: float = MARGIN, resolution: float = 0.0) -> Verdict:
-    """What is sure of a candidate that would have to be faster than the baseline by more than the margin.
+def ratio_test(candidate: Timing, baseline: Timing, margin: float = MARGIN, resolution: float = 0.0) -> RatioTest:
+    """Test whether a candidate is faster than the baseline by more than the margin.
 
-    "faster": it is, see :func:`surely_faster`. "not": it is not, :func:`sure_interval` lies wholly at or above
-    ``1 - margin``. "close": neither, but their ratio is known to within ``resolution``. "open": more rounds may tell.
+    "faster": it surely is, see :func:`surely_faster`. "not": it surely is not, :func:`sure_interval` lies wholly at or
+    above ``1 - margin``. "close": undecided, but the ratio is known to within ``resolution``. "open": more rounds may
+    decide.
     """
     interval, shared = sure_interval(candidate, baseline), shared_rounds(candidate, baseline)
     if interval.high < 1.0 - _guard(shared, margin):
@@ -160,17 +169,17 @@ def verdict(candidate: Timing, baseline: Timing, margin: float = MARGIN, resolut
 
 
 def paired_ratios(candidate: Timing, baseline: Timing) -> list[float]:
-    """candidate / baseline in every round that both have."""
+    """candidate / baseline in every round that both ran in."""
     return [safe_ratio(*pair) for pair in zip(candidate.samples_ms, baseline.samples_ms, strict=False)]
 
 
 def shared_rounds(candidate: Timing, baseline: Timing) -> int:
-    """How many rounds both have."""
+    """Number of rounds that both ran in."""
     return min(len(candidate.samples_ms), len(baseline.samples_ms))
 
 
 def safe_ratio(value: float, reference: float) -> float:
-    """``value / reference``, where a clock too coarse to see either gives 1 and inf instead of an error."""
+    """``value / reference``; where a coarse clock read the reference as 0, 1 or inf instead of an error."""
     if reference > 0.0:
         return value / reference
     return math.inf if value > reference else 1.0
@@ -178,7 +187,7 @@ def safe_ratio(value: float, reference: float) -> float:
 
 @cache
 def fewest(confidence: float) -> int:
-    """The fewest samples that have a :func:`median_interval` of that confidence: 6 at 95 %, 11 at 99.9 %."""
+    """The fewest samples with a :func:`median_interval` of this confidence: 6 at 95 %, 11 at 99.9 %."""
     return next(n for n in range(1, 1100) if _rank(n, confidence))
 
 
@@ -189,7 +198,7 @@ def _guard(shared: int, margin: float) -> float:
 
 @cache
 def _rank(n: int, confidence: float) -> int:
-    """Which of ``n`` ordered samples, counted from 1 at either end, are the ends; 0 where there is no interval."""
+    """Rank of the interval's ends among ``n`` ordered samples, counted from 1 at either end; 0 without an interval."""
     # Exact: 2**n is beyond a float from n = 1024 on.
     outside = Fraction((1.0 - confidence) / 2) * 2**n
     rank, below, ways = 0, 0, 1

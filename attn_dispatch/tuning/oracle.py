@@ -1,8 +1,8 @@
-"""The gate: a candidate's out, lse, dq, dk and dv against the formula in float64, within a derived tolerance.
+"""The oracle: compares a candidate's out, lse, dq, dk and dv with the formula in float64, within a derived tolerance.
 
 Where the whole formula would take too long, some query rows and heads are drawn, and the gradient of out is zero
-everywhere else. Then dq is zero off the rows drawn, and dk and dv, at every key, are sums over those rows alone: the
-candidate still runs at full size, and what is compared is exact.
+everywhere else. Then dq is zero off the drawn rows, and dk and dv, at every key, are sums over those rows alone: the
+candidate still runs at full size, and the expected values are exact.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example
 
-PAIRS = 2**21  #: query-key pairs that are worked out in float64
-KEY_BYTES = 2**27  #: of widened keys, and again of values
-FEWEST_ROWS = 4
+PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
+KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; past this, heads are drawn
+FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 
 
 class NoReference(Exception):
-    """There is no memory to work out what results should be; no fault of a candidate's."""
+    """There is too little memory to evaluate the expected results; not a candidate's fault."""
 
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Around what works out or compares expected results. Raises NoReference where memory is lacking."""
+    """Turn a memory error of code that evaluates or compares expected results into NoReference."""
     try:
         yield
     except Exception as error:
@@ -45,23 +45,26 @@ def reference() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a tensor should be, in float64, and how far from it a right result may be."""
+    """The expected value of a tensor in float64, and the largest absolute error of a correct result."""
 
     value: Tensor
     tolerance: float
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The largest absolute error of out, and every way in which the result is wrong."""
+class CheckResult:
+    """The largest absolute error of out, and a text for each way in which the result is wrong."""
 
     error: float
     failures: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """Expected results for one example."""
+class Oracle:
+    """The expected results of one example, for the drawn query `rows` and `heads`.
+
+    `grad` and `grad_lse` are the gradients of out and lse, zero except at these; None where they are not needed.
+    """
 
     example: Example
     rows: Tensor
@@ -72,8 +75,8 @@ class Gate:
 
     @classmethod
     @reference()
-    def of(cls, example: Example, seed: int = 0) -> Gate:
-        """Work out what is to be expected. Raises NoReference."""
+    def of(cls, example: Example, seed: int = 0) -> Oracle:
+        """Evaluate the expected results. Raises NoReference."""
         example = example.without_dropout()
         rows, heads = draw(example.problem, seed)
         rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
@@ -84,18 +87,18 @@ class Gate:
             grad_lse = _grad_lse(example.problem, rows, heads, seed)
         sample = _Sample.of(example, rows, heads, grad_lse)
         exact, rounded = sample.evaluate(torch.float64), sample.evaluate(example.problem.dtype)
-        slack = sample.slack(exact)
+        bounds = sample.rounding_errors(exact)
         expected = {
-            name: Expected(value, 2 * _error(rounded[name], value) + slack[name]) for name, value in exact.items()
+            name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()
         }
         return cls(example, rows, heads, grad, grad_lse, expected)
 
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
-        """The candidate's tensors, at full size.
+        """Run the candidate at full size; its tensors by name.
 
         Raises:
-            TypeError: it returned something else than out or (out, lse).
-            RuntimeError: it wrote into its inputs.
+            TypeError: the backend returned something other than out or (out, lse).
+            RuntimeError: the backend wrote into its inputs.
         """
         example = self.example
         inputs = (example.q, example.k, example.v, *example.masks.values())
@@ -115,11 +118,11 @@ class Gate:
         return found
 
     @reference()
-    def check(self, found: dict[str, Tensor]) -> Verdict:
-        """Compare what `run` gave. Raises NoReference."""
+    def check(self, found: dict[str, Tensor]) -> CheckResult:
+        """Compare the tensors that `run` returned with the expected ones. Raises NoReference."""
         failures = _contract_failures(found, self.example.problem)
         if failures:
-            return Verdict(math.inf, tuple(failures))
+            return CheckResult(math.inf, tuple(failures))
         errors = {
             name: _error(self._drawn(name, found[name]), e.value) for name, e in self.expected.items() if name in found
         }
@@ -128,7 +131,7 @@ class Gate:
                 failures.append(f"{name} is off by {error:.2e}, more than {self.expected[name].tolerance:.2e}")
         if "dq" in found and not self._zero_elsewhere(found["dq"]):
             failures.append("dq is not zero where the gradient of out is")
-        return Verdict(errors["out"], tuple(failures))
+        return CheckResult(errors["out"], tuple(failures))
 
     def _drawn(self, name: str, tensor: Tensor) -> Tensor:
         if name == "lse":
@@ -139,9 +142,9 @@ class Gate:
         return tensor[:, :, torch.unique(self.heads // group)]
 
     def _zero_elsewhere(self, dq: Tensor) -> bool:
-        seen = torch.zeros(dq.shape[1:3], dtype=torch.bool, device=dq.device)
-        seen[self.rows[:, None], self.heads] = True
-        return not bool(dq[:, ~seen].any())
+        drawn = torch.zeros(dq.shape[1:3], dtype=torch.bool, device=dq.device)
+        drawn[self.rows[:, None], self.heads] = True
+        return not bool(dq[:, ~drawn].any())
 
 
 def _parts(result: object) -> tuple[Tensor, Tensor | None]:
@@ -153,7 +156,7 @@ def _parts(result: object) -> tuple[Tensor, Tensor | None]:
 
 
 def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tensor | None:
-    """A gradient of lse [batch, heads, q_len], zero but for the rows and heads drawn, where lse was asked for."""
+    """Draw a gradient of lse [batch, heads, q_len], zero off the drawn rows and heads; None if lse is not returned."""
     if not problem.return_lse:
         return None
     generator = torch.Generator().manual_seed(seed)
@@ -165,7 +168,7 @@ def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tenso
 
 
 def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Query rows and heads to compare: all of them if that is little work, else the ends and some between."""
+    """Draw the query rows and heads to compare: all if that is little work, else first, last and some between."""
     generator = torch.Generator().manual_seed(seed)
     few = max(1, KEY_BYTES // (problem.batch * problem.k_len * problem.head_dim * 8))
     heads = _sample(problem.heads, few, generator)
@@ -175,7 +178,10 @@ def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The rows and heads of q and of the gradient that were drawn, and the keys that they read."""
+    """The drawn rows and heads of q and of the gradients, and the heads of k and v that they read.
+
+    `counts` is how often a query sees a key (`formula.counts_of`); `kv_index` maps a drawn head to its head in `k`.
+    """
 
     problem: Problem
     q: Tensor
@@ -196,15 +202,15 @@ class _Sample:
         keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
         lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]
         if counts is not None:
-            # What c = 0 hides never matters: NaN there is in no result.
-            q_seen, k_seen = _met(counts, len(heads), index, len(kv))
+            # Hidden entries (count 0) must not matter: clear them, so that NaN there enters no expected value.
+            q_seen, k_seen = _visible(counts, len(heads), index, len(kv))
             q, grad = q.where(q_seen, 0.0), None if grad is None else grad.where(q_seen, 0.0)
             keys, values = keys.where(k_seen, 0.0), values.where(k_seen, 0.0)
             lse = None if lse is None else lse.where(q_seen[..., 0].transpose(1, 2), 0.0)
         return cls(problem, q, keys, values, grad, lse, counts, index)
 
     def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """out, lse and, where there is a gradient, dq, dk, dv, worked out in one dtype; float64 for the exact ones."""
+        """Evaluate out, lse and, where there is a gradient, dq, dk and dv in a dtype; float64 gives the exact ones."""
         with torch.set_grad_enabled(self.grad is not None):
             q, k, v = (x.to(dtype, copy=True).requires_grad_(self.grad is not None) for x in (self.q, self.k, self.v))
             keys, values = k[:, :, self.kv_index], v[:, :, self.kv_index]
@@ -218,13 +224,13 @@ class _Sample:
                 found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), weights)))
         return found
 
-    def slack(self, exact: dict[str, Tensor]) -> dict[str, float]:
-        """What rounding alone may do to each tensor.
+    def rounding_errors(self, exact: dict[str, Tensor]) -> dict[str, float]:
+        """Bound the absolute error of each tensor that rounding alone may cause.
 
         The result is rounded once, and so are the weights before they multiply v. Sums of head_dim and k_len terms,
-        and scores before they are exponentiated, are rounded in the precision that kernels accumulate in. What that
-        does is bounded by the formula with absolute values throughout, since terms may cancel. A backward pass is
-        handed an out that was rounded already.
+        and scores before they are exponentiated, are rounded in the precision that kernels accumulate in. The bound is
+        the formula with absolute values throughout, since terms may cancel. A backward pass gets an out that was
+        already rounded.
 
         Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, chapter 3; Higham & Mary 2019: rounding
         errors of a sum of n terms grow as the square root of n.
@@ -237,7 +243,7 @@ class _Sample:
         q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
         score = scale * torch.einsum("bqhd,bkhd->bhqk", q, keys).max()
         terms = math.sqrt(problem.head_dim + problem.k_len)
-        # A score's products may all be rounded alike, where the scale is multiplied into q or k beforehand.
+        # A score's products may all be rounded the same way, where the scale is multiplied into q or k beforehand.
         growth = last / 2 + sums * (terms + (1 + math.sqrt(problem.head_dim)) * float(score))
         # Results so small that they underflow have an absolute error besides.
         least = terms * last * torch.finfo(problem.dtype).smallest_normal
@@ -261,15 +267,18 @@ class _Sample:
 
 
 def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The formula as it is commonly written: products in the inputs' dtype, the softmax in float32 or wider."""
+    """The formula in mixed precision: products in the inputs' dtype, the softmax in float32 or wider."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(wide)
     p, lse = formula.softmax(scores, counts)
     return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
 
 
-def _met(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Which queries see a key, and which keys are seen, bool [batch or 1, queries or keys, heads or kv_heads, 1]."""
+def _visible(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Queries that see any key and keys that any query sees.
+
+    Both are bool, [batch or 1, queries, heads, 1] and [batch or 1, keys, kv_heads, 1].
+    """
     seen = (counts if counts.ndim == 4 else counts[None]) > 0
     seen = seen.expand(-1, heads, -1, -1)
     by_head = seen.any(2).transpose(1, 2)
@@ -279,7 +288,7 @@ def _met(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[T
 
 
 def _largest(x: Tensor) -> float:
-    """The largest absolute value, -inf aside."""
+    """The largest absolute finite value; 0 where there is none."""
     finite = x[x.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
@@ -293,7 +302,7 @@ def _sample(size: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _contract_failures(found: dict[str, Tensor], problem: Problem) -> list[str]:
-    """Wrong shapes and dtypes, NaN."""
+    """Texts for a missing lse, wrong shapes, wrong dtypes and NaN."""
     q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
     shapes: dict[str, tuple[int, ...]] = {"out": q_shape, "dq": q_shape, "dk": kv_shape, "dv": kv_shape}

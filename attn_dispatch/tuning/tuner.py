@@ -28,9 +28,9 @@ from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import choice, intervals
 from attn_dispatch.tuning.candidates import Candidate, candidates, environment_now, heuristic
 from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Admitted, Gatekeeper, Rejected, flops
+from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
 from attn_dispatch.tuning.oracle import NoReference, reference
-from attn_dispatch.tuning.race import ENOUGH_ROUNDS, Heat
+from attn_dispatch.tuning.race import ENOUGH_ROUNDS, Race
 
 Name = tuple[str, str]  #: of a candidate: backend and order
 
@@ -129,13 +129,13 @@ class _Trial:
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
     prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: by backend
     beside: tuple[Problem, ...] = ()  #: other problems that candidates were run on
-    heat: Heat | None = None
+    race: Race | None = None
     chosen: Candidate | None = None
 
     def run(self) -> None:
         with reference():
             example = make(self.problem)
-        gate = Gatekeeper(example)
+        gate = Gate(example)
         self.outside_s += gate.outside_s
         for candidate in self.runners:
             if candidate.title in self.rows:
@@ -183,7 +183,7 @@ class _Trial:
         spent = time.perf_counter() - self.start - self.outside_s
         return None if self.budget_s is None else self.budget_s - spent
 
-    def _too_long(self, candidate: Candidate, gate: Gatekeeper) -> tuple[str, float]:
+    def _too_long(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
         """Why a candidate is not tried, and the seconds that it would have needed: what it builds first, or its
         arithmetic alone, would take the rest of the budget.
         """
@@ -216,20 +216,20 @@ class _Trial:
             ), need_s
         return "", 0.0
 
-    def _admit(self, candidate: Candidate, gate: Gatekeeper) -> None:
+    def _admit(self, candidate: Candidate, gate: Gate) -> None:
         found = self._prepare(candidate, gate) or gate.admit(candidate)
         if isinstance(found, Admitted):
             self.admitted[candidate.title] = found
             return
         self.rows[candidate.title] = _row(
             candidate,
-            "quarantined" if found.kept_out else found.status,
+            "quarantined" if found.quarantined else found.status,
             found.reason,
             first_ms=found.first_ms,
             peak_bytes=found.peak_bytes,
             error=found.error,
         )
-        if found.kept_out or found.status == "incorrect":
+        if found.quarantined or found.status == "incorrect":
             self._keep_out(candidate, found.reason)
 
     def _keep_out(self, culprit: Candidate, reason: str) -> None:
@@ -241,7 +241,7 @@ class _Trial:
                 text = f"kept out with {culprit.title}: {reason}"
                 self.rows[candidate.title] = _row(candidate, "quarantined", text)
 
-    def _prepare(self, candidate: Candidate, gate: Gatekeeper) -> Rejected | None:
+    def _prepare(self, candidate: Candidate, gate: Gate) -> Rejected | None:
         """What is done once on a machine is no part of this problem's budget."""
         prepare = getattr(candidate.backend, "prepare", None)
         if prepare is None or candidate.name in self.prepared:
@@ -259,11 +259,11 @@ class _Trial:
             return
         admitted = [each for each in self.found if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        self.heat = Heat(self.problem, runners, incumbent, self.budget_s)
-        self.heat.run(example, self._remaining_s())
+        self.race = Race(self.problem, runners, incumbent, self.budget_s)
+        self.race.run(example, self._remaining_s())
 
     def choose(self) -> Candidate | None:
-        title = None if self.heat is None else self.heat.choose()
+        title = None if self.race is None else self.race.choose()
         self.chosen = next((each for each in self.runners if each.title == title), None)
         return self.chosen
 
@@ -287,15 +287,15 @@ class _Trial:
         )
 
     def _final_rows(self) -> Iterator[Row]:
-        assert self.heat is not None
+        assert self.race is not None
         earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
-        failures, left_out = self.heat.turns.failures, self.heat.left_out()
+        failures, left_out = self.race.rounds.failures, self.race.left_out()
         for candidate in self.found:
             name = candidate.title
             if name in failures:
                 yield _row(candidate, "failed", one_line(failures[name]))
-            elif name in self.heat.outcomes:
-                yield self._timed(candidate, self.heat.outcomes[name], self.heat.turns.timings[name])
+            elif name in self.race.outcomes:
+                yield self._timed(candidate, self.race.outcomes[name], self.race.rounds.timings[name])
             elif name in left_out:
                 yield self._left_out(candidate, left_out[name])
             elif name in self.rows:
@@ -303,7 +303,7 @@ class _Trial:
             elif candidate.row is not None:
                 yield candidate.row
             else:
-                yield self._kept(earlier.get(candidate.id), candidate, self.heat)
+                yield self._kept(earlier.get(candidate.id), candidate, self.race)
 
     def _timed(self, candidate: Candidate, outcome: choice.Outcome, timing: intervals.Timing) -> Row:
         admitted = self.admitted[candidate.title]
@@ -345,14 +345,14 @@ class _Trial:
             return row
         return msgspec.structs.replace(row, need_ms=max(row.need_ms, 2 * earlier.need_ms))
 
-    def _kept(self, row: Row | None, candidate: Candidate, heat: Heat) -> Row:
+    def _kept(self, row: Row | None, candidate: Candidate, race: Race) -> Row:
         """A row that was not measured again, told against what is chosen now."""
         assert self.chosen is not None
         if row is None:
             return _row(candidate, "not_measured", "was not there when the trial began")
         if row.status not in ("chosen", "slower", "tie") or row.low_ms is None:
             return row
-        best = heat.turns.timings[self.chosen.title]
+        best = race.rounds.timings[self.chosen.title]
         status = "slower" if row.low_ms > best.high_ms else "tie"
         return msgspec.structs.replace(row, status=status, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
 

@@ -20,7 +20,7 @@ from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.conftest import INTERPRETED
 from tests.support.allocations import allocated_peak
 from tests.support.cases import CASES, DTYPES, Case, gate
@@ -168,7 +168,7 @@ def test_a_gradient_of_lse_alone(backend: str) -> None:
         assert float((found - right).abs().max()) <= expected.expected[name].tolerance
 
 
-def grads_of_manual(expected: Gate) -> tuple[Tensor, ...]:
+def grads_of_manual(expected: Oracle) -> tuple[Tensor, ...]:
     """What the gate's gradient of lse alone gives dq and dk, in float64 by the plain formula."""
     example = expected.example
     q, k, v = (x.detach().double().requires_grad_() for x in (example.q, example.k, example.v))
@@ -257,7 +257,7 @@ def test_random_problems(request: pytest.FixtureRequest) -> None:
     def every_backend_agrees(drawn: tuple[Case, torch.dtype], needs_grad: bool) -> None:
         case, dtype = drawn
         problem = case.problem(dtype, needs_grad=needs_grad)
-        expected = Gate.of(make(problem))
+        expected = Oracle.of(make(problem))
         for name in HERE:
             backend = registry.load(name)
             if not backend.refusals(problem) and (name not in SLOW or programs(problem, name) <= PROGRAMS):

@@ -27,7 +27,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import Case, gate
 
 LONGNET = Dilated((64, 128, 256), (1, 2, 4), is_causal=True)
@@ -255,13 +255,13 @@ def test_a_compiler_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def compiled(of: Problem) -> tuple[Example, Gate]:
+def compiled(of: Problem) -> tuple[Example, Oracle]:
     """An example that the compiled kernel agrees with."""
     reasons = [str(refusal) for refusal in flex.refusals(of)]
     if reasons:
         pytest.skip("; ".join(reasons))
     example = make(of)
-    gate = Gate.of(example)
+    gate = Oracle.of(example)
     with torch_state.undisturbed(of.device):  # as a trial runs it
         assert gate.check(gate.run(flex)).failures == ()
     assert flex.first_call_ms(of) == 0
@@ -304,7 +304,7 @@ def test_compiled_with_masks() -> None:
     other = make(of, seed=1)
     other.masks["key_mask"][:, :40] = False
     other.masks["seq_lens"][0] = 0
-    gate = Gate.of(other)
+    gate = Oracle.of(other)
     found = gate.run(flex)
     assert gate.check(found).failures == ()
     assert not found["out"][0].any()
@@ -317,7 +317,7 @@ def test_traced_as_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend="aot_eager", **options))
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *inputs: None)
     plain = Case("traced", LONGNET, (2, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
-    gate = Gate.of(make(plain.problem(torch.float32, needs_grad=True)))
+    gate = Oracle.of(make(plain.problem(torch.float32, needs_grad=True)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a backward pass is compiled by the first one
         found = gate.run(flex)
@@ -342,7 +342,7 @@ CUDA_CASES = (
 def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
     of = case.problem(dtype, needs_grad=True, device="cuda")
     assert flex.refusals(of) == []
-    gate = Gate.of(make(of))
+    gate = Oracle.of(make(of))
     gate.run(flex)
     found, peak = peak_bytes(lambda: gate.run(flex), of.device)
     assert gate.check(found).failures == ()

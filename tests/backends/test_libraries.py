@@ -19,7 +19,7 @@ from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
 from tests.support.cases import CASES, Case, gate
@@ -130,7 +130,7 @@ def test_adapters_refuse_only_what_they_cannot(adapter: str, calls: list[dict[st
 def test_flash_is_told_what_is_asked(adapter: str, deterministic: bool, calls: list[dict[str, Any]]) -> None:
     case = Case("", Window(5, None), (1, 40, 2, 16))
     problem = replace(case.problem(torch.float16, needs_grad=True), deterministic=deterministic)
-    checked = Gate.of(make(problem))
+    checked = Oracle.of(make(problem))
     assert checked.check(checked.run(here(ADAPTERS[adapter]))).failures == ()
     assert calls == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
 

@@ -19,7 +19,7 @@ from attn_dispatch import Dense, Dilated, Window
 from attn_dispatch.kernels import registry
 from attn_dispatch.tuning.example import make
 from attn_dispatch.machine.memory import peak_bytes
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import Case
 
 device = torch.device("cpu")
@@ -35,7 +35,7 @@ for name in sys.argv[1:]:
                 if backend.refusals(problem):
                     continue
                 example = make(problem)
-                gate = Gate(example, torch.arange(0), torch.arange(0), example.grad, None, {})
+                gate = Oracle(example, torch.arange(0), torch.arange(0), example.grad, None, {})
                 gate.run(backend)
                 found, peak = peak_bytes(lambda: gate.run(backend), device)
                 announced = backend.workspace_bytes(problem) + problem.result_bytes + found["lse"].nbytes

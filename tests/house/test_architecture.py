@@ -69,7 +69,7 @@ TORCH_FREE = (
     "tuning.clocks",
     "tuning.guard",
     "tuning.intervals",
-    "tuning.turns",
+    "tuning.rounds",
 )
 
 

@@ -25,7 +25,7 @@ from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import CASES, CAUSAL, Case, gate
 
 
@@ -115,7 +115,7 @@ def _three_threads() -> Iterator[None]:
 def test_threads_that_share_a_key_head(kv_heads: int) -> None:
     """Each has sums of its own, and the same ones every time."""
     asked = Case("", Dense(is_causal=True), (1, 400, 4, 24), kv_heads=kv_heads).problem(torch.float32, needs_grad=True)
-    expected = Gate.of(make(asked))
+    expected = Oracle.of(make(asked))
     first = expected.run(native)
     assert expected.check(first).failures == ()
     again = expected.run(native)
@@ -128,7 +128,7 @@ def test_growing_scores() -> None:
     asked = replace(asked, k_len=1000, scale=1.0, return_lse=True)
     k = torch.arange(1000.0).view(1, 1000, 1, 1).expand(1, 1000, 1, 16) / 64
     example = replace(make(asked), q=torch.ones(1, 70, 1, 16), k=k)
-    expected = Gate.of(example)
+    expected = Oracle.of(example)
     assert expected.check(expected.run(native)).failures == ()
 
 
@@ -275,7 +275,7 @@ def test_large_scores_over_many_keys_in_bfloat16() -> None:
     asked = replace(asked, k_len=20_000, scale=1.0, return_lse=True)
     q = torch.full((1, 16, 1, 16), 7.875).bfloat16()
     v = torch.randn(1, 20_000, 1, 16).bfloat16()
-    expected = Gate.of(replace(make(asked), q=q, k=q[:, :1].expand(1, 20_000, 1, 16), v=v))
+    expected = Oracle.of(replace(make(asked), q=q, k=q[:, :1].expand(1, 20_000, 1, 16), v=v))
     assert expected.check(expected.run(native)).failures == ()
 
 

@@ -22,7 +22,7 @@ from attn_dispatch.kernels.triton.work_list import Side, Visits, covers, largest
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.backends.test_conformance import lengths, patterns
 from tests.conftest import INTERPRETED
 from tests.support.cases import CASES, Case
@@ -276,7 +276,7 @@ def test_gradient_through_lse(with_out: bool) -> None:
     """A loss that uses lse reaches q and k, and rows without keys give nothing. Errors stay below the gate's."""
     pattern = Dilated((16, 32), (2, 4), is_causal=True)
     problem = Case("lse", pattern, (1, 40, 4, 16), kv_heads=2).problem(torch.float32, needs_grad=True)
-    gate = Gate.of(make(problem))
+    gate = Oracle.of(make(problem))
     example = gate.example
     assert gate.grad is not None
     weights = torch.rand(1, 4, 40, generator=torch.Generator().manual_seed(1))
@@ -301,7 +301,7 @@ def test_keys_taken_away_are_never_read() -> None:
     pattern = Dilated((16, 32), (1, 2))
     case = Case("poisoned", pattern, (2, 40, 2, 16), seq_lens=True, key_mask=True)
     example = make(case.problem(torch.float32, needs_grad=True))
-    gate = Gate.of(example)
+    gate = Oracle.of(example)
     seen = example.masks["key_mask"] & (torch.arange(40) < example.masks["seq_lens"][:, None])
     k, v = (x.detach().masked_fill(~seen[:, :, None, None], torch.nan).requires_grad_() for x in (example.k, example.v))
     q = example.q.detach().masked_fill(
@@ -315,7 +315,7 @@ def test_keys_taken_away_are_never_read() -> None:
 @pytest.mark.usefixtures("triton_interpreter")
 def test_twice_the_same() -> None:
     problem = next(case for case in CASES if case.id == "longnet-short").problem(torch.float16, needs_grad=True)
-    gate = Gate.of(make(problem))
+    gate = Oracle.of(make(problem))
     first, second = gate.run(triton), gate.run(triton)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -325,5 +325,5 @@ def test_twice_the_same() -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e-300, -1.0])
 def test_any_scale(scale: float) -> None:
     problem = Case("scaled", Dense(is_causal=True), (1, 20, 2, 16), scale=scale).problem(torch.float32, needs_grad=True)
-    gate = Gate.of(make(problem))
+    gate = Oracle.of(make(problem))
     assert gate.check(gate.run(triton)).failures == ()

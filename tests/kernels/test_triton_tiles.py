@@ -24,7 +24,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered, positions
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_tiles import ESTIMATED, PATTERNS
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import fake_gpu, interpreted, problem_of
@@ -203,7 +203,7 @@ def test_the_gate_sees_a_count_that_is_left_out(monkeypatch: pytest.MonkeyPatch)
     """Keys that two branches see weigh double: with masks of ones and zeros the same case fails."""
     case = next(case for case in CASES if case.id == "same-branch-twice")
     problem = case.problem(torch.float32, needs_grad=False)
-    whole = Gate.of(make(problem))
+    whole = Oracle.of(make(problem))
     assert whole.check(whole.run(triton_tiles)).failures == ()
     lists = lists_of(problem, "natural", 64)
     assert lists.masks is not None

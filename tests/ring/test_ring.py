@@ -22,7 +22,7 @@ from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import holding
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
@@ -362,7 +362,9 @@ def test_what_no_query_sees_never_matters(ranks: Ranks, case: Case, exchange: st
     set_mode("off")
     example = holding(gate(case.problem(torch.float32, needs_grad=True)).example, math.nan)
     layout = Layout(deal(case.shape[1], 2), ZIGZAG)
-    args = [(each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(Gate.of(example), layout)]
+    args = [
+        (each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(Oracle.of(example), layout)
+    ]
     found = whole(ranks.each(attended, args), layout)
     assert gate(example.problem).check(found).failures == ()
 

@@ -69,7 +69,7 @@ def test_a_home_that_cannot_be_written(
     for length in (32, 48):
         q, k, v = qkv(length)
         assert close(attend(q, k, v, is_causal=length == 48), formula(q, k, v, Dense(is_causal=length == 48))[0])
-    assert len([text for text in warnings() if text.startswith("decisions are not kept: ")]) == 1
+    assert len([text for text in warnings() if text.startswith("decisions are not stored: ")]) == 1
     assert all("cannot be written" in text for text in warnings())
 
 

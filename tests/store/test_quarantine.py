@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from attn_dispatch.store import files, quarantine
-from attn_dispatch.store.crash_markers import contact, place_of
+from attn_dispatch.store.crash_markers import crash_marker, place_of
 from attn_dispatch.store.quarantine import Quarantine, silicons
 from tests.support.fakes import SILICON
 from tests.support.quarantines import GROUP, entry, path_of, path_of_new
@@ -85,7 +85,7 @@ def test_an_entry_of_another_silicon(folder: Path) -> None:
 def test_paths_stay_in_the_folder(name: str, folder: Path) -> None:
     with pytest.raises(ValueError, match="not a fingerprint"):
         Quarantine(folder, name)
-    with pytest.raises(ValueError, match="not a fingerprint"), contact(folder, name, "made_up", "1", ""):
+    with pytest.raises(ValueError, match="not a fingerprint"), crash_marker(folder, name, "made_up", "1", ""):
         raise AssertionError
     Quarantine(folder, SILICON).add(entry(backend="../../../escaped", scope="../x"))
     assert path_of(folder).parent == folder / "quarantine" / SILICON
@@ -158,7 +158,7 @@ DAMAGED: dict[str, bytes] = {
     "another-kind": resealed().replace(b"incorrect", b"unhealthy"),
     "control": resealed(reason="\x1b[2J"),
     "lines": resealed(title="a\nb"),
-    "large": resealed(title="x" * files.LIMIT),
+    "large": resealed(title="x" * files.MAX_CHECKED_BYTES),
     "nested": b'{"sha256":"","content":' + b"[" * 30_000,
 }
 
@@ -236,7 +236,7 @@ def test_what_could_not_be_written_can_be_lifted(folder: Path, warnings: Callabl
     kept = Quarantine(folder, SILICON)
     kept.add(entry())
     assert kept.find("made_up", "1") is not None
-    with contact(folder, SILICON, "made_up", "1", ""):
+    with crash_marker(folder, SILICON, "made_up", "1", ""):
         pass
     assert Quarantine(folder, SILICON).sweep() == []
     folder.unlink()

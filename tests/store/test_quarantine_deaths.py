@@ -13,7 +13,7 @@ import pytest
 
 from attn_dispatch.kernels.registry import LAST_RESORT
 from attn_dispatch.store import quarantine
-from attn_dispatch.store.crash_markers import contact, dead, place_of
+from attn_dispatch.store.crash_markers import abandoned, crash_marker, place_of
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.fakes import SILICON
 from tests.support.quarantines import GROUP, STARTED, TRIED, markers, run, start
@@ -52,7 +52,7 @@ def test_a_death_is_remembered(
 
 
 def test_a_death_in_a_group(folder: Path, anew: Callable[[], Quarantine]) -> None:
-    run(folder, STARTED + f"with contact(folder, silicon, 'made_up', None, 'x', {GROUP!r}): os.abort()")
+    run(folder, STARTED + f"with crash_marker(folder, silicon, 'made_up', None, 'x', {GROUP!r}): os.abort()")
     kept = anew()
     assert kept.find("made_up", None, GROUP) is not None
     assert kept.find("made_up", None) is None
@@ -66,7 +66,7 @@ def test_exceptions_are_no_death(error: type[BaseException], folder: Path, anew:
         seen.extend(markers(folder))
         raise error
 
-    with pytest.raises(error), contact(folder, SILICON, "made_up", "1", "x"):
+    with pytest.raises(error), crash_marker(folder, SILICON, "made_up", "1", "x"):
         fail()
     assert len(seen) == 1
     assert markers(folder) == []
@@ -90,7 +90,7 @@ def test_a_regular_end_is_no_death(ending: str, folder: Path) -> None:
 def test_the_main_thread_may_end_before_a_trial(folder: Path, anew: Callable[[], Quarantine]) -> None:
     trial = """
 def trial():
-    with contact(folder, silicon, "made_up", "1", "x"):
+    with crash_marker(folder, silicon, "made_up", "1", "x"):
         entered.set()
         time.sleep(60)
 
@@ -129,7 +129,7 @@ def test_a_child_of_multiprocessing_may_end_before_a_trial(folder: Path) -> None
 import multiprocessing
 
 def trial():
-    with contact(folder, silicon, "made_up", "1", "x"):
+    with crash_marker(folder, silicon, "made_up", "1", "x"):
         entered.set()
         time.sleep(60)
 
@@ -176,7 +176,7 @@ import faulthandler
 signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
 dump = open(folder.parent / "dump", "w+")
 faulthandler.register(signal.SIGHUP, file=dump)
-with contact(folder, silicon, "made_up", "1", "x"):
+with crash_marker(folder, silicon, "made_up", "1", "x"):
     for number in (signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
     print(len(next(folder.rglob("*.mark")).read_text().splitlines()))
@@ -189,21 +189,21 @@ print((folder.parent / "dump").read_text().count("most recent call first"))
 def test_a_handler_set_during_a_trial_stays(folder: Path) -> None:
     """In another thread's, say: without it, a later alarm would end the process. Afterwards signals are noted again."""
     code = """
-with contact(folder, silicon, "made_up", "1", "x"):
+with crash_marker(folder, silicon, "made_up", "1", "x"):
     signal.signal(signal.SIGALRM, lambda *_: print("handled", flush=True))
 os.kill(os.getpid(), signal.SIGALRM)
 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-with contact(folder, silicon, "made_up", "1", "x"):
+with crash_marker(folder, silicon, "made_up", "1", "x"):
     os.kill(os.getpid(), signal.SIGALRM)
 """
     assert run(folder, STARTED + code) == (-signal.SIGALRM, "handled\n", "")
-    assert [found.told_to_stop for found in dead(place_of(folder, SILICON))] == [True]
+    assert [found.stop_signal for found in abandoned(place_of(folder, SILICON))] == [True]
 
 
 def test_signals_end_the_process_as_before(folder: Path) -> None:
     code = """
-with contact(folder, silicon, "made_up", "1", "x"):
-    with contact(folder, silicon, "made_up", "2", "x"):
+with crash_marker(folder, silicon, "made_up", "1", "x"):
+    with crash_marker(folder, silicon, "made_up", "2", "x"):
         pass
     inside = open("/proc/self/status").read().split("SigCgt:")[1].split()[0]
 print(int(inside, 16) >> 14 & 1, int(open("/proc/self/status").read().split("SigCgt:")[1].split()[0], 16) >> 14 & 1)
@@ -227,7 +227,7 @@ def trying(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_trial_that_goes_on_is_left_alone(
     trying: subprocess.Popen[str], folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
-    with contact(folder, SILICON, "mine", "1", "x"):
+    with crash_marker(folder, SILICON, "mine", "1", "x"):
         kept = anew()
         assert kept.entries() == []
         assert len(markers(folder)) == 2
@@ -254,13 +254,13 @@ def test_a_forked_child_does_not_keep_the_marker_alive(folder: Path, anew: Calla
 
 def test_a_forked_child_does_not_take_the_marker_away(folder: Path) -> None:
     code = """
-with contact(folder, silicon, "made_up", "1", "x"):
+with crash_marker(folder, silicon, "made_up", "1", "x"):
     child = os.fork()
     if child:
         os.waitpid(child, 0)
         print(len(list(folder.rglob("*.mark"))))
 if not child:
-    with contact(folder, silicon, "made_up", "2", "x"):
+    with crash_marker(folder, silicon, "made_up", "2", "x"):
         os.abort()
 """
     assert run(folder, STARTED + code) == (0, "2\n", "")
@@ -272,11 +272,11 @@ def test_markers_are_swept_by_many_at_once(folder: Path, anew: Callable[[], Quar
     run(folder, TRIED.format("os.abort()"))
     place = place_of(folder, SILICON)
     seen = []
-    for first in dead(place):
-        for second in dead(place):
+    for first in abandoned(place):
+        for second in abandoned(place):
             seen.append(second)
         os.unlink(first.path)
-        assert list(dead(place)) == []
+        assert list(abandoned(place)) == []
     assert [each.marker.backend for each in seen] == ["made_up"]
 
 

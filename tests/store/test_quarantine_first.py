@@ -18,9 +18,8 @@ from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store import crash_markers as contacts
-from attn_dispatch.store import files, quarantine
-from attn_dispatch.store.crash_markers import Marker, place_of
+from attn_dispatch.store import crash_markers, files, quarantine
+from attn_dispatch.store.crash_markers import MarkerContent, place_of
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from attn_dispatch.tuning.candidates import candidates
 from tests.support.calls import qkv
@@ -49,10 +48,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def die(folder: Path, at: datetime, token: int = 0, where: str = SILICON, **changes: Any) -> None:
     """Leave the marker of a process that was killed in a trial begun then; its lock has gone with it."""
     values = {"backend": "made_up", "version": "1", "scope": "", **changes}
-    marker = Marker(
-        **values, silicon=where, title="x", process=contacts._this_process(), locked=True, began=at.timestamp()
+    marker = MarkerContent(
+        **values, silicon=where, title="x", process=crash_markers._this_process(), locked=True, began=at.timestamp()
     )
-    name = contacts.digest(values["backend"], values["version"], values["scope"])
+    name = crash_markers.digest(values["backend"], values["version"], values["scope"])
     path = place_of(folder, where) / f"{name}-{token:012x}.mark"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(files.encode_checked(marker))
@@ -71,7 +70,7 @@ def test_the_first_death_counts_for_an_hour(
     assert first is not None
     assert first.until == "2026-01-01T13:00:00+00:00"
     (text,) = warnings()
-    assert "kept out until 2026-01-01 13:00 UTC" in text
+    assert "quarantined until 2026-01-01 13:00 UTC" in text
     for after, is_out in ((HOUR - MINUTE, True), (HOUR, False), (30 * HOUR, False)):
         clock.now = START + after
         for each in (kept, anew()):  # the process that runs on, too
@@ -88,7 +87,7 @@ def test_the_second_death_counts_for_good(folder: Path, clock: Clock, anew: Call
     found = out(anew())
     assert found is not None
     assert found.until is None
-    assert "had died of it, noted on 2026-01-01 12:00 UTC" in found.reason
+    assert "an earlier process died likewise, recorded on 2026-01-01 12:00 UTC" in found.reason
     assert markers(folder) == []
 
 
@@ -176,7 +175,7 @@ def test_it_is_shown_until_when(clock: Clock, capsys: pytest.CaptureFixture[str]
     (row,) = (each.row for each in candidates(problem) if each.name == "sdpa")
     assert row is not None
     assert row.status == "quarantined"
-    assert "kept out until 2026-01-01 13:00 UTC" in row.reason
+    assert "quarantined until 2026-01-01 13:00 UTC" in row.reason
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "until (UTC)" in shown

@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attn_dispatch.store import crash_markers as contacts
-from attn_dispatch.store import files
-from attn_dispatch.store.crash_markers import Marker, Process, contact
+from attn_dispatch.store import crash_markers, files
+from attn_dispatch.store.crash_markers import MarkerContent, Process, crash_marker
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.fakes import SILICON
 from tests.support.quarantines import STARTED, TRIED, markers, path_of_new, start
@@ -32,7 +31,7 @@ def unlockable(monkeypatch: pytest.MonkeyPatch) -> None:
 def plant(folder: Path, process: Process, locked: bool = False, age_s: float = 0.0, note: bytes = b"") -> Path:
     path = path_of_new(folder, ".mark")
     path.parent.mkdir(parents=True, exist_ok=True)
-    marker = Marker(
+    marker = MarkerContent(
         backend="made_up",
         version="1",
         silicon=SILICON,
@@ -48,12 +47,12 @@ def plant(folder: Path, process: Process, locked: bool = False, age_s: float = 0
     return path
 
 
-HERE = msgspec.structs.replace(contacts._this_process(), host="here")
+HERE = msgspec.structs.replace(crash_markers._this_process(), host="here")
 
 
 @pytest.mark.usefixtures("unlockable")
 def test_without_locks_processes_are_looked_up(folder: Path, anew: Callable[[], Quarantine]) -> None:
-    with contact(folder, SILICON, "mine", "1", "x"):
+    with crash_marker(folder, SILICON, "mine", "1", "x"):
         assert b'"locked":false' in markers(folder)[0].read_bytes()
         assert anew().entries() == []
         assert len(markers(folder)) == 1
@@ -87,7 +86,7 @@ def test_processes_that_cannot_be_looked_up(
     monkeypatch: pytest.MonkeyPatch,
     anew: Callable[[], Quarantine],
 ) -> None:
-    monkeypatch.setattr(contacts, "_machine", lambda: (HERE.namespace, HERE.boot, "here"))
+    monkeypatch.setattr(crash_markers, "_machine", lambda: (HERE.namespace, HERE.boot, "here"))
     plant(folder, msgspec.structs.replace(HERE, pid=1, **strange), age_s=age_s)
     assert (anew().find("made_up", "1") is not None) is is_out
     assert len(markers(folder)) == (not is_out)
@@ -111,7 +110,7 @@ def test_a_reboot_is_no_death(
     anew: Callable[[], Quarantine],
 ) -> None:
     """A loss of power leaves the markers of all trials. A lock that is gone needs no age."""
-    monkeypatch.setattr(contacts, "_machine", lambda: (HERE.namespace, "now", "here"))
+    monkeypatch.setattr(crash_markers, "_machine", lambda: (HERE.namespace, "now", "here"))
     plant(folder, msgspec.structs.replace(HERE, **{"boot": "now", **there}), locked=True)
     assert (anew().find("made_up", "1") is not None) is is_out
     assert markers(folder) == []
@@ -128,9 +127,9 @@ def test_a_marker_that_another_process_took_note_of(folder: Path) -> None:
     path = plant(folder, HERE, locked=True)
     handle = files.open_regular(path)
     path.unlink()
-    assert contacts._examined(path, handle) is None
+    assert crash_markers._examined(path, handle) is None
     plant(folder, HERE, locked=True)  # a later one, by the same name
-    assert contacts._examined(path, handle) is None
+    assert crash_markers._examined(path, handle) is None
     os.close(handle)
 
 
@@ -184,13 +183,13 @@ def test_a_trial_goes_on_unmarked(
     monkeypatch.setattr(target, refuse)
     entered = 0
     for _ in range(2):
-        with contact(folder, SILICON, "made_up", "1", "x"):
+        with crash_marker(folder, SILICON, "made_up", "1", "x"):
             entered += 1
     assert entered == 2
     assert markers(folder) == []
-    assert contacts._held == {}
+    assert crash_markers._own_markers == {}
     (text,) = warnings()
-    assert text.startswith("a crash could not be remembered: ")
+    assert text.startswith("a crash would not be recorded: ")
 
 
 def test_trials_of_many_threads(folder: Path) -> None:
@@ -199,7 +198,7 @@ def test_trials_of_many_threads(folder: Path) -> None:
 
     def trial(name: str) -> None:
         for _ in range(5):
-            with contact(folder, SILICON, name, "1", "x"):
+            with crash_marker(folder, SILICON, name, "1", "x"):
                 met.wait(60)
                 assert len(markers(folder)) == 8
                 met.wait(60)
@@ -211,5 +210,5 @@ def test_trials_of_many_threads(folder: Path) -> None:
         thread.join()
     assert not met.broken
     assert markers(folder) == []
-    assert (contacts._held, contacts._noted) == ({}, set())
+    assert (crash_markers._own_markers, crash_markers._noted_signals) == ({}, set())
     assert len(os.listdir("/proc/self/fd")) == before

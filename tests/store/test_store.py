@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written(
         assert Store(folder).put(decision(key=key)) is None
     assert next(attempts) == 3
     (text,) = warnings()
-    assert text.startswith("decisions are not kept: ")
+    assert text.startswith("decisions are not stored: ")
     assert "Permission denied" in text
     monkeypatch.undo()
     assert files_in(folder) == []
@@ -178,7 +178,7 @@ def test_problems_that_cannot_be_noted(folder: Path, warnings: Callable[[], list
     for _ in range(2):
         problem_files.note_missed(folder, {"batch": 1})
     (text,) = warnings()
-    assert text.startswith("misses are not noted: ")
+    assert text.startswith("misses are not recorded: ")
 
 
 def test_files_are_as_open_as_the_users_others(tmp_path: Path) -> None:

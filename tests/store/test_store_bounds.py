@@ -77,10 +77,10 @@ def test_the_size_is_looked_at_from_time_to_time(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(files, "tidy", lambda *given, **named: looked.append(len(written)))
     monkeypatch.setattr("os.fsync", lambda handle: None)
     written: list[int] = []
-    for number in range(2 * store.EACH + 1):
+    for number in range(2 * store.PUTS_PER_CLEANUP + 1):
         written.append(number)
         Store(tmp_path).put(decision(key=f"{number:020x}"))
-    assert looked == [1, store.EACH + 1, 2 * store.EACH + 1]
+    assert looked == [1, store.PUTS_PER_CLEANUP + 1, 2 * store.PUTS_PER_CLEANUP + 1]
 
 
 def test_others_may_clear_up_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

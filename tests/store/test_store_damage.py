@@ -101,7 +101,7 @@ def test_a_file_in_place_of_the_folder(folder: Path, warnings: Callable[[], list
         assert Store(folder).put(decision()) is None
     assert list(Store(folder).all()) == []
     (text,) = warnings()
-    assert "decisions are not kept" in text
+    assert "decisions are not stored" in text
 
 
 def test_links_in_a_circle_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
@@ -111,7 +111,7 @@ def test_links_in_a_circle_in_place_of_the_folder(folder: Path, warnings: Callab
         assert Store(folder).put(decision()) is None
     assert list(Store(folder).all()) == []
     (text,) = warnings()
-    assert "decisions are not kept" in text
+    assert "decisions are not stored" in text
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)

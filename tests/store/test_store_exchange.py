@@ -250,7 +250,7 @@ def test_a_refusal_is_told_in_words(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_bytes(bundle(canonical(written(title="\x1b"))))
     code, out = run("import", tmp_path / "bad.json", tmp_path / "absent.json")
     assert code == 1
-    assert f"refused   {tmp_path}/bad.json, decision 1, key '{KEY}': its content does not fit its checksum" in out
+    assert f"refused   {tmp_path}/bad.json, decision 1, key '{KEY}': its content does not match its checksum" in out
     assert f"refused   {tmp_path}/absent.json: No such file or directory" in out
     assert "\x1b" not in out
 

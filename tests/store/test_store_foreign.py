@@ -11,7 +11,7 @@ import pytest
 
 from attn_dispatch.store import decision as names
 from attn_dispatch.store import files, problem_files
-from attn_dispatch.store.crash_markers import contact, place_of
+from attn_dispatch.store.crash_markers import crash_marker, place_of
 from attn_dispatch.store.decision import encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
@@ -151,7 +151,7 @@ def test_a_link_in_place_of_a_file_is_replaced_or_refused(
         assert target.stat().st_mtime == OLD
     assert not Store(cache).path(SILICON, GROUP, KEY).is_symlink()
     (text,) = warnings()
-    assert text.startswith("misses are not noted")
+    assert text.startswith("misses are not recorded")
 
 
 @pytest.mark.parametrize("linked", ["quarantine", f"quarantine/{SILICON}"])
@@ -164,7 +164,7 @@ def test_a_linked_quarantine_is_left_alone(
     link(cache / linked, outside)
     before = everything(outside)
     kept = Quarantine(cache, SILICON)
-    with contact(cache, SILICON, "made_up", "1", "x"):
+    with crash_marker(cache, SILICON, "made_up", "1", "x"):
         assert everything(outside) == before
     assert kept.entries() == []
     kept.add(entry())

@@ -87,7 +87,7 @@ def test_what_could_not_be_read_back_is_not_written(
     assert files_in(tmp_path) == []
     assert [text.partition(": ")[2] for text in warnings()] == [
         "it holds a number that is not finite",
-        "its choice is not the one row that is chosen",
+        "its choice is not its one chosen row",
         warnings()[-1].partition(": ")[2],
     ]
     assert "bytes, over" in warnings()[-1]

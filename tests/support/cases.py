@@ -10,7 +10,7 @@ import torch
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -115,6 +115,6 @@ CASES = (
 
 
 @cache
-def gate(problem: Problem) -> Gate:
+def gate(problem: Problem) -> Oracle:
     """Expected results, worked out once for all backends."""
-    return Gate.of(make(problem))
+    return Oracle.of(make(problem))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from attn_dispatch.store import crash_markers as contacts
+from attn_dispatch.store import crash_markers
 from attn_dispatch.store.crash_markers import place_of
 from attn_dispatch.store.quarantine import Entry
 from tests.support.fakes import SILICON
@@ -17,14 +17,14 @@ STARTED = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.store.crash_markers import contact
+from attn_dispatch.store.crash_markers import crash_marker
 
 folder, silicon = Path(sys.argv[1]), sys.argv[2]
 """
 TRIED = (
     STARTED
     + """
-with contact(folder, silicon, "made_up", "1", "dense 1 x 64", patience_s=3600):
+with crash_marker(folder, silicon, "made_up", "1", "dense 1 x 64", patience_s=3600):
     {}
 """
 )
@@ -49,7 +49,7 @@ def path_of(folder: Path) -> Path:
 
 def path_of_new(folder: Path, suffix: str) -> Path:
     suffix = f"-{'0' * 12}{suffix}" if suffix == ".mark" else suffix
-    return place_of(folder, SILICON) / f"{contacts.digest(*entry().key)}{suffix}"
+    return place_of(folder, SILICON) / f"{crash_markers.digest(*entry().key)}{suffix}"
 
 
 def markers(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from attn_dispatch.ring.engine import passes
 from attn_dispatch.ring.rows import chunking
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.support import ring_ranks
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -59,7 +59,7 @@ def whole(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Tenso
     }
 
 
-def shards(gate: Gate, layout: Layout) -> list[dict[str, Tensor]]:
+def shards(gate: Oracle, layout: Layout) -> list[dict[str, Tensor]]:
     """What each rank needs of an example: q, k, v, the gradients to go back with, and masks."""
     example = gate.example
     rows: dict[str, list[Tensor]] = {name: cut(x, layout) for name, x in zip("qkv", (example.q, example.k, example.v))}

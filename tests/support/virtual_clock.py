@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch.tuning import clocks, tuner, turns
+from attn_dispatch.tuning import clocks, rounds, tuner
 
 
 class VirtualClock:
@@ -27,7 +27,7 @@ def install(clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials, their gate and their races go by this clock, instead of the machine's."""
     monkeypatch.setattr(time, "perf_counter", clock)
     # These have looked the machine's clock up already.
-    race: Any = turns.time_in_turns
+    race: Any = rounds.time_in_rounds
     monkeypatch.setitem(race.__kwdefaults__, "clock", clock)
     stopwatch: Any = clocks.HostStopwatch.__init__
     _, *others = stopwatch.__defaults__

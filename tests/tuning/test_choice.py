@@ -13,7 +13,7 @@ from attn_dispatch.decisions.explanation import CandidateReport
 from attn_dispatch.store.decision import Row
 from attn_dispatch.tuning import choice
 from attn_dispatch.tuning.choice import Entrant, Outcome, choose
-from attn_dispatch.tuning.intervals import Timing, faster_at_last, median_interval, ratio_interval
+from attn_dispatch.tuning.intervals import Timing, faster_at_last_look, median_interval, ratio_interval
 from tools.checks import trust_choice
 from tools.checks.trust_choice import CLOSE, FIVE, NOISE, PAIR, Tuner
 
@@ -66,7 +66,10 @@ def test_where_everyone_is_beaten_the_least_median_is_chosen() -> None:
     samples = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 1.0), "c": (2.9, 0.9, 1.9)}
     entrants = [Entrant(name, Timing(each * 40, 1.0)) for name, each in samples.items()]
     beats = {
-        (one.name, other.name) for one in entrants for other in entrants if faster_at_last(one.timing, other.timing)
+        (one.name, other.name)
+        for one in entrants
+        for other in entrants
+        if faster_at_last_look(one.timing, other.timing)
     }
     assert {name for _, name in beats} == samples.keys()
     assert choose(entrants, None, calls=1)[0] == "c"
@@ -115,9 +118,9 @@ def test_someone_is_chosen_even_of_dropped_ones() -> None:
 
 
 TIES = [
-    ({"cost_ms": 1.0}, "old", "a tie goes to old, which was there first"),
+    ({"cost_ms": 1.0}, "old", "a tie goes to the incumbent, old"),
     ({"cost_ms": 1.0, "workspace_bytes": 2**21}, None, "a tie goes to less workspace: 2.0 MiB less"),
-    ({"cost_ms": 1.0, "rank": 1}, None, "a tie goes to the simpler one"),
+    ({"cost_ms": 1.0, "rank": 1}, None, "a tie goes to the simpler candidate"),
     ({"cost_ms": 0.7, "rounds": 2}, "old", "2 rounds are too few to tell"),
     ({"cost_ms": 0.7, "rounds": 1}, "old", "1 round is too few to tell"),
     ({"cost_ms": 0.97, "wobble": 0.5}, "old", "20 rounds are too few to tell"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attn_dispatch.tuning.clocks import HOST_REPEATS, UNKNOWN_L2_BYTES, CudaStopwatch
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_rounds
 
 DEVICE = torch.device("cuda", 0)
 L2_BYTES = 50 * 2**20
@@ -135,7 +135,7 @@ def test_collector_is_off_while_timed(stream: Stream) -> None:
 
 
 def test_race_fills_in_all_three(stream: Stream) -> None:
-    turns = time_in_turns(
+    turns = time_in_rounds(
         {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
     )
     timing = turns.timings["a"]

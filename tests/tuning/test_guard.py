@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.guard import TimedOut, retire, run_guarded
+from attn_dispatch.tuning.guard import TimedOut, end_idle_threads, run_guarded
 from tests.support.guarded import PATIENT_S, run
 
 pytestmark = pytest.mark.usefixtures("no_threads_are_left")
@@ -121,7 +121,7 @@ def test_a_thread_is_kept_and_can_be_retired() -> None:
     assert first is second
     assert first is not threading.current_thread()
     assert first.daemon
-    retire()
+    end_idle_threads()
     assert not first.is_alive()
     third = run_guarded(threading.current_thread, PATIENT_S)
     assert third is not first
@@ -236,7 +236,7 @@ try:
 except guard.TimedOut as error:
     print(error, guard.run_guarded(lambda: 7, 60))
 """
-    assert run(code) == (0, "did not come back within 0.05 s 7\n", "")
+    assert run(code) == (0, "did not return within 0.05 s 7\n", "")
 
 
 def test_a_call_whose_time_is_over_before_it_began() -> None:

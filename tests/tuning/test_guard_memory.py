@@ -11,7 +11,7 @@ import torch
 
 from attn_dispatch.machine import memory
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.guard import capped, device_lost, is_memory_error, lied
+from attn_dispatch.tuning.guard import capped, device_lost, is_memory_error, memory_excess
 from tests.support import fakes
 from tests.support.fakes import GIB, MIB
 from tests.support.guarded import PATIENT_S, run
@@ -199,17 +199,17 @@ def test_the_cap_on_cuda(before: float, free: int, expected: float, monkeypatch:
 @pytest.mark.parametrize(
     ("peak", "declared", "kind", "said"),
     [
-        (1288490189, 10 * MIB, "cpu", "took 1.2 GiB, its workspace_bytes said 10.0 MiB"),
+        (1288490189, 10 * MIB, "cpu", "allocated 1.2 GiB, its workspace_bytes declared 10.0 MiB"),
         (74 * MIB, 8 * MIB, "cpu", None),
-        (74 * MIB + 1, 8 * MIB, "cpu", "took 74.0 MiB, its workspace_bytes said 8.0 MiB"),
+        (74 * MIB + 1, 8 * MIB, "cpu", "allocated 74.0 MiB, its workspace_bytes declared 8.0 MiB"),
         (10 * MIB, 8 * MIB, "cuda", None),
-        (10 * MIB + 1, 8 * MIB, "cuda", "took 10.0 MiB, its workspace_bytes said 8.0 MiB"),
+        (10 * MIB + 1, 8 * MIB, "cuda", "allocated 10.0 MiB, its workspace_bytes declared 8.0 MiB"),
         (0, 0, "cuda", None),
         (None, 0, "cpu", None),
     ],
 )
 def test_lies(peak: int | None, declared: int, kind: str, said: str | None) -> None:
-    assert lied(peak, declared, kind) == said
+    assert memory_excess(peak, declared, kind) == said
 
 
 def raised(call: Callable[[], object]) -> BaseException:

@@ -19,8 +19,8 @@ from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.tuning.hard_cases import EVEN, MARGIN, class_key, fitted, framed, hard_cases, poisoned
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.hard_cases import EVEN, NAN_MARGIN, between_nans, class_key, fitted, hard_cases, nan_memory
+from attn_dispatch.tuning.oracle import Oracle
 from tests.conftest import INTERPRETED
 from tests.kernels.test_hidden import holding
 from tests.support.cases import DTYPES, Case
@@ -125,7 +125,7 @@ def test_what_writes_where_it_must_not(where: str) -> None:
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
         memory = torch.empty(0).set_((q if where == "q" else v).untyped_storage())
-        memory[MARGIN if where == "q" else 0] = 7.0
+        memory[NAN_MARGIN if where == "q" else 0] = 7.0
         return manual.run(q, k, v, problem, **tensors)
 
     case = hard_cases(asked("dense"))[0]
@@ -169,7 +169,7 @@ def test_small_errors_are_found(dtype: torch.dtype) -> None:
     for name in CLASSES:
         for case in hard_cases(asked(name, dtype)):
             exact = case.run(Planted(manual.run))
-            for tensor, expected in case.gate.expected.items():
+            for tensor, expected in case.oracle.expected.items():
                 assert math.isfinite(expected.tolerance)
                 if exact[tensor].isfinite().any() and exact[tensor].nan_to_num(neginf=0.0).any():
                     error = small_error(tensor, exact[tensor], torch.finfo(dtype).eps)
@@ -183,7 +183,7 @@ def test_small_errors_are_found(dtype: torch.dtype) -> None:
 def test_scores_are_very_large_and_very_negative() -> None:
     for name, dtype in product(CLASSES, DTYPES):
         case = hard_cases(asked(name, dtype))[0]
-        lse = case.gate.expected["lse"].value
+        lse = case.oracle.expected["lse"].value
         finite = lse[lse.isfinite()]
         assert finite.max() > 2000
         assert finite.min() < -400
@@ -227,7 +227,7 @@ def test_a_case_is_what_a_call_would_be(name: str) -> None:
     assert any(case.problem.q_len % 2 and case.problem.q_len > 1 for case in cases)
     assert cases[2].problem.q_len == 1
     for case in cases:
-        example, problem = case.gate.example, case.problem
+        example, problem = case.oracle.example, case.problem
         q, k, v = example.q, example.k, example.v
         masks: dict[str, Any] = example.masks
         called = Problem.of(q, k, v, problem.pattern, scale=problem.scale, return_lse=True, **masks)
@@ -241,7 +241,7 @@ def test_a_case_is_what_a_call_would_be(name: str) -> None:
 )
 def test_rows_without_keys(name: str, empty: int) -> None:
     cases = hard_cases(asked(name))
-    without = [case for case in cases if (case.gate.expected["lse"].value == -math.inf).any()]
+    without = [case for case in cases if (case.oracle.expected["lse"].value == -math.inf).any()]
     assert [case for case in cases if "rows without keys" in case.name] == without
     assert len(without) == empty
 
@@ -262,11 +262,11 @@ def test_nan_is_hidden_where_something_is(name: str, hidden: str) -> None:
     cases = [case for case in hard_cases(asked(name)) if "NaN that is hidden" in case.name]
     assert len(cases) == bool(hidden)
     for case in cases:
-        example = case.gate.example
+        example = case.oracle.example
         tensors = {"q": example.q, "k": example.k, "v": example.v}
         assert {each for each, x in tensors.items() if not x.isfinite().all()} == set(hidden)
-        expected = Gate.of(holding(example, 0.0)).expected
-        for each, (value, tolerance) in {n: (e.value, e.tolerance) for n, e in case.gate.expected.items()}.items():
+        expected = Oracle.of(holding(example, 0.0)).expected
+        for each, (value, tolerance) in {n: (e.value, e.tolerance) for n, e in case.oracle.expected.items()}.items():
             assert torch.equal(value, expected[each].value)
             assert tolerance == expected[each].tolerance
             assert math.isfinite(tolerance)
@@ -311,18 +311,18 @@ def test_small_patterns(pattern: Pattern, length: int, expected: Pattern) -> Non
 def test_views_in_a_frame(strides: tuple[int, ...]) -> None:
     values = torch.arange(24.0).view(2, 3, 4)
     kept = values[tuple(slice(None if stride else 1) for stride in strides)]
-    view = framed(values, strides)
+    view = between_nans(values, strides)
     assert view.stride() == strides
     assert torch.equal(view, kept.expand(2, 3, 4))
     memory = torch.empty(0).set_(view.untyped_storage())
     assert int(memory.isfinite().sum()) == kept.numel()
-    assert memory[:MARGIN].isnan().all()
-    assert memory[-MARGIN:].isnan().all()
+    assert memory[:NAN_MARGIN].isnan().all()
+    assert memory[-NAN_MARGIN:].isnan().all()
 
 
 def test_memory_that_torch_hands_out() -> None:
     x = torch.ones(3)
-    with poisoned(asked("dense"), in_torch=True):
+    with nan_memory(asked("dense"), in_torch=True):
         made = [
             torch.empty(3),
             torch.empty_like(x),
@@ -345,7 +345,7 @@ def test_compilers_are_not_in_the_way() -> None:
         return module.forward
 
     double = torch.compile(lambda x: x + x, backend=compiler)
-    with poisoned(asked("dense"), in_torch=True):
+    with nan_memory(asked("dense"), in_torch=True):
         double(torch.ones(3))
     assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
     assert len(compiled) == 1

@@ -15,7 +15,7 @@ from attn_dispatch.tuning.intervals import (
     Interval,
     Timing,
     faster,
-    faster_at_last,
+    faster_at_last_look,
     median_interval,
     ratio_interval,
     sure_interval,
@@ -160,9 +160,9 @@ VERDICTS: list[tuple[list[float], float, str]] = [
 
 
 @pytest.mark.parametrize(("ratios", "resolution", "verdict"), VERDICTS)
-def test_verdict(ratios: list[float], resolution: float, verdict: str) -> None:
+def test_ratio_test(ratios: list[float], resolution: float, verdict: str) -> None:
     candidate, baseline = Timing(tuple(ratios), 1.0), Timing((1.0,) * len(ratios), 1.0)
-    assert intervals.verdict(candidate, baseline, 0.02, resolution + 1e-12) == verdict
+    assert intervals.ratio_test(candidate, baseline, 0.02, resolution + 1e-12) == verdict
     assert surely_faster(candidate, baseline) == (verdict == "faster")
 
 
@@ -187,12 +187,12 @@ def test_last_look_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
     baseline = Timing((1.0,) * rounds, 1.0)
     # Ratios apart, so that no interval is surely below the margin before there are 11.
     near, far = (tuple(1.0 - guard + step - 0.5 * (i % 2) for i in range(rounds)) for step in (0.001, -0.001))
-    assert faster_at_last(Timing(far, 1.0), baseline)
-    assert not faster_at_last(Timing(near, 1.0), baseline)
+    assert faster_at_last_look(Timing(far, 1.0), baseline)
+    assert not faster_at_last_look(Timing(near, 1.0), baseline)
 
 
 def test_last_look_is_content_with_99_percent() -> None:
     # 12 rounds, one of which is no gain: ranks 2 and 11 bound the median with 0.9936, and 1 and 12 with 0.9995.
     candidate, baseline = Timing((0.9,) * 11 + (1.1,), 1.0), Timing((1.0,) * 12, 1.0)
-    assert faster_at_last(candidate, baseline)
+    assert faster_at_last_look(candidate, baseline)
     assert not surely_faster(candidate, baseline)

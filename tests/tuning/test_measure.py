@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attn_dispatch.tuning import intervals
-from attn_dispatch.tuning.turns import Turns, time_in_turns
+from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
 from tools.lib.simulated import Machine
 
 
@@ -34,7 +34,7 @@ class Doubling:
         return self.mean_ms(call) * 1.5
 
 
-def winner(turns: Turns) -> str:
+def winner(turns: Rounds) -> str:
     return min(turns.timings, key=lambda name: turns.timings[name].median_ms)
 
 
@@ -69,7 +69,7 @@ def test_every_round_runs_each_survivor_once() -> None:
 
 def test_first_call_is_kept_apart() -> None:
     machine = Machine()
-    turns = time_in_turns(
+    turns = time_in_rounds(
         {"jit": machine.call("jit", 1.0, first_ms=900.0), "plain": machine.call("plain", 2.0)},
         budget_s=None,
         clock=machine.clock,
@@ -94,7 +94,7 @@ def test_disturbed_warm_run_drops_nobody() -> None:
     machine = Machine()
     costs_ms = iter([1.0, 10.0])
     calls = {"a": machine.call("a", 1.0), "b": lambda: machine.call("b", next(costs_ms, 1.0))()}
-    turns = time_in_turns(calls, budget_s=None, clock=machine.clock)
+    turns = time_in_rounds(calls, budget_s=None, clock=machine.clock)
     assert not turns.dropped
     assert list(turns.timings["b"].samples_ms) == pytest.approx([10.0] + [1.0] * (turns.rounds - 1))
 
@@ -104,7 +104,7 @@ def test_who_built_something_runs_once_more_before_it_is_dropped(costs_ms: list[
     machine = Machine()
     planted = iter(costs_ms)
     calls = {"a": machine.call("a", 1.0), "b": lambda: machine.call("b", next(planted, 1.0))()}
-    turns = time_in_turns(calls, budget_s=None, clock=machine.clock)
+    turns = time_in_rounds(calls, budget_s=None, clock=machine.clock)
     assert ("b" in turns.dropped) == dropped
     assert (len(turns.timings["b"].samples_ms) == 1) == dropped
 
@@ -147,7 +147,7 @@ def test_failure_ends_that_candidate_only(after: int) -> None:
     machine = Machine()
     error = RuntimeError("unsupported head_dim")
     calls = {"a": machine.call("a", 1.0), "bad": failing(error, after), "b": machine.call("b", 2.0)}
-    turns = time_in_turns(calls, budget_s=None, hopeless=None, clock=machine.clock)
+    turns = time_in_rounds(calls, budget_s=None, hopeless=None, clock=machine.clock)
     assert turns.failures == {"bad": error}
     assert list(turns.timings) == ["a", "b"]
     assert turns.rounds == 5
@@ -155,7 +155,7 @@ def test_failure_ends_that_candidate_only(after: int) -> None:
 
 
 def test_failure_of_all_ends_the_race() -> None:
-    turns = time_in_turns({"bad": failing(ValueError("no"))}, budget_s=None)
+    turns = time_in_rounds({"bad": failing(ValueError("no"))}, budget_s=None)
     assert (list(turns.failures), turns.timings, turns.rounds) == (["bad"], {}, 0)
 
 
@@ -173,7 +173,7 @@ def test_failure_lets_go_of_what_the_call_held() -> None:
         held = Held()
         raise MemoryError(id(held))
 
-    assert time_in_turns({"bad": run}, budget_s=None).failures
+    assert time_in_rounds({"bad": run}, budget_s=None).failures
     assert Held.alive == 0
 
 
@@ -181,18 +181,18 @@ def test_failure_lets_go_of_what_the_call_held() -> None:
 def test_interrupts_propagate_with_the_collector_back_on(error: BaseException) -> None:
     assert gc.isenabled()
     with pytest.raises(type(error)):
-        time_in_turns({"a": lambda: None, "stop": failing(error, after=1)}, budget_s=None)
+        time_in_rounds({"a": lambda: None, "stop": failing(error, after=1)}, budget_s=None)
     assert gc.isenabled()
 
 
 def test_collector_is_off_while_timed_and_stays_off_for_who_had_it_off() -> None:
     seen: list[bool] = []
-    time_in_turns({"a": lambda: seen.append(gc.isenabled())}, budget_s=None, clock=Machine().clock)
+    time_in_rounds({"a": lambda: seen.append(gc.isenabled())}, budget_s=None, clock=Machine().clock)
     assert seen
     assert not any(seen)
     gc.disable()
     try:
-        time_in_turns({"a": lambda: None}, budget_s=None, clock=Machine().clock)
+        time_in_rounds({"a": lambda: None}, budget_s=None, clock=Machine().clock)
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -244,7 +244,7 @@ def test_somebody_races_on_where_everyone_is_beaten() -> None:
     machine = Machine()
     costs_ms = {"a": cycle((1.0, 2.0, 3.0)), "b": cycle((2.0, 3.0, 1.0)), "c": cycle((2.9, 0.9, 1.9))}
     calls = {name: lambda each=each: machine.call("", next(each))() for name, each in costs_ms.items()}
-    turns = time_in_turns(calls, budget_s=None, clock=machine.clock, min_rounds=120)
+    turns = time_in_rounds(calls, budget_s=None, clock=machine.clock, min_rounds=120)
     assert turns.retired == {"a", "b"}
 
 
@@ -287,7 +287,7 @@ def test_extra_cost_counts_in_comparisons_and_in_no_sample() -> None:
 
 def test_any_stopwatch_will_do_and_survivors_get_their_extras() -> None:
     machine = Machine()
-    timings = time_in_turns(
+    timings = time_in_rounds(
         {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
         budget_s=None,
         clock=machine.clock,
@@ -299,13 +299,13 @@ def test_any_stopwatch_will_do_and_survivors_get_their_extras() -> None:
 
 def test_extras_wait_for_no_budget_and_their_failure_ends_a_candidate() -> None:
     machine = Machine()
-    turns = time_in_turns(
+    turns = time_in_rounds(
         {"a": machine.call("a", 1.0)}, budget_s=0.002, clock=machine.clock, stopwatch=Doubling(machine)
     )
     assert (turns.timings["a"].host_ms, turns.timings["a"].cold_ms) == (None, None)
     error = RuntimeError("illegal memory access")
     calls = {"a": failing(error, after=6)}
-    turns = time_in_turns(calls, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
+    turns = time_in_rounds(calls, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
     assert (turns.failures, turns.timings) == ({"a": error}, {})
 
 
@@ -337,7 +337,7 @@ def test_synchronize_brackets_each_sample() -> None:
         log.append("clock")
         return machine.clock()
 
-    time_in_turns(
+    time_in_rounds(
         {"a": machine.call("a", 1.0)},
         budget_s=None,
         max_rounds=3,
@@ -352,8 +352,8 @@ def test_synchronize_brackets_each_sample() -> None:
 @pytest.mark.parametrize("options", [{"max_rounds": 0}, {"hopeless": 0.5}])
 def test_time_in_turns_refuses(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        time_in_turns({}, budget_s=None, **options)
+        time_in_rounds({}, budget_s=None, **options)
 
 
 def test_no_calls_give_empty_turns() -> None:
-    assert time_in_turns({}, budget_s=1.0, clock=Machine().clock) == Turns({}, {}, {}, 0, 0.0)
+    assert time_in_rounds({}, budget_s=1.0, clock=Machine().clock) == Rounds({}, {}, {}, 0, 0.0)

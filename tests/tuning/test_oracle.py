@@ -16,7 +16,7 @@ from attn_dispatch.kernels import formula, numerics, registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tests.conftest import INTERPRETED
 from tests.support.cases import Case, gate
 
@@ -294,7 +294,7 @@ def test_sampled_gate(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("attn_dispatch.tuning.oracle.KEY_BYTES", 2 * 300 * 16 * 8)
     case = Case("sampled", Dilated((64, 128), (1, 2), True), (1, 300, 8, 16), kv_heads=4)
     problem = case.problem(torch.float32, needs_grad=needs_grad)
-    expected = Gate.of(gate(problem).example)
+    expected = Oracle.of(gate(problem).example)
     assert len(expected.rows) < 20
     assert len(expected.heads) == 2
     found = expected.run(registry.load(name))

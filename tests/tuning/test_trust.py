@@ -30,7 +30,7 @@ WRONG: dict[str, tuple[planted.Fault, dict[str, Any], str, str]] = {
     "nan-grad-q": (planted.nan_grad_q, {"grad": True}, "incorrect", "dq has NaN"),
     "mask": (planted.ignores_mask, {"key_mask": True}, "incorrect", "out is off by"),
     "partial": (planted.partial_write, {}, "incorrect", "out has NaN"),
-    "hangs": (planted.hangs, {}, "hung", "did not come back within 1"),
+    "hangs": (planted.hangs, {}, "hung", "did not return within 1"),
     "allocates": (planted.allocates, {}, "memory", ""),
     "lies": (planted.lies, {}, "memory", "workspace_bytes said"),
 }

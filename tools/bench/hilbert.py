@@ -22,7 +22,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.spec.orders import HILBERT, NATURAL, permutation, places
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
 
@@ -130,7 +130,7 @@ def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
     ours = [name for name in calls if name.split()[0] in OURS]
     # Without rivals the dense call, which is a short one, would be all that is timed more than once.
     hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
-    found = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless, keep=ours)
+    found = time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless, keep=ours)
     return dict(found.timings)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from attn_dispatch.spec.hilbert import curve
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.lib.common import parser, ratio, write
 
 Grid = tuple[int, ...]
@@ -68,7 +68,7 @@ def measured(grid: Grid, rivals: list[str], rounds: int) -> dict[str, Any]:
         return lambda: function(grid)
 
     calls = {"ours": bound(ours)} | {name: bound(THEIRS[name]) for name in rivals}
-    found = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None).timings
+    found = time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None).timings
     row: dict[str, Any] = {"grid": grid, "points": math.prod(grid)}
     for name, each in found.items():
         row[name] = per_point(each, math.prod(grid))

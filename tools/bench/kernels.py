@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attn_dispatch import Dense, Dilated, Problem
 from attn_dispatch.backends import sdpa
 from attn_dispatch.kernels import registry
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
 
@@ -67,7 +67,7 @@ def dense(tokens: int, dtype: torch.dtype, batch: int = 1, needs_grad: bool = Fa
 
 
 def turns(calls: Calls, rounds: int, hopeless: float | None = None) -> Mapping[str, Any]:
-    return time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless).timings
+    return time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless).timings
 
 
 def flops(tokens: int, pattern: Any, dtype: torch.dtype, needs_grad: bool = False, batch: int = 1) -> int:

@@ -23,8 +23,8 @@ from attn_dispatch import Dense, Dilated, Problem, attend
 from attn_dispatch.backends import native, sdpa, sdpa_mask
 from attn_dispatch.machine.memory import available_bytes, peak_bytes
 from attn_dispatch.tuning.example import Example
-from attn_dispatch.tuning.oracle import Gate
-from attn_dispatch.tuning.turns import Turns, time_in_turns
+from attn_dispatch.tuning.oracle import Oracle
+from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
 from tools.lib.common import parser, ratio, timing, write
 
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
@@ -53,7 +53,7 @@ def against_mask(
     }
     if backward:
         calls = {name: trained(call, (q, k, v)) for name, call in calls.items()}
-    turns: Turns = time_in_turns(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None)
+    turns: Rounds = time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None)
     found = turns.timings
     rates = {
         "sdpa_gflops": sdpa.flops(problem) / found["sdpa"].median_ms / 1e6,
@@ -130,7 +130,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Dilated,
     Raises:
         RuntimeError: it is larger.
     """
-    gate = Gate.of(Example(Problem.of(q, k, v, pattern), q, k, v, None, {}))
+    gate = Oracle.of(Example(Problem.of(q, k, v, pattern), q, k, v, None, {}))
     verdict = gate.check({"out": out})
     if verdict.failures:
         raise RuntimeError("; ".join(verdict.failures))

@@ -39,7 +39,7 @@ from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 from tools.lib.ranks import join
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 3, 512, 3, 32
@@ -239,14 +239,14 @@ def _raise(error: Exception) -> None:
 
 
 @cache
-def gates() -> list[Gate]:
+def gates() -> list[Oracle]:
     """What should come out, in every row; worked out once, for all ranks."""
     path = os.environ.get("RING_FAULT_GATES")
     if path:
-        found: list[Gate] = pickle.loads(Path(path).read_bytes())
+        found: list[Oracle] = pickle.loads(Path(path).read_bytes())
         return found
     meta = torch.empty(1, TOKENS, HEADS, HEAD_DIM, device="meta", requires_grad=True)
-    return [Gate.of(make(Problem.of(meta, meta, meta, pattern, device="cpu"))) for pattern, _, _ in CASES]
+    return [Oracle.of(make(Problem.of(meta, meta, meta, pattern, device="cpu"))) for pattern, _, _ in CASES]
 
 
 # --- a group ----------------------------------------------------------------------------------------------------------

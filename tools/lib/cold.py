@@ -19,8 +19,8 @@ from torch import Tensor
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.oracle import Gate
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.oracle import Oracle
+from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.lib.common import ratio, timing
 from tools.lib.paired import problem_of
 
@@ -42,7 +42,7 @@ def measured(tokens: int, segment: int, rate: int) -> dict[str, Any]:
         first_ms[name] = (time.perf_counter() - start) * 1e3
         outs[name] = result if isinstance(result, Tensor) else result[0]
     check = checked(example, outs)
-    turns = time_in_turns(calls, budget_s=None, min_rounds=ROUNDS, max_rounds=ROUNDS, hopeless=None, first_ms=first_ms)
+    turns = time_in_rounds(calls, budget_s=None, min_rounds=ROUNDS, max_rounds=ROUNDS, hopeless=None, first_ms=first_ms)
     found = turns.timings
     others = [name for name in found if name != "manual"]
     return {
@@ -66,7 +66,7 @@ def checked(example: Example, outs: dict[str, Tensor]) -> dict[str, Any]:
     Raises:
         RuntimeError: further than rounding explains.
     """
-    gate = Gate.of(example)
+    gate = Oracle.of(example)
     errors = {}
     for name, out in outs.items():
         verdict = gate.check({"out": out})

@@ -18,8 +18,8 @@ from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.oracle import Gate
-from attn_dispatch.tuning.turns import time_in_turns
+from attn_dispatch.tuning.oracle import Oracle
+from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.hilbert import BOTH, gain
 from tools.lib.common import timing
 
@@ -52,7 +52,7 @@ def compared(pattern: Pattern, tokens: int, backward: bool = False) -> dict[str,
     first_ms, check = checked(example, able)
     rounds = rounds_for(sum(first_ms.values()) / 1e3)
     calls = {label: example.call(registry.load(name), order) for label, (name, order) in able.items()}
-    turns = time_in_turns(calls, budget_s=None, min_rounds=rounds, max_rounds=rounds, hopeless=None, first_ms=first_ms)
+    turns = time_in_rounds(calls, budget_s=None, min_rounds=rounds, max_rounds=rounds, hopeless=None, first_ms=first_ms)
     if turns.failures:
         raise RuntimeError(f"{pattern}, {tokens} tokens: {turns.failures}")
     entry = {"pattern": str(pattern), "tokens": tokens, "backward": backward, **figures(turns.timings, tokens)}
@@ -84,7 +84,7 @@ def checked(example: Example, able: Mapping[str, tuple[str, str]]) -> tuple[dict
     Raises:
         RuntimeError: a result is wrong.
     """
-    gate = Gate.of(example)
+    gate = Oracle.of(example)
     for order in BOTH:  # by one thread, and done once: not what an order costs
         tables_of(example.problem, order, tile_size(example.problem, order))
     first_ms: dict[str, float] = {}

@@ -22,7 +22,7 @@ from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.example import Example
-from attn_dispatch.tuning.oracle import Gate
+from attn_dispatch.tuning.oracle import Oracle
 
 PATIENCE_S = 600.0  #: time-out of the group, seconds
 
@@ -116,7 +116,7 @@ def drawn(pattern: Pattern, tokens: Tokens, seeds: int) -> list[Drawn]:
 
 def _drawn(example: Example, seeds: int) -> Iterator[Drawn]:
     for seed in range(seeds):
-        gate = Gate.of(example, seed)
+        gate = Oracle.of(example, seed)
         expected = gate.expected["out"]
         yield Drawn(gate.rows, gate.heads, expected.value, expected.tolerance)
 

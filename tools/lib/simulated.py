@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from attn_dispatch.tuning import turns
-from attn_dispatch.tuning.turns import Turns
+from attn_dispatch.tuning import rounds
+from attn_dispatch.tuning.rounds import Rounds
 
 Call = Callable[[], None]
 PERIOD_S = 0.1
@@ -53,9 +53,9 @@ class Machine:
 
         return run
 
-    def race(self, costs_ms: dict[str, float], budget_s: float | None = None, **options: Any) -> Turns:
+    def race(self, costs_ms: dict[str, float], budget_s: float | None = None, **options: Any) -> Rounds:
         calls = {name: self.call(name, cost_ms) for name, cost_ms in costs_ms.items()}
-        return turns.time_in_turns(calls, budget_s=budget_s, clock=self.clock, **options)
+        return rounds.time_in_rounds(calls, budget_s=budget_s, clock=self.clock, **options)
 
     def _factor(self) -> float:
         factor = 2.0 if self.now_s >= self._slow_from_s else 1.0

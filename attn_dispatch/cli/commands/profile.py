@@ -243,7 +243,7 @@ def _print_tables(found: Sequence[Explanation], kept: Sequence[Path], verbose: b
         from attn_dispatch.settings import NO_HOME, cache_folder
 
         why = NO_HOME if cache_folder() == settings.NOWHERE else "no decision was measured and written"
-        print(f"kept      nothing: {why.removeprefix('nothing is kept: ')}")
+        print(f"kept      nothing: {why.removeprefix('nothing is stored: ')}")
 
 
 def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:

@@ -1,8 +1,8 @@
-"""Times callables in turns: a race in which time goes to the comparisons that are still open.
+"""Times callables against one another in interleaved rounds, spending time on the comparisons that are still open.
 
-Nothing here knows of attention. Two ideas are old: the hopeless are dropped early (successive halving: Jamieson &
-Talwalkar 2016), and whoever is beaten for sure runs no further (Hoeffding races: Maron & Moore 1994; F-Race: Birattari
-et al. 2002). The test is another one: sign-test intervals of paired ratios, see :mod:`attn_dispatch.tuning.intervals`.
+Independent of attention. Hopeless candidates are dropped early (successive halving: Jamieson & Talwalkar 2016) and
+surely beaten ones run no further (Hoeffding races: Maron & Moore 1994; F-Race: Birattari et al. 2002). The test is a
+sign-test interval of paired ratios, see :mod:`attn_dispatch.tuning.intervals`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from attn_dispatch.tuning.clocks import HostStopwatch, Stopwatch, calibrate
-from attn_dispatch.tuning.intervals import MARGIN, Timing, median_interval, safe_ratio, verdict
+from attn_dispatch.tuning.intervals import MARGIN, Timing, median_interval, ratio_test, safe_ratio
 
-FINE_ROUNDS = 24  #: rounds after which a median is fine enough, and only open comparisons ask for more
-#: Rounds from which a race goes on only while it has taken less than so many seconds, whatever its budget.
-PATIENCE_S = {FINE_ROUNDS: 10.0, 300: 0.5}
-KEPT = 4.0  #: times as hopeless as others must the incumbent be to be dropped: past all doubt
-_LOOKS_GROW = 1.25  # Looks at ever longer distances: few looks err seldom and cost little.
+FINE_ROUNDS = 24  #: rounds after which medians are precise enough and only open comparisons ask for more
+#: {rounds: seconds}: from these rounds on, a race ends once it has taken these seconds, whatever its budget.
+TIME_LIMITS_S = {FINE_ROUNDS: 10.0, 300: 0.5}
+INCUMBENT_FACTOR = 4.0  #: factor on `hopeless` for the incumbent, which is dropped only where there is no doubt
+_LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 _EXTRA_SAMPLES = 5
 
 
 @dataclass(frozen=True)
-class Turns:
-    """What :func:`time_in_turns` saw.
+class Rounds:
+    """Result of :func:`time_in_rounds`.
 
-    ``timings`` holds every candidate that never failed, in the given order. ``failures`` holds the exception that
-    ended a candidate. ``dropped`` holds the ratio to the fastest at which a candidate was dropped as hopeless, and
-    ``cold`` those of them whose only sample is the first call, since the budget was gone. ``retired`` holds those that
-    ran no further because their case was settled: beaten, or too close to the incumbent to replace it. ``rounds``
-    counts the rounds that the survivors finished; ``elapsed_s`` is the time that all of it took, in seconds.
+    ``timings``: every candidate that never failed, in the given order. ``failures``: the exception that ended a
+    candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless; ``cold``: those
+    dropped whose only sample is the first call, since the budget was used up. ``retired``: candidates that stopped
+    early because their comparison was settled: beaten, or not faster than the incumbent. ``rounds``: rounds that the
+    survivors finished. ``elapsed_s``: total time in seconds.
     """
 
     timings: dict[str, Timing]
@@ -47,7 +47,7 @@ class Turns:
     retired: frozenset[str] = frozenset()
 
 
-def time_in_turns(
+def time_in_rounds(
     calls: Mapping[str, Callable[[], object]],
     *,
     budget_s: float | None,
@@ -64,36 +64,41 @@ def time_in_turns(
     keep: Collection[str] = (),
     first_ms: Mapping[str, float] | None = None,
     extra_ms: Mapping[str, float] | None = None,
-) -> Turns:
-    """Time the calls against one another, every survivor once per round in a shuffled order.
+) -> Rounds:
+    """Time the calls against one another: every survivor once per round, in shuffled order.
 
-    Each call runs once in the given order, unless ``first_ms`` has the milliseconds of its first call already. Round 0
-    warms up: it finds how many repeats make a sample last 0.2 ms or more (a sample is their mean), and whoever is then
-    over ``hopeless`` times slower than the fastest is dropped; who is in ``keep``, the incumbent, only past four times
-    that. Both of its runs have to say so; where the first one may have built something, it runs once more.
+    First calls: each call runs once in the given order, unless ``first_ms`` already has its milliseconds.
 
-    From ``min_rounds`` on, at ever longer distances, it is looked at what is sure. Whoever another one surely beats by
-    more than ``margin`` is retired, and so is who surely does not beat the incumbent by that much: their samples stand.
-    The incumbent itself runs until everyone who is left surely beats it. The race is over once no comparison of the
-    rest is open, which it is not when known to within ``resolution`` (:func:`~attn_dispatch.tuning.intervals.verdict`),
-    and
-    the 95 % interval of every median has a half-width below ``target`` of it, or 24 rounds have passed. It ends before
+    Round 0 warms up. It finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). Then every
+    candidate over ``hopeless`` times slower than the fastest is dropped; one in ``keep``, the incumbent, only past four
+    times that. Both of a candidate's runs must exceed the ratio; where the first may have built something, it runs
+    once more. Round 0 runs whatever the budget, but once the budget is used up, candidates that were hopeless by their
+    first call are dropped without another.
+
+    From ``min_rounds`` on, at growing distances, the comparisons are tested. A candidate is retired where another one
+    surely beats it by more than ``margin``, or where it surely does not beat the incumbent by that much; its samples
+    stay. The incumbent is retired once all others left surely beat it. The race ends when no comparison left is open
+    (one known to within ``resolution`` is closed, see :func:`~attn_dispatch.tuning.intervals.ratio_test`) and either
+    the 95 % interval of every median has a half-width below ``target`` of it or 24 rounds have passed. It ends earlier
     where the next round would exceed ``budget_s`` seconds (None: no limit), at ``max_rounds``, past 24 rounds after 10
-    seconds and past 300 after half a second (:data:`PATIENCE_S`).
+    seconds and past 300 after half a second (:data:`TIME_LIMITS_S`).
 
-    ``extra_ms`` is added to the samples of a candidate wherever it is compared, such as its share of what its first
-    call takes; no sample holds it. ``stopwatch`` takes the samples, by default ``clock`` (seconds) after
-    ``synchronize``, with the garbage collector off; at the end it may add ``host_ms`` and ``cold_ms`` of those that
-    were never retired. ``clock`` keeps the budget. The same clock, calls and ``seed`` give the same result.
+    Args:
+        calls: the candidates by name.
+        extra_ms: milliseconds added to a candidate's samples in comparisons only, such as its share of its first call.
+        stopwatch: takes the samples; by default ``clock`` (seconds) after ``synchronize``, with the garbage collector
+            off. At the end it may add ``host_ms`` and ``cold_ms`` of candidates that were never retired.
+        clock: measures the budget, in seconds. The same clock, calls and ``seed`` give the same result.
 
-    Round 0 runs whatever the budget, but once that is gone, those that were hopeless by their first call are dropped
-    on it alone. An :class:`Exception` of a call ends that candidate only; others, such as KeyboardInterrupt, propagate.
-    Raises :class:`ValueError` for ``max_rounds`` below 1 or ``hopeless`` below 1.
+    An :class:`Exception` of a call ends that candidate only; others, such as KeyboardInterrupt, propagate.
+
+    Raises:
+        ValueError: ``max_rounds`` or ``hopeless`` is below 1.
     """
     if max_rounds < 1 or (hopeless is not None and hopeless < 1.0):
         raise ValueError("max_rounds and hopeless must be at least 1")
     start_s = clock()
-    race = _Race(
+    timer = _RoundTimer(
         stopwatch=stopwatch or HostStopwatch(clock, synchronize or (lambda: None)),
         clock=clock,
         end_s=start_s + (math.inf if budget_s is None else budget_s),
@@ -101,12 +106,12 @@ def time_in_turns(
         rules=_Rules(margin, resolution, target, frozenset(keep), extra_ms or {}),
         order=random.Random(seed),
     )
-    race.run_first_calls(calls, first_ms or {})
-    race.run_warm_round()
-    race.run_rounds(min_rounds, max_rounds, start_s)
-    race.run_extras()
-    retired = frozenset(race.retired)
-    return Turns(race.timings(), race.failures, race.dropped, race.rounds, clock() - start_s, race.cold, retired)
+    timer.run_first_calls(calls, first_ms or {})
+    timer.run_warm_round()
+    timer.run_rounds(min_rounds, max_rounds, start_s)
+    timer.run_extras()
+    retired = frozenset(timer.retired)
+    return Rounds(timer.timings(), timer.failures, timer.dropped, timer.rounds, clock() - start_s, timer.cold, retired)
 
 
 @dataclass(frozen=True)
@@ -124,21 +129,21 @@ class _Rules:
         return timing.plus(self.extra_ms.get(name, 0.0))
 
     def look(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
-        """Who is settled, and whether a comparison among the others is open."""
-        seen = {(a, b): self._verdict(timings[a], timings[b]) for a in timings for b in timings if a != b}
-        # "Surely faster" need not be transitive: the one of the least median stays, whoever beats it.
+        """The candidates to retire, and whether any comparison among the others is still open."""
+        seen = {(a, b): self._ratio_test(timings[a], timings[b]) for a in timings for b in timings if a != b}
+        # "Surely faster" need not be transitive: the candidate of the least median stays in any case.
         least = min(timings, key=lambda name: timings[name].median_ms, default="")
         free = timings.keys() - self.keep
         out = {
             name for name in free - {least} if any(seen[rival, name] == "faster" for rival in timings.keys() - {name})
         }
-        kept = timings.keys() & self.keep
-        if kept:
-            out |= {name for name in free if all(seen[name, incumbent] == "not" for incumbent in kept)}
+        incumbents = timings.keys() & self.keep
+        if incumbents:
+            out |= {name for name in free if all(seen[name, incumbent] == "not" for incumbent in incumbents)}
         alive = free - out
         if alive:
-            out |= {name for name in kept if all(seen[rival, name] == "faster" for rival in alive)}
-        return out, any(seen[name, rival] == "open" for name in alive for rival in (alive | kept) - {name})
+            out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in alive)}
+        return out, any(seen[name, rival] == "open" for name in alive for rival in (alive | incumbents) - {name})
 
     def fine(self, timings: Mapping[str, Timing]) -> bool:
         return all(
@@ -146,12 +151,12 @@ class _Rules:
             for timing in timings.values()
         )
 
-    def _verdict(self, candidate: Timing, baseline: Timing) -> str:
-        return verdict(candidate, baseline, self.margin, self.resolution)
+    def _ratio_test(self, candidate: Timing, baseline: Timing) -> str:
+        return ratio_test(candidate, baseline, self.margin, self.resolution)
 
 
 @dataclass
-class _Candidate:
+class _Timed:
     call: Callable[[], object]
     first_ms: float
     repeats: int = 1
@@ -163,19 +168,19 @@ class _Candidate:
         return Timing(tuple(self.samples_ms), self.first_ms, self.host_ms, self.cold_ms)
 
     def sample_s(self) -> float:
-        """About how long the next sample will take; one that was disturbed does not decide it."""
+        """Expected seconds of the next sample: the low median of the last five, robust to a disturbed one."""
         return statistics.median_low(self.samples_ms[-5:]) * self.repeats / 1e3
 
 
 @dataclass
-class _Race:
+class _RoundTimer:
     stopwatch: Stopwatch
     clock: Callable[[], float]
     end_s: float
     hopeless: float
     rules: _Rules
     order: random.Random
-    candidates: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
+    candidates: dict[str, _Timed] = field(default_factory=dict[str, _Timed])
     failures: dict[str, Exception] = field(default_factory=dict[str, Exception])
     dropped: dict[str, float] = field(default_factory=dict[str, float])
     retired: set[str] = field(default_factory=set[str])
@@ -186,7 +191,7 @@ class _Race:
         for name, call in calls.items():
             with self._ending_on_failure(name):
                 first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
-                self.candidates[name] = _Candidate(call, first_ms)
+                self.candidates[name] = _Timed(call, first_ms)
 
     def run_warm_round(self) -> None:
         cold = self._hopeless_among({name: candidate.first_ms for name, candidate in self.candidates.items()})
@@ -203,7 +208,7 @@ class _Race:
         self.rounds += bool(self.running())
 
     def _drop_hopeless(self) -> None:
-        """On the better of two runs: a single one may have been disturbed."""
+        """Drop hopeless candidates by the better of two runs: a single one may have been disturbed."""
         least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
         for name in self._hopeless_among(least_ms):
             candidate = self.candidates[name]
@@ -221,8 +226,8 @@ class _Race:
                 if self._settled():
                     break
                 next_look = math.ceil(self.rounds * _LOOKS_GROW)
-            patience_s = min((most for rounds, most in PATIENCE_S.items() if self.rounds >= rounds), default=math.inf)
-            if self.clock() - start_s >= patience_s or not self._next_round_fits():
+            limit_s = min((most for rounds, most in TIME_LIMITS_S.items() if self.rounds >= rounds), default=math.inf)
+            if self.clock() - start_s >= limit_s or not self._next_round_fits():
                 break
             self.run_round()
 
@@ -238,7 +243,7 @@ class _Race:
                 candidate.host_ms = self._median_of(self.stopwatch.host_ms, candidate)
                 candidate.cold_ms = self._median_of(self.stopwatch.cold_ms, candidate)
 
-    def _median_of(self, sample: Callable[[Callable[[], object]], float | None], candidate: _Candidate) -> float | None:
+    def _median_of(self, sample: Callable[[Callable[[], object]], float | None], candidate: _Timed) -> float | None:
         samples: list[float] = []
         while len(samples) < _EXTRA_SAMPLES and self.clock() + candidate.sample_s() <= self.end_s:
             sample_ms = sample(candidate.call)
@@ -247,7 +252,7 @@ class _Race:
             samples.append(sample_ms)
         return statistics.median(samples) if samples else None
 
-    def running(self) -> dict[str, _Candidate]:
+    def running(self) -> dict[str, _Timed]:
         out = self.failures.keys() | self.dropped.keys() | self.retired
         return {name: candidate for name, candidate in self.candidates.items() if name not in out}
 
@@ -264,7 +269,7 @@ class _Race:
     def timings(self) -> dict[str, Timing]:
         return {name: each.timing() for name, each in self.candidates.items() if name not in self.failures}
 
-    def _shuffled(self) -> list[tuple[str, _Candidate]]:
+    def _shuffled(self) -> list[tuple[str, _Timed]]:
         running = list(self.running().items())
         self.order.shuffle(running)
         return running
@@ -273,7 +278,7 @@ class _Race:
         costs_ms = {name: self.rules.cost(name, time_ms) for name, time_ms in times_ms.items()}
         fastest_ms = min(costs_ms.values(), default=0.0)
         ratios = {name: safe_ratio(cost, fastest_ms) for name, cost in costs_ms.items()}
-        most = {name: self.hopeless * (KEPT if name in self.rules.keep else 1.0) for name in ratios}
+        most = {name: self.hopeless * (INCUMBENT_FACTOR if name in self.rules.keep else 1.0) for name in ratios}
         return {name: ratio for name, ratio in ratios.items() if ratio > most[name]}
 
     @contextmanager
@@ -281,6 +286,6 @@ class _Race:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a kernel under test may fail in any way
-            # The frames hold what the call had allocated, which the candidates still to come may need.
+            # The frames hold the call's allocations, memory that later candidates may need.
             traceback.clear_frames(error.__traceback__)
             self.failures[name] = error
