@@ -24,6 +24,7 @@ from attn_dispatch.tuning.oracle import Gate
 from tests.conftest import INTERPRETED
 from tests.support.allocations import allocated_peak
 from tests.support.cases import CASES, DTYPES, Case, gate
+from tests.support.pairwise import Factors, chosen, parameters, wanted
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
@@ -60,12 +61,17 @@ CONTAINED = {
     "longnet-odd-heads": "longnet-split",
     "rate-not-dividing": "rate-not-dividing-causal",
 }
+DIRECTIONS = ("forward", "backward")
 LEAST_SCALE = 1e-30  #: but for 0; the libraries that kernels call may take subnormal numbers for zero
 PROGRAMS = 16  #: that a random problem may take of a kernel
 
 
 def quick(case: Case, backend: str) -> bool:
     return backend not in SLOW or case.id in EVERY_WAY
+
+
+def factors_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> Factors:
+    return {**case.factors, "case": case, "dtype": dtype, "backend": backend, "direction": direction}
 
 
 def programs(problem: Problem, backend: str) -> int:
@@ -98,30 +104,32 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
     assert peak <= announced
 
 
-@pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize(
-    ("case", "dtype", "backend"),
-    [
-        pytest.param(case, dtype, backend, id=f"{case.id}-{dtype}-{backend}")
-        for case, dtype, backend in product(CASES, DTYPES, BACKENDS)
-        if quick(case, backend) or (dtype == torch.float32 and case.id not in CONTAINED)
-    ],
-)
-def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> None:
-    agrees(case, dtype, backend, True)
+ROWS = [
+    (case, dtype, backend, direction)
+    for case, dtype, backend, direction in product(CASES, DTYPES, BACKENDS, DIRECTIONS)
+    if (direction == "backward" or dtype == torch.float32)
+    and (quick(case, backend) or (direction == "backward" and dtype == torch.float32 and case.id not in CONTAINED))
+]
+PARAMETERS = parameters(ROWS, factors_of)
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(case, backend, id=f"{case.id}-{backend}")
-        for case, backend in product(CASES, BACKENDS)
-        if quick(case, backend)
-    ],
-)
-def test_forward_alone(case: Case, backend: str) -> None:
-    agrees(case, torch.float32, backend, False)
+@pytest.mark.parametrize(("case", "dtype", "backend", "direction"), PARAMETERS)
+def test_every_backend(case: Case, dtype: torch.dtype, backend: str, direction: str) -> None:
+    agrees(case, dtype, backend, direction == "backward")
+
+
+def test_every_run_has_every_pair() -> None:
+    """Of a backend with every pattern, dtype, kind of masks and direction, and of these with one another."""
+    few = chosen(PARAMETERS)
+    assert set().union(*(wanted(row, factors_of(*row)) for row in few)) == set().union(
+        *(wanted(row, factors_of(*row)) for row in ROWS)
+    )
+    assert [set(values) for values in zip(*few)] == [set(CASES), set(DTYPES), set(BACKENDS), set(DIRECTIONS)]
+    assert {(backend, factors_of(*row)["masks"]) for row in few for backend in [row[2]]} == {
+        (backend, masks) for backend in BACKENDS for masks in product((False, True), repeat=2)
+    }
+    assert len(few) < len(ROWS) / 4
 
 
 @pytest.mark.cuda
@@ -245,12 +253,12 @@ def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     return case, draw(st.sampled_from(DTYPES))
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("uncompiled_flex")
 def test_random_problems(request: pytest.FixtureRequest) -> None:
     """`--random-problems N` draws N of them."""
     seen = dict.fromkeys(HERE, 0)
-
-    count = int(request.config.getoption("--random-problems") or 0)
+    count = int(request.config.getoption("--random-problems") or settings().max_examples)
 
     @settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(random_cases(), st.booleans())
