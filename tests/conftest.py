@@ -94,6 +94,7 @@ def _runs(config: pytest.Config, item: pytest.Item) -> bool:
     return config.option.all or not added
 
 
+@pytest.hookimpl(trylast=True)  # Hypothesis has marked its tests then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that is named is run; of a file or a folder, what is chosen."""
     if any("::" in each for each in config.args):

@@ -19,19 +19,24 @@ def wanted(row: Row, factors: Factors) -> set[Hashable]:
     return {*combinations(factors.items(), 2), *enumerate(row)}
 
 
-def pairwise(rows: Sequence[Row], factors: Callable[..., Factors]) -> list[Row]:
+def pairwise(
+    rows: Sequence[Row], factors: Callable[..., Factors], cost: Callable[..., float] = lambda *row: 0
+) -> list[Row]:
     """Few of the rows, in their order, with each value, and each pair of factors' values, that some row has.
 
-    Greedy: the next one has the most of them that no chosen row has; of several, one that is drawn, so that no value is
-    chosen more often because it is listed first. The same rows give the same choice in every process.
+    Greedy: the next one has the most of them that no chosen row has; of several, the cheapest; of these one that is
+    drawn, so that no value is chosen more often because it is listed first. The same rows give the same choice in every
+    process.
 
     Args:
         factors: of a row, from its values.
+        cost: of a row, in any unit.
     """
     missing = [wanted(row, factors(*row)) for row in rows]
     covered: set[Hashable] = set()
     chosen = []
-    heap = [(-len(each), place, number) for number, (place, each) in enumerate(zip(_shuffled(len(rows)), missing))]
+    places = [(cost(*row), place) for row, place in zip(rows, _shuffled(len(rows)))]
+    heap = [(-len(each), place, number) for number, (place, each) in enumerate(zip(places, missing))]
     heapify(heap)
     while heap:
         gain, place, number = heappop(heap)
@@ -50,10 +55,12 @@ def _shuffled(count: int) -> list[int]:
     return Random(0).sample(range(count), count)
 
 
-def parameters(rows: Iterable[Row], factors: Callable[..., Factors]) -> list[Any]:
+def parameters(
+    rows: Iterable[Row], factors: Callable[..., Factors], cost: Callable[..., float] = lambda *row: 0
+) -> list[Any]:
     """For `pytest.mark.parametrize`: every row, those that `pairwise` leaves out marked for `--all` alone."""
     every = list(rows)
-    chosen = set(pairwise(every, factors))
+    chosen = set(pairwise(every, factors, cost))
     return [
         pytest.param(*row, id="-".join(map(_name, row)), marks=() if row in chosen else pytest.mark.full)
         for row in every
