@@ -32,8 +32,12 @@ from tests.support.fakes import SILICON
 if TYPE_CHECKING:
     from tests.support.ring_ranks import Ranks
 
-settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
-settings.load_profile("ci")
+#: Examples of a property: in every run, and with --all or --rest.
+EXAMPLES = {"chosen": 50, "full": 200}
+for profile, count in EXAMPLES.items():
+    settings.register_profile(profile, max_examples=count, derandomize=True, deadline=None)
+
+LEFT = pytest.StashKey[int]()  #: how many cases this run leaves out
 
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
 
@@ -65,9 +69,55 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--random-problems", type=int, default=200, help="how many random problems every backend is held to"
-    )
+    group = parser.getgroup("attn-dispatch")
+    group.addoption("--all", action="store_true", help="run every case, and every property with more examples")
+    group.addoption("--rest", action="store_true", help="run what --all adds to a run without it")
+    group.addoption("--random-problems", type=int, help="how many random problems every backend is held to")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("full" if config.option.all or config.option.rest else "chosen")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for all of tests/, each and what it starts with one thread; none for files or tests by name."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return min(2, len(os.sched_getaffinity(0)))
+
+
+def _runs(config: pytest.Config, item: pytest.Item) -> bool:
+    added = item.get_closest_marker("full") is not None
+    if config.option.rest:
+        return added or item.get_closest_marker("hypothesis") is not None
+    return config.option.all or not added
+
+
+@pytest.hookimpl(trylast=True)  # Hypothesis has marked its tests then
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that is named is run; of a file or a folder, what is chosen."""
+    if any("::" in each for each in config.args):
+        return
+    left = [item for item in items if not _runs(config, item)]
+    items[:] = [item for item in items if _runs(config, item)]
+    config.hook.pytest_deselected(items=left)
+    config.stash[LEFT] = len(left)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left"] = len(left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With several processes each of them collects, and this one adds up."""
+    node.config.stash[LEFT] = node.workeroutput.get("left", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left = config.stash.get(LEFT, 0)
+    if left:
+        other = "a run without --rest" if config.option.rest else "--all or --rest"
+        terminalreporter.write_line(f"{left} cases are left to {other}")
 
 
 @pytest.fixture(autouse=True)

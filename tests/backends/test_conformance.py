@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,7 +25,8 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.conftest import INTERPRETED
 from tests.support.allocations import allocated_peak
-from tests.support.cases import CASES, DTYPES, Case, gate
+from tests.support.cases import CASES, DTYPES, Case, gate, kind_of
+from tests.support.pairwise import Factors, chosen, parameters, wanted
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
@@ -60,12 +63,39 @@ CONTAINED = {
     "longnet-odd-heads": "longnet-split",
     "rate-not-dividing": "rate-not-dividing-causal",
 }
+DIRECTIONS = ("forward", "backward")
+#: What a backend refuses, so that the choice of cases takes these for nothing but a refusal.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "sdpa": (Window, Neighborhood),
+    "sdpa_float32": (Window, Neighborhood, torch.float32, torch.float64),
+    "native": (torch.float64,),
+    "triton": (Neighborhood, torch.bfloat16, torch.float64),
+    "triton_tiles": (Dense, Window, torch.bfloat16, torch.float64),
+}
 LEAST_SCALE = 1e-30  #: but for 0; the libraries that kernels call may take subnormal numbers for zero
 PROGRAMS = 16  #: that a random problem may take of a kernel
 
 
 def quick(case: Case, backend: str) -> bool:
     return backend not in SLOW or case.id in EVERY_WAY
+
+
+def refused(case: Case, dtype: torch.dtype, backend: str) -> bool:
+    pattern = case.problem(dtype, needs_grad=False).pattern
+    return backend in ELSEWHERE or not {type(pattern), dtype}.isdisjoint(REFUSED.get(backend, ()))
+
+
+def factors_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> Factors:
+    """Every run takes each case with each backend, but for interpreted kernels: these, with each kind of pattern."""
+    if refused(case, dtype, backend):
+        return {"refusing": backend, "refused": kind_of(case.pattern)}
+    given: dict[str, Hashable] = {**case.factors, "dtype": dtype, "backend": backend, "direction": direction}
+    return given if backend in SLOW else {**given, "case": case}
+
+
+def cost_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> int:
+    """In tokens of interpreted programs."""
+    return math.prod(case.shape[:3]) if backend in SLOW else 0
 
 
 def programs(problem: Problem, backend: str) -> int:
@@ -98,30 +128,44 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
     assert peak <= announced
 
 
-@pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize(
-    ("case", "dtype", "backend"),
-    [
-        pytest.param(case, dtype, backend, id=f"{case.id}-{dtype}-{backend}")
-        for case, dtype, backend in product(CASES, DTYPES, BACKENDS)
-        if quick(case, backend) or (dtype == torch.float32 and case.id not in CONTAINED)
-    ],
-)
-def test_forward_and_backward(case: Case, dtype: torch.dtype, backend: str) -> None:
-    agrees(case, dtype, backend, True)
+ROWS = [
+    (case, dtype, backend, direction)
+    for case, dtype, backend, direction in product(CASES, DTYPES, BACKENDS, DIRECTIONS)
+    if (direction == "backward" or dtype == torch.float32)
+    and (quick(case, backend) or (direction == "backward" and dtype == torch.float32 and case.id not in CONTAINED))
+]
+PARAMETERS = parameters(ROWS, factors_of, cost_of)
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(case, backend, id=f"{case.id}-{backend}")
-        for case, backend in product(CASES, BACKENDS)
-        if quick(case, backend)
-    ],
-)
-def test_forward_alone(case: Case, backend: str) -> None:
-    agrees(case, torch.float32, backend, False)
+@pytest.mark.parametrize(("case", "dtype", "backend", "direction"), PARAMETERS)
+def test_every_backend(case: Case, dtype: torch.dtype, backend: str, direction: str) -> None:
+    agrees(case, dtype, backend, direction == "backward")
+
+
+def test_every_run_has_every_pair() -> None:
+    """Of a backend with every pattern, dtype, kind of masks and direction, and of these with one another."""
+    few = chosen(PARAMETERS)
+    assert set().union(*(wanted(row, factors_of(*row)) for row in few)) == set().union(
+        *(wanted(row, factors_of(*row)) for row in ROWS)
+    )
+    assert [set(values) for values in zip(*few)] == [set(CASES), set(DTYPES), set(BACKENDS), set(DIRECTIONS)]
+    assert len(few) < len(ROWS) / 5
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize("backend", HERE)
+def test_every_run_computes_all_that_a_backend_takes(backend: str) -> None:
+    """Each pattern, dtype, kind of masks and direction that it takes in some case is in a chosen case that it takes."""
+
+    def computed(rows: Iterable[tuple[Any, ...]]) -> set[tuple[str, Hashable]]:
+        refusals, found = registry.load(backend).refusals, set()
+        for case, dtype, name, direction in rows:
+            if name == backend and not refusals(case.problem(dtype, needs_grad=direction == "backward")):
+                found |= {*case.factors.items(), ("dtype", dtype), ("direction", direction)}
+        return found
+
+    assert computed(chosen(PARAMETERS)) == computed(ROWS)
 
 
 @pytest.mark.cuda
@@ -245,12 +289,12 @@ def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     return case, draw(st.sampled_from(DTYPES))
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("uncompiled_flex")
 def test_random_problems(request: pytest.FixtureRequest) -> None:
     """`--random-problems N` draws N of them."""
     seen = dict.fromkeys(HERE, 0)
-
-    count = int(request.config.getoption("--random-problems") or 0)
+    count = int(request.config.getoption("--random-problems") or settings().max_examples)
 
     @settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(random_cases(), st.booleans())

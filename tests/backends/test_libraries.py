@@ -23,6 +23,7 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
 from tests.support.cases import CASES, Case, gate
+from tests.support.pairwise import crossed
 
 ADAPTERS = {
     "flash2": flash.BACKEND.variants[3],
@@ -97,8 +98,7 @@ def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> No
         assert gate(problem).check(gate(problem).run(backend)).failures == ()
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.id)
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@crossed(lambda adapter, case: {**case.factors, "adapter": adapter}, adapter=ADAPTERS, case=CHOSEN)
 def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[str, Any]]) -> None:
     agrees(adapter, case, torch.float32, True)
 

@@ -31,6 +31,7 @@ from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning.hard_cases import hard_cases
 from tests.support import planted
 from tests.support.calls import close, counted, forget, formula, qkv, status
+from tests.support.pairwise import crossed
 from tests.support.planted import Planted
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -293,9 +294,11 @@ def test_memory_limits_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None
 # --- the gate is not too strict ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [72, 128, 255])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["sdpa", "sdpa_mask", "native", "manual"])
+@crossed(
+    backend=("sdpa", "sdpa_mask", "native", "manual"),
+    dtype=(torch.float32, torch.float64, torch.bfloat16),
+    head_dim=(72, 128, 255),
+)
 def test_right_backends_pass_the_hard_cases(backend: str, dtype: torch.dtype, head_dim: int) -> None:
     loaded = registry.load(backend)
     for pattern in (Dense(is_causal=True), Dilated((64, 128), (1, 2))):

@@ -14,6 +14,7 @@ from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.backends.test_conformance import patterns
 from tests.support.cases import CASES, Case
+from tests.support.pairwise import crossed
 
 
 def counted(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Tensor:
@@ -47,8 +48,7 @@ def holds(pattern: Pattern, q_len: int, k_len: int, heads: int, size: int) -> No
         assert torch.equal(found.whole[0], exact.whole[0])
 
 
-@pytest.mark.parametrize("size", [4, 16, 128])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@crossed(lambda case, size: {**case.factors, "size": size}, case=CASES, size=(4, 16, 128))
 def test_cases(case: Case, size: int) -> None:
     _, q_len, heads, _ = case.shape
     k_len = case.k_len or q_len
@@ -92,8 +92,11 @@ def test_sparse_patterns_have_few_blocks() -> None:
     assert float(rows.some.float().mean()) < 0.06
 
 
-@pytest.mark.parametrize("order", ["hilbert", "residue"])
-@pytest.mark.parametrize("case", [case for case in CASES if case.k_len is None], ids=lambda case: case.id)
+@crossed(
+    lambda case, order: {**case.factors, "order": order},
+    case=[case for case in CASES if case.k_len is None],
+    order=("hilbert", "residue"),
+)
 def test_blocks_in_another_order(case: Case, order: str) -> None:
     _, length, heads, _ = case.shape
     pattern = case.pattern.simplify(length, length, heads)

@@ -22,7 +22,8 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.example import Example, make
 from tests.backends.test_conformance import lengths, patterns
 from tests.conftest import INTERPRETED
-from tests.support.cases import Case
+from tests.support.cases import Case, kind_of
+from tests.support.pairwise import crossed
 
 GRID = Neighborhood((6, 10), (3, 5), (1, 2))
 PATTERNS = {
@@ -120,8 +121,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize("case", MASKED + UNSEEN, ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", BACKENDS)
+@crossed(lambda backend, case: {**case.factors, "backend": backend}, backend=BACKENDS, case=MASKED + UNSEEN)
 def test_what_no_query_sees_never_matters(backend: str, case: Case) -> None:
     check(backend, case, torch.bfloat16 if backend == "sdpa_float32" else torch.float32)
 
@@ -154,7 +154,10 @@ def test_bytes_of_copies_need_no_table_of_all_tokens(rates: tuple[int, int], cop
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter for Triton's kernels")
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@pytest.mark.parametrize("case", [*MASKED[2::3], *UNSEEN], ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", ["triton", "triton_tiles"])
+@crossed(
+    lambda backend, case: {"pattern": kind_of(case.pattern), "backend": backend},
+    backend=("triton", "triton_tiles"),
+    case=[*MASKED[2::3], *UNSEEN],
+)
 def test_triton(backend: str, case: Case) -> None:
     check(backend, case, torch.float32)

@@ -27,6 +27,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import CASES, CAUSAL, Case, gate
+from tests.support.pairwise import crossed
 
 
 def problem(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int = 3) -> Problem:
@@ -79,25 +80,21 @@ def test_tiles_of_any_dilation(data: st.DataObject) -> None:
     assert torch.equal(counts_of_tiles(asked), expected.expand(asked.heads, -1, -1).long())
 
 
-@pytest.mark.parametrize(
-    ("pattern", "q_len", "k_len"),
-    [
-        (Dense(), 500, 300),
-        (Dense(is_causal=True), 300, 500),
-        (Dense(is_causal=True), 500, 300),
-        (Window(100, 0), 700, 700),
-        (Window(10, 200), 300, 700),
-        (Dilated((128, 256, 512), (1, 2, 4)), 1500, 1500),
-        (Dilated((128, 256, 512), (1, 2, 4), is_causal=True), 1500, 1500),
-    ],
-)
-@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [20, 64, 72])
-def test_more_than_one_block_of_keys(
-    pattern: Pattern, q_len: int, k_len: int, dtype: torch.dtype, head_dim: int
-) -> None:
+LONG = [
+    Case("dense", Dense(), (1, 500, 4, 1), k_len=300, kv_heads=2),
+    Case("causal-few-queries", Dense(is_causal=True), (1, 300, 4, 1), k_len=500, kv_heads=2),
+    Case("causal-few-keys", Dense(is_causal=True), (1, 500, 4, 1), k_len=300, kv_heads=2),
+    Case("window-wide", Window(100, 0), (1, 700, 4, 1), kv_heads=2),
+    Case("window-ahead", Window(10, 200), (1, 300, 4, 1), k_len=700, kv_heads=2),
+    Case("dilated", Dilated((128, 256, 512), (1, 2, 4)), (1, 1500, 4, 1), kv_heads=2),
+    Case("dilated-causal", Dilated((128, 256, 512), (1, 2, 4), is_causal=True), (1, 1500, 4, 1), kv_heads=2),
+]
+
+
+@crossed(case=LONG, dtype=run.DTYPES, head_dim=(20, 64, 72))
+def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: int) -> None:
     """Lengths past a tile and past the keys between two rescalings, which the small cases never reach."""
-    case = Case("", pattern, (1, q_len, 4, head_dim), k_len=k_len, kv_heads=2)
+    case = replace(case, shape=(*case.shape[:3], head_dim))
     expected = gate(case.problem(dtype, needs_grad=True))
     assert expected.check(expected.run(native)).failures == ()
 

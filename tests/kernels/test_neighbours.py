@@ -20,6 +20,7 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from tests.support.cases import Case, gate
+from tests.support.pairwise import crossed
 
 SHAPES = [
     Neighborhood((9, 13), (5, 3)),
@@ -91,9 +92,7 @@ def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -
     )
 
 
-@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
-@pytest.mark.parametrize("order", TOKEN_ORDERS)
-@pytest.mark.parametrize("pattern", SHAPES, ids=str)
+@crossed(pattern=SHAPES, order=TOKEN_ORDERS, dtype=run.DTYPES)
 def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     expected = gate(asked(pattern, dtype))
     assert expected.check(expected.run(native, order)).failures == ()
@@ -106,9 +105,7 @@ def test_masks_in_any_order(order: str) -> None:
     assert expected.check(expected.run(native, order)).failures == ()
 
 
-@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
-@pytest.mark.parametrize("order", TOKEN_ORDERS)
-@pytest.mark.parametrize("pattern", SHAPES, ids=str)
+@crossed(pattern=SHAPES, order=TOKEN_ORDERS, dtype=run.DTYPES)
 def test_tokens_that_are_kept_in_another_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     """Nothing is permuted: the lists are about the rows where they lie."""
     case = Case("", Reordered(pattern, order), (2, math.prod(pattern.grid), 4, 24), kv_heads=2)

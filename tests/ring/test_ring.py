@@ -27,6 +27,7 @@ from tests.kernels.test_hidden import holding
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
 from tests.support.cases import CASES, Case, gate
+from tests.support.pairwise import crossed
 from tests.support.ring_calls import attended, attended_in_blocks, changed, part, shards, tensors, whole
 from tests.support.ring_ranks import Ranks
 
@@ -84,8 +85,7 @@ def run(ranks: Ranks, case: Case, dtype: torch.dtype, layout: Layout, exchange: 
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.id)
+@crossed(lambda case, size: {**case.factors, "size": size}, case=SHARED, size=(2, 3, 4))
 def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None:
     """Out, lse and gradients through both, whatever the layout and the exchange. Few lengths divide by the ranks."""
     set_mode("off")
@@ -99,8 +99,11 @@ def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None
             assert gate(problem).check(found).failures == (), (kind, exchange)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["causal", "longnet-both-masks", "neighborhood-2d-shift", "window-key-mask"])
+@crossed(
+    lambda name, dtype: {"dtype": dtype},
+    name=("causal", "longnet-both-masks", "neighborhood-2d-shift", "window-key-mask"),
+    dtype=(torch.bfloat16, torch.float16, torch.float64),
+)
 def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype, set_mode: Any) -> None:
     set_mode("off")
     problem = BY_ID[name].problem(dtype, needs_grad=True)
@@ -122,8 +125,7 @@ def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> 
         assert gate(problem).check(found).failures == (), kind
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", IN_BLOCKS)
+@crossed(lambda name, size: {"size": size}, name=IN_BLOCKS, size=(2, 3))
 def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int, set_mode: Any) -> None:
     """As shards of long sequences are: rows arrive in many messages, and are worked on block by block."""
     set_mode("off")

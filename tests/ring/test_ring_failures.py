@@ -145,7 +145,9 @@ def failing(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, b
 
 
 @pytest.mark.parametrize(
-    ("fault", "order", "plant"), [(raises, GATHER, planted), (no_memory, RING, planted_early)], ids=str
+    ("fault", "order", "plant"),
+    [(raises, GATHER, planted), (no_memory, RING, planted_early)],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
     ranks: Ranks, fault: Callable[[], object], order: str, plant: Any, set_mode: Any

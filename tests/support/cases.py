@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,6 +30,12 @@ class Case:
     strides: tuple[str, str, str] = ("bnhd", "bnhd", "bnhd")
     scale: float | None = None
 
+    @property
+    def factors(self) -> dict[str, Hashable]:
+        """What a choice of cases has in every pair."""
+        masks = (self.seq_lens, self.key_mask)
+        return {"pattern": kind_of(self.pattern), "masks": masks, "grouped": self.kv_heads is not None}
+
     def problem(self, dtype: torch.dtype, *, needs_grad: bool, device: str = "cpu") -> Problem:
         batch, q_len, heads, head_dim = self.shape
         k_len = q_len if self.k_len is None else self.k_len
@@ -50,6 +57,22 @@ class Case:
             has_key_mask=self.key_mask,
             strides=self.strides,
         )
+
+
+def kind_of(pattern: Pattern) -> str:
+    """The pattern's class, and what a backend may treat apart: causality, axes, edges, selection."""
+    match pattern:
+        case Dense():
+            more: tuple[object, ...] = (pattern.is_causal,)
+        case Window():
+            more = (pattern.right == 0,)
+        case Dilated():
+            more = (pattern.is_causal, pattern.offsets, pattern.heads)
+        case Neighborhood():
+            more = (len(pattern.grid), any(pattern.is_causal), pattern.edges)
+        case _:
+            more = ()
+    return "-".join(map(str, (type(pattern).__name__, *more)))
 
 
 LONGNET = Dilated((32, 64, 128), (1, 2, 4))

@@ -1,0 +1,82 @@
+"""Cases of a product that every run takes: enough for every pair of values of two factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+import pytest
+
+Row = tuple[Hashable, ...]
+Factors = Mapping[str, Hashable]
+
+
+def wanted(row: Row, factors: Factors) -> set[Hashable]:
+    """Every two factors with their values, and each value of the row."""
+    return {*combinations(factors.items(), 2), *enumerate(row)}
+
+
+def pairwise(
+    rows: Sequence[Row], factors: Callable[..., Factors], cost: Callable[..., float] = lambda *row: 0
+) -> list[Row]:
+    """Few of the rows, in their order, with each value, and each pair of factors' values, that some row has.
+
+    Greedy: the next one has the most of them that no chosen row has; of several, the cheapest; of these one that is
+    drawn, so that no value is chosen more often because it is listed first. The same rows give the same choice in every
+    process.
+
+    Args:
+        factors: of a row, from its values.
+        cost: of a row, in any unit.
+    """
+    missing = [wanted(row, factors(*row)) for row in rows]
+    covered: set[Hashable] = set()
+    chosen = []
+    places = [(cost(*row), place) for row, place in zip(rows, _shuffled(len(rows)))]
+    heap = [(-len(each), place, number) for number, (place, each) in enumerate(zip(places, missing))]
+    heapify(heap)
+    while heap:
+        gain, place, number = heappop(heap)
+        missing[number] -= covered
+        if -gain != len(missing[number]):  # others were chosen since it was counted
+            heappush(heap, (-len(missing[number]), place, number))
+        elif gain:
+            covered |= missing[number]
+            chosen.append(number)
+        else:
+            break
+    return [rows[number] for number in sorted(chosen)]
+
+
+def _shuffled(count: int) -> list[int]:
+    return Random(0).sample(range(count), count)
+
+
+def parameters(
+    rows: Iterable[Row], factors: Callable[..., Factors], cost: Callable[..., float] = lambda *row: 0
+) -> list[Any]:
+    """For `pytest.mark.parametrize`: every row, those that `pairwise` leaves out marked for `--all` alone."""
+    every = list(rows)
+    chosen = set(pairwise(every, factors, cost))
+    return [
+        pytest.param(*row, id="-".join(map(_name, row)), marks=() if row in chosen else pytest.mark.full)
+        for row in every
+    ]
+
+
+def crossed(factors: Callable[..., Factors] | None = None, **values: Iterable[Hashable]) -> pytest.MarkDecorator:
+    """Parametrize a test by the product of these values; without `factors`, the values themselves are."""
+    each = factors or (lambda *row: dict(zip(values, row)))
+    return pytest.mark.parametrize(tuple(values), parameters(product(*values.values()), each))
+
+
+def chosen(found: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The rows of these parameters that every run takes."""
+    return [each.values for each in found if not each.marks]
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "id", getattr(value, "__name__", value)))
