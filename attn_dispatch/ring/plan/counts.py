@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels.tiles.tables import axis_bounds
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import Kind, kv_classes, seen_by
 from attn_dispatch.ring.rows.runs import _cut, cells_of
@@ -62,7 +61,7 @@ def _in_row(grid: tuple[int, ...], place: int, start: int, stop: int) -> Iterato
 
 def _along(pattern: Neighborhood, axis: int, queries: range, keys: range) -> int:
     """Pairs of places on one axis."""
-    low, high = axis_bounds(pattern, axis)
+    low, high = pattern.axes[axis].bounds()
     step = pattern.dilation[axis]
     x = torch.arange(queries.start, queries.stop)
     residue = x % step

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.heads import progressions
-from attn_dispatch.kernels.tiles.tables import axis_bounds
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.reordered import kept_in
@@ -116,7 +115,7 @@ def _neighbors(pattern: Neighborhood, queries: Tensor) -> Tensor:
     """Axis by axis: a window on one axis does not depend on the place on another."""
     found = queries.view(pattern.grid)
     for axis, step in enumerate(pattern.dilation):
-        low, high = axis_bounds(pattern, axis)
+        low, high = pattern.axes[axis].bounds()
         lines = found.movedim(axis, -1).int()
         seen = torch.zeros(lines.shape, dtype=torch.bool)
         for start in range(min(step, pattern.grid[axis])):
