@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.spec.orders import permutation
-from attn_dispatch.spec.pattern import Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.spec.reordered import kept_in
 
 HELD = 64  #: problems whose unseen keys are held
 
@@ -105,27 +106,34 @@ def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = 
 @lru_cache(maxsize=HELD)
 def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device) -> Tensor | None:
     with torch.inference_mode(False):
-        if isinstance(pattern, Window) and pattern.left is not None:
-            # The last query reaches the last key, the first one `left` keys back.
-            first = k_len - q_len - pattern.left
-            return None if first <= 0 else (torch.arange(k_len, device=device) < first)[None, :, None, None]
-        natural = pattern.natural
-        if not isinstance(natural, Dilated):
-            return None  # Every token of a neighbourhood sees itself, and the last query of Dense the others.
-        at = torch.arange(k_len)
-        if isinstance(pattern, Reordered):
-            order = permutation(pattern.order, natural, k_len)
-            at = at if order is None else order.cpu()
+        natural, kinds = pattern.natural, heads_by_kind(pattern.natural, heads, group)
+        bands = {offsets: natural.bands(q_len, k_len, offsets) or () for kind in kinds for offsets in kind}
+        if bands == {(): ()}:
+            return None  # every token of a neighbourhood sees itself
+        if all(band.segment is None for some in bands.values() for band in some):
+            return _outside([band.run(range(q_len), k_len) for some in bands.values() for band in some], k_len, device)
+        at = permutation(kept_in(pattern), natural, k_len)
+        at = torch.arange(k_len) if at is None else at
         # A token that a branch selects sees itself there.
-        selected = torch.zeros(heads, k_len, dtype=torch.bool)
-        for branch, (length, rate) in enumerate(natural.branches):
-            place = at % min(length, k_len) % rate
-            for head in range(heads):
-                offset = natural.head_offset(branch, head, heads)
-                if offset is not None:
-                    selected[head] |= place == offset
-        found = ~selected.view(heads // group, group, k_len).any(1)
-        return found.T[None, :, :, None].to(device) if found.any() else None
+        seen = torch.zeros(heads // group, k_len, dtype=torch.bool)
+        for kind, members in kinds.items():
+            for band in {band for offsets in kind for band in bands[offsets]}:
+                seen[members] |= band.selected(at)
+        return None if seen.all() else ~seen.T[None, :, :, None].to(device)
+
+
+def _outside(runs: list[range], k_len: int, device: torch.device) -> Tensor | None:
+    """What is in none of these runs of keys, bool [1, k_len, 1, 1]; None where nothing is."""
+    covered = 0
+    for run in sorted(runs, key=lambda run: run.start):
+        covered = max(covered, run.stop) if run.start <= covered else covered
+    if covered == k_len:
+        return None
+    at = torch.arange(k_len, device=device)
+    found = torch.ones_like(at, dtype=torch.bool)
+    for run in runs:
+        found &= (at < run.start) | (at >= run.stop)
+    return found[None, :, None, None]
 
 
 def _zeroed(x: Tensor, where: Tensor | None) -> Tensor:

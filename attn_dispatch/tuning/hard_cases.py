@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.kernels.contract import Backend, forced_orders
 from attn_dispatch.kernels.hidden import Hidden, unseen
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import DTYPES, Problem
@@ -380,7 +381,7 @@ def _foul(problem: Problem) -> None:
     """Leave NaN in freed blocks as large as the results, in their dtype and in what sums are kept in."""
     rows = problem.batch * problem.q_len * problem.heads
     keys = problem.batch * problem.k_len * problem.kv_heads
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(problem.dtype)
     sizes = {rows, rows * problem.head_dim, keys * problem.head_dim}
     for dtype in {problem.dtype, wide}:
         for size in sizes:
