@@ -139,37 +139,53 @@ class Dense(Pattern):
         return "Dense(causal)" if self.is_causal else "Dense()"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Window(Pattern):
-    """Keys with `-left <= j - (i + k_len - q_len) <= right`. None leaves a side open; `right=0` is causal."""
+    """Keys with `-left <= j - (i + k_len - q_len) <= right`. None leaves a side open; `right=0` is causal.
+
+    Args:
+        left, right: tokens, or None.
+        sinks: the first keys of the sequence that a query sees besides its window, where `right` allows it.
+
+    Source: Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.
+    """
 
     left: int | None = None
     right: int | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             side = getattr(self, name)
             object.__setattr__(self, name, None if side is None else integer(name, side, 0, "None or an integer"))
+        object.__setattr__(self, "sinks", integer("sinks", self.sinks, 0))
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         distance = k_pos - (q_pos[:, None] + (k_len - q_len))
-        seen = distance >= -(k_len + q_len if self.left is None else self.left)
+        seen = (distance >= -(k_len + q_len if self.left is None else self.left)) | (k_pos < self.sinks)
         return (seen if self.right is None else seen & (distance <= self.right))[None]
 
     def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...]:
         ahead = k_len - q_len
         low = None if self.left is None else ahead - self.left
-        return (Band(low, None if self.right is None else ahead + self.right),)
+        window = Band(low, None if self.right is None else ahead + self.right)
+        return (window, Band(high=low - 1, stop=self.sinks)) if self.sinks and low is not None else (window,)
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
-        left = None if self.left is not None and self.left >= k_len - 1 else self.left
+        left = None if self.left is not None and self.left + self.sinks >= k_len - 1 else self.left
         right = None if self.right is not None and self.right >= q_len - 1 else self.right
         if left is None and right in (None, 0):
             return Dense(is_causal=right == 0)
-        return Window(left, right)
+        return Window(left, right, 0 if left is None else self.sinks)
 
-    def __str__(self) -> str:
-        return f"Window(left={self.left}, right={self.right})"
+    def to_dict(self) -> dict[str, Any]:
+        """Without `sinks` where there are none, as it was written before there were any."""
+        found = {"kind": "Window", "left": self.left, "right": self.right}
+        return {**found, "sinks": self.sinks} if self.sinks else found
+
+    def __repr__(self) -> str:
+        sinks = f", sinks={self.sinks}" if self.sinks else ""
+        return f"Window(left={self.left}, right={self.right}{sinks})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,8 +166,8 @@ def _few_heads(problem: Problem) -> tuple[int, int]:
 def fitted(pattern: Pattern, length: int) -> Pattern:
     """A pattern of the same kind for about this many tokens."""
     if isinstance(pattern, Window):
-        sides = (None if side is None else min(side, length // 4) for side in (pattern.left, pattern.right))
-        return Window(*sides)
+        left, right = (None if side is None else min(side, length // 4) for side in (pattern.left, pattern.right))
+        return Window(left, right, min(pattern.sinks, length // 4))
     if isinstance(pattern, Dilated):
         return replace(pattern, segment_lengths=_segments(pattern, length))
     if isinstance(pattern, Neighborhood):
