@@ -33,6 +33,7 @@ from attn_dispatch.kernels.flex import machine
 from attn_dispatch.kernels.flex.blocks import blocks_of, heads_apart
 from attn_dispatch.kernels.flex.mask import count_of, repeats
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -314,7 +315,7 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
     count = count_of(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads)
     as_kept = positions is None or kept_in(problem.pattern) != NATURAL
     bias = repeats(problem.pattern.natural) and count is not None
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(problem.dtype)
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
     options.update(_lse_options(library, problem))
 

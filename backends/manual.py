@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_dispatch.kernels.contract import Refusal, refuse_ranks
 from attn_dispatch.kernels.formula import counts_of, formula, probabilities
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
@@ -49,7 +50,7 @@ def flops(problem: Problem) -> int:
 
 def workspace_bytes(problem: Problem) -> int:
     rows, heads = _piece(problem)
-    wide = _compute_dtype(problem.dtype).itemsize
+    wide = sum_dtype(problem.dtype).itemsize
     scores = REUSE * COPIES * problem.batch * rows * heads * problem.k_len * max(wide, 4)
     # k and v are widened and spread over a piece's heads; their gradients are summed in the wider dtype.
     kv = 2 * problem.batch * problem.k_len * heads * problem.head_dim * wide * (2 if problem.needs_grad else 1)
@@ -106,7 +107,7 @@ class _Call:
         seed = (self.seed + heads.start * self.problem.q_len + rows.start) % 2**63
         shape = (self.problem.batch, heads.stop - heads.start, rows.stop - rows.start, self.problem.k_len)
         kept = torch.rand(shape, generator=torch.Generator(device).manual_seed(seed), device=device) >= p
-        return kept.to(_compute_dtype(self.problem.dtype)) / (1 - p)
+        return kept.to(sum_dtype(self.problem.dtype)) / (1 - p)
 
     def kv_index(self, heads: slice, device: torch.device) -> Tensor:
         """The key and value head that each query head reads."""
@@ -135,7 +136,7 @@ class _Manual(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    problem, wide = call.problem, _compute_dtype(q.dtype)
+    problem, wide = call.problem, sum_dtype(q.dtype)
     q, k, v = call.hidden.zeroed(q, k, v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=wide, device=q.device)
@@ -154,7 +155,7 @@ def _backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: _Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """SEMANTICS' gradient: dS = P * (dO V^T - rowsum(dO * out) + dlse), piece by piece."""
-    problem, wide = call.problem, _compute_dtype(q.dtype)
+    problem, wide = call.problem, sum_dtype(q.dtype)
     q, k, v = call.hidden.zeroed(q, k, v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
@@ -177,13 +178,9 @@ def _backward(
 
 def _piece(problem: Problem) -> tuple[int, int]:
     """Query rows and heads per piece."""
-    row = problem.batch * problem.k_len * COPIES * max(_compute_dtype(problem.dtype).itemsize, 4)
+    row = problem.batch * problem.k_len * COPIES * max(sum_dtype(problem.dtype).itemsize, 4)
     limit = CHUNK_BYTES if problem.device.type == "cpu" else CUDA_CHUNK_BYTES
     if row * problem.q_len * problem.heads > limit:
         limit = min(limit, available_bytes(problem.device) // FREE_SHARE)
     heads = max(1, min(problem.heads, limit // (row * min(problem.q_len, 128))))
     return max(1, min(problem.q_len, limit // (row * heads))), heads
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -15,8 +15,8 @@ from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, Piece, Plan, Rows, plan_of
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.kernels.heads import kv_heads_of, progression
-from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.kernels.heads import heads_by_kind, kv_heads_of, progression
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
@@ -76,14 +76,7 @@ def release() -> None:
 
 def head_classes(problem: Problem) -> list[range]:
     """The runs of heads that share one multiplicity."""
-    pattern = problem.pattern.natural
-    if not isinstance(pattern, Dilated):
-        return [range(problem.heads)]
-    found: dict[tuple[int | None, ...], list[int]] = {}
-    for head in range(problem.heads):
-        offsets = tuple(pattern.head_offset(b, head, problem.heads) for b in range(len(pattern.branches)))
-        found.setdefault(offsets, []).append(head)
-    return [progression(heads) for heads in found.values()]
+    return [progression(heads) for heads in heads_by_kind(problem.pattern, problem.heads).values()]
 
 
 @lru_cache(maxsize=4096)

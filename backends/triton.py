@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import Call, recorded
-from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.launch_order import Chip, launches_bytes, launches_of, offered
@@ -58,7 +58,7 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = support.refusals(problem, (Dense, Window, Dilated))
+    found = support.refusals(problem, (Dense, Window, Dilated)) + refuse_sinks(problem)
     if not found and (needed := _list_bytes(problem)) > LIST_LIMIT:
         text = f"lists the tiles of {problem.pattern} in up to {gib(needed)}, over {gib(LIST_LIMIT)}"
         found.append(Refusal("over_memory", text))

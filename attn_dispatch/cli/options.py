@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--grid", metavar="H,W", type=counts, help="neighborhood attention: tokens per axis, 1 to 3 axes; sets N")
     add("--window", metavar="W,..", type=window,
         help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
-        "window, 'none' for an open side; LEFT alone means LEFT,0")  # fmt: skip
+        "window, 'none' for an open side; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
     _add_switch(shapes, "--causal", "keys after the query are not seen")
     add("--dtype", metavar="T,..", type=dtypes,
         help="float16, bfloat16, float32, float64; by default float32 on a CPU and the dtype that "
@@ -195,9 +195,9 @@ def _grown(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pat
 
 
 def _sliding(args: argparse.Namespace) -> Window:
-    if len(args.window) > 2:
-        raise InvalidInput(f"--window without --grid is LEFT,RIGHT, got {len(args.window)} numbers")
+    if len(args.window) > 3:
+        raise InvalidInput(f"--window without --grid is LEFT,RIGHT,SINKS, got {len(args.window)} numbers")
     if args.causal is not None:
         raise InvalidInput("--causal is not for --window LEFT,RIGHT: RIGHT says it, and RIGHT = 0 is causal")
-    left, right = (*args.window, 0)[:2]
-    return Window(left, right)
+    left, right, sinks = (*args.window, 0, 0)[:3]
+    return Window(left, right, sinks)

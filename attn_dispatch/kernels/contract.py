@@ -143,6 +143,12 @@ def refuse_pattern(problem: Problem, allowed: tuple[type[Pattern], ...]) -> list
     return [Refusal("pattern", f"computes {names}, not {problem.pattern}")]
 
 
+def refuse_sinks(problem: Problem) -> list[Refusal]:
+    if getattr(problem.pattern, "sinks", 0) == 0:
+        return []
+    return [Refusal("pattern", f"computes one run of keys for each query, without the sinks of {problem.pattern}")]
+
+
 def refuse_device(problem: Problem, allowed: Collection[str]) -> list[Refusal]:
     if problem.device.type in allowed:
         return []

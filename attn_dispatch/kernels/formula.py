@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 
 
@@ -55,7 +55,7 @@ def counts_of(
     if problem.pattern == Dense() and seq_lens is None and key_mask is None:
         return None
     # Most patterns are the same for every head, and their logarithm is then taken once.
-    alike = not isinstance(problem.pattern.natural, Dilated)
+    alike = not problem.pattern.head_offsets(0, problem.heads)
     return problem.pattern.multiplicity(
         problem.q_len,
         problem.k_len,

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from attn_dispatch.spec.pattern import Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Offsets
+
+Kind = tuple[Offsets, ...]  #: of the query heads that share a row: one, or all that read one key head
 
 
-def _heads_by_offset(pattern: Dilated, branch: int, heads: int) -> dict[int, range]:
+def heads_by_kind(pattern: Pattern, heads: int, share: int = 1, which: range | None = None) -> dict[Kind, list[int]]:
+    """The heads that see the same keys; those that read one key head together, where each is read by `share`.
+
+    Args:
+        which: the heads to deal with, and then to count from 0; all of them by default.
+    """
+    offsets = [pattern.head_offsets(head, heads) for head in (range(heads) if which is None else which)]
+    found: dict[Kind, list[int]] = {}
+    for number, first in enumerate(range(0, len(offsets), share)):
+        found.setdefault(tuple(offsets[first : first + share]), []).append(number)
+    return found
+
+
+def heads_by_offset(pattern: Dilated, branch: int, heads: int) -> dict[int, range]:
+    """The heads that take part in a branch."""
     found: dict[int, list[int]] = {}
-    for head in range(heads):
-        offset = pattern.head_offset(branch, head, heads)
-        if offset is not None:
-            found.setdefault(offset, []).append(head)
-    return {offset: progression(members) for offset, members in found.items()}
+    for (offsets,), members in heads_by_kind(pattern, heads).items():
+        if (offset := offsets[branch]) is not None:
+            found.setdefault(offset, []).extend(members)
+    return {offset: progression(sorted(members)) for offset, members in found.items()}
 
 
 def progression(members: list[int]) -> range:
@@ -40,19 +56,7 @@ def kv_heads_of(heads: range, problem: Problem, grouped: bool) -> slice | tuple[
     return tuple(read)
 
 
-def head_classes(
-    pattern: Pattern, heads: int, which: range | None = None
-) -> list[tuple[range, tuple[int | None, ...]]]:
-    """The heads that share one multiplicity, with their offset in each branch.
-
-    Args:
-        which: the heads to deal with, and then to count from 0; all of them by default.
-    """
-    pattern, which = pattern.natural, range(heads) if which is None else which
-    if not isinstance(pattern, Dilated):
-        return [(range(len(which)), ())]
-    found: dict[tuple[int | None, ...], list[int]] = {}
-    for number, head in enumerate(which):
-        offsets = tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches)))
-        found.setdefault(offsets, []).append(number)
-    return [(run, offsets) for offsets, members in found.items() for run in progressions(members)]
+def head_classes(pattern: Pattern, heads: int, which: range | None = None) -> list[tuple[range, Offsets]]:
+    """The heads of `heads_by_kind`, in arithmetic progressions, with their offset in each branch."""
+    found = heads_by_kind(pattern, heads, which=which)
+    return [(run, offsets) for (offsets,), members in found.items() for run in progressions(members)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.heads import Kind, heads_by_kind
 from attn_dispatch.spec.orders import permutation
-from attn_dispatch.spec.pattern import Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.spec.reach import Band, Offsets
+from attn_dispatch.spec.reordered import kept_in
 
 HELD = 64  #: problems whose unseen keys are held
 
@@ -104,50 +107,75 @@ def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = 
 
 def _may_hide(problem: Problem) -> bool:
     """Whether some key may be hidden by the pattern: True wherever `unseen` has one. Makes no table of all tokens."""
-    pattern = problem.pattern
-    if isinstance(pattern, Window):
-        return pattern.left is not None and problem.k_len - problem.q_len > pattern.left
-    return isinstance(pattern.natural, Dilated) and not _sees_all(
-        pattern.natural, problem.heads, problem.heads // problem.kv_heads
-    )
-
-
-def _sees_all(pattern: Dilated, heads: int, group: int) -> bool:
-    """Whether some query head of every key head takes part in a branch of rate 1, which selects every token."""
-    whole = [branch for branch, (_, rate) in enumerate(pattern.branches) if rate == 1]
-
-    def takes_part(head: int) -> bool:
-        return any(pattern.head_offset(branch, head, heads) is not None for branch in whole)
-
-    return all(any(map(takes_part, range(first, first + group))) for first in range(0, heads, group))
+    group = problem.heads // problem.kv_heads
+    kinds, bands = _bands(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads, group)
+    if _segmented(bands):
+        return not _all_selected(kinds, bands)
+    return _covered(_runs(bands, problem.q_len, problem.k_len)) < problem.k_len
 
 
 @lru_cache(maxsize=HELD)
 def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device) -> Tensor | None:
     with torch.inference_mode(False):
-        if isinstance(pattern, Window) and pattern.left is not None:
-            # The last query reaches the last key, the first one `left` keys back.
-            first = k_len - q_len - pattern.left
-            return None if first <= 0 else (torch.arange(k_len, device=device) < first)[None, :, None, None]
-        natural = pattern.natural
-        if not isinstance(natural, Dilated):
-            return None  # Every token of a neighbourhood sees itself, and the last query of Dense the others.
-        if _sees_all(natural, heads, group):
+        kinds, bands = _bands(pattern.natural, q_len, k_len, heads, group)
+        if not _segmented(bands):
+            return _outside(_runs(bands, q_len, k_len), k_len, device)
+        if _all_selected(kinds, bands):
             return None
-        at = torch.arange(k_len)
-        if isinstance(pattern, Reordered):
-            order = permutation(pattern.order, natural, k_len)
-            at = at if order is None else order.cpu()
+        at = permutation(kept_in(pattern), pattern.natural, k_len)
+        at = torch.arange(k_len) if at is None else at
         # A token that a branch selects sees itself there.
-        selected = torch.zeros(heads, k_len, dtype=torch.bool)
-        for branch, (length, rate) in enumerate(natural.branches):
-            place = at % min(length, k_len) % rate
-            for head in range(heads):
-                offset = natural.head_offset(branch, head, heads)
-                if offset is not None:
-                    selected[head] |= place == offset
-        found = ~selected.view(heads // group, group, k_len).any(1)
-        return found.T[None, :, :, None].to(device) if found.any() else None
+        seen = torch.zeros(heads // group, k_len, dtype=torch.bool)
+        for kind, members in kinds.items():
+            for band in {band for offsets in kind for band in bands[offsets]}:
+                seen[members] |= band.selected(at)
+        return None if seen.all() else ~seen.T[None, :, :, None].to(device)
+
+
+def _bands(
+    natural: Pattern, q_len: int, k_len: int, heads: int, group: int
+) -> tuple[dict[Kind, list[int]], dict[Offsets, tuple[Band, ...]]]:
+    """Key heads by kind, and the bands of each; one that shows every key where the pattern has none: every token of a
+    neighbourhood sees itself.
+    """
+    kinds = heads_by_kind(natural, heads, group)
+    return kinds, {
+        offsets: natural.bands(q_len, k_len, offsets) or (Band(),) * (not offsets) for kind in kinds for offsets in kind
+    }
+
+
+def _segmented(bands: Mapping[Offsets, tuple[Band, ...]]) -> bool:
+    return any(band.segment is not None for some in bands.values() for band in some)
+
+
+def _all_selected(kinds: Mapping[Kind, list[int]], bands: Mapping[Offsets, tuple[Band, ...]]) -> bool:
+    """Whether some query head of every key head takes part in a branch of rate 1, which selects every token."""
+    return all(any(band.rate == 1 for offsets in kind for band in bands[offsets]) for kind in kinds)
+
+
+def _runs(bands: Mapping[Offsets, tuple[Band, ...]], q_len: int, k_len: int) -> list[range]:
+    """The runs of keys that some query sees, the first one first."""
+    runs = [band.run(range(q_len), k_len) for some in bands.values() for band in some]
+    return sorted(runs, key=lambda run: run.start)
+
+
+def _covered(runs: list[range]) -> int:
+    """Keys from 0 on that lie in some run without a gap."""
+    covered = 0
+    for run in runs:
+        covered = max(covered, run.stop) if run.start <= covered else covered
+    return covered
+
+
+def _outside(runs: list[range], k_len: int, device: torch.device) -> Tensor | None:
+    """What is in none of these runs of keys, bool [1, k_len, 1, 1]; None where nothing is."""
+    if _covered(runs) == k_len:
+        return None
+    at = torch.arange(k_len, device=device)
+    found = torch.ones_like(at, dtype=torch.bool)
+    for run in runs:
+        found &= (at < run.start) | (at >= run.stop)
+    return found[None, :, None, None]
 
 
 def _zeroed(x: Tensor, where: Tensor | None) -> Tensor:

@@ -67,7 +67,7 @@ def _natural(pattern: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sizes(pattern: Mapping[str, Any]) -> Iterator[int | None]:
-    for name in ("left", "right"):
+    for name in ("left", "right", "sinks"):
         if name in pattern:
             yield pattern[name]
     for name in ("segment_lengths", "grid", "window"):

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-SIZES = ("segment_lengths", "left", "right", "grid", "window")  #: of a pattern; all else is its class
+SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: of a pattern; all else is its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
 DIGITS = 12
 USUAL = {"offsets": "mod", "heads": "all", "edges": "clip"}  #: of a pattern; not said in a title
@@ -45,6 +45,8 @@ def pattern_class(pattern: Mapping[str, Any]) -> dict[str, Any]:
         found["axes"] = len(pattern["grid"])
     if "right" in pattern:
         found["ahead"] = pattern["right"] != 0
+    if "sinks" in pattern:
+        found["with_sinks"] = True
     return found
 
 
@@ -75,5 +77,6 @@ def _pattern_title(pattern: Mapping[str, Any]) -> str:
     causal = pattern.get("is_causal", not pattern.get("ahead", True))
     axes = causal if isinstance(causal, list | tuple) else [causal]
     words += ["causal" if all(axes) else "causal=" + ",".join(str(int(axis)) for axis in axes)] * any(axes)
+    words += ["sinks"] * ("with_sinks" in pattern)
     words += [f"{name}={pattern[name]}" for name, usual in USUAL.items() if pattern.get(name, usual) != usual]
     return f"{pattern['kind']}({' '.join(words)})"

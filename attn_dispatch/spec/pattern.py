@@ -5,19 +5,17 @@ A pattern is a frozen, hashable value. Its `multiplicity` is the definition; not
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.checks import boolean, choice, integer, integers, per_axis
+from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-T = TypeVar("T")
 
 
 class Pattern(ABC):
@@ -82,6 +80,29 @@ class Pattern(ABC):
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         """[len(h_pos) or 1, queries, keys], bool or integer."""
 
+    def head_offsets(self, head: int, heads: int) -> Offsets:
+        """What sets a head apart: heads with the same offsets see the same keys. () where all of them do."""
+        return ()
+
+    def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...] | None:
+        """The branches of the heads with these offsets; None where they are not on the line of positions."""
+        return None
+
+    def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
+        """The branches of the heads with these offsets, in the normal form: their sum is the multiplicity.
+
+        Args:
+            queries, keys: int64, their positions.
+            q_len, k_len: of the whole sequences, in tokens.
+
+        Raises:
+            TypeError: the pattern has no normal form.
+        """
+        bands = self.bands(q_len, k_len, offsets)
+        if bands is None:
+            raise TypeError(f"no normal form of {self!r}")
+        return [band.reach(queries, keys, k_len) for band in bands]
+
     def check(self, q_len: int, k_len: int) -> None:  # noqa: B027 - most patterns fit all lengths
         """Raise InvalidInput where the pattern cannot be used with these lengths."""
 
@@ -101,12 +122,15 @@ class Dense(Pattern):
     is_causal: bool = False
 
     def __post_init__(self) -> None:
-        _boolean("is_causal", self.is_causal)
+        boolean("is_causal", self.is_causal)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         if self.is_causal:
             return (k_pos <= q_pos[:, None] + (k_len - q_len))[None]
         return (k_pos >= 0).expand(1, len(q_pos), len(k_pos))
+
+    def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...]:
+        return (Band(high=k_len - q_len if self.is_causal else None),)
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
         return Dense() if q_len == 1 else self
@@ -115,32 +139,53 @@ class Dense(Pattern):
         return "Dense(causal)" if self.is_causal else "Dense()"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Window(Pattern):
-    """Keys with `-left <= j - (i + k_len - q_len) <= right`. None leaves a side open; `right=0` is causal."""
+    """Keys with `-left <= j - (i + k_len - q_len) <= right`. None leaves a side open; `right=0` is causal.
+
+    Args:
+        left, right: tokens, or None.
+        sinks: the first keys of the sequence that a query sees besides its window, where `right` allows it.
+
+    Source: Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.
+    """
 
     left: int | None = None
     right: int | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             side = getattr(self, name)
-            object.__setattr__(self, name, None if side is None else _integer(name, side, 0, "None or an integer"))
+            object.__setattr__(self, name, None if side is None else integer(name, side, 0, "None or an integer"))
+        object.__setattr__(self, "sinks", integer("sinks", self.sinks, 0))
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         distance = k_pos - (q_pos[:, None] + (k_len - q_len))
-        seen = distance >= -(k_len + q_len if self.left is None else self.left)
+        seen = (distance >= -(k_len + q_len if self.left is None else self.left)) | (k_pos < self.sinks)
         return (seen if self.right is None else seen & (distance <= self.right))[None]
 
+    def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...]:
+        ahead = k_len - q_len
+        low = None if self.left is None else ahead - self.left
+        window = Band(low, None if self.right is None else ahead + self.right)
+        return (window, Band(high=low - 1, stop=self.sinks)) if self.sinks and low is not None else (window,)
+
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
-        left = None if self.left is not None and self.left >= k_len - 1 else self.left
+        left = None if self.left is not None and self.left + self.sinks >= k_len - 1 else self.left
         right = None if self.right is not None and self.right >= q_len - 1 else self.right
         if left is None and right in (None, 0):
             return Dense(is_causal=right == 0)
-        return Window(left, right)
+        return Window(left, right, 0 if left is None else self.sinks)
 
-    def __str__(self) -> str:
-        return f"Window(left={self.left}, right={self.right})"
+    def to_dict(self) -> dict[str, Any]:
+        """Without `sinks` where there are none, as it was written before there were any."""
+        found = {"kind": "Window", "left": self.left, "right": self.right}
+        return {**found, "sinks": self.sinks} if self.sinks else found
+
+    def __repr__(self) -> str:
+        sinks = f", sinks={self.sinks}" if self.sinks else ""
+        return f"Window(left={self.left}, right={self.right}{sinks})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +214,15 @@ class Dilated(Pattern):
     heads: Literal["all", "split"] = "all"
 
     def __post_init__(self) -> None:
-        lengths = _integers("segment_lengths", self.segment_lengths)
-        rates = _integers("dilation_rates", self.dilation_rates)
+        lengths = integers("segment_lengths", self.segment_lengths)
+        rates = integers("dilation_rates", self.dilation_rates)
         if len(lengths) != len(rates):
             raise InvalidInput(
                 f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: one of each for a branch"
             )
-        _boolean("is_causal", self.is_causal)
-        _choice("offsets", self.offsets, ("mod", "block"))
-        _choice("heads", self.heads, ("all", "split"))
+        boolean("is_causal", self.is_causal)
+        choice("offsets", self.offsets, ("mod", "block"))
+        choice("heads", self.heads, ("all", "split"))
         if self.heads == "all":
             # A sum does not depend on the order of its terms; only "split" deals heads out by position.
             lengths, rates = cast("tuple[tuple[int, ...], ...]", tuple(zip(*sorted(zip(lengths, rates)))))
@@ -199,6 +244,14 @@ class Dilated(Pattern):
             first = branch * size + min(branch, extra)
             return branch % rate if first <= head < first + size + (branch < extra) else None
         return head % rate if self.offsets == "mod" else head // -(-heads // rate)
+
+    def head_offsets(self, head: int, heads: int) -> Offsets:
+        return tuple(self.head_offset(branch, head, heads) for branch in range(len(self.branches)))
+
+    def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...]:
+        high = 0 if self.is_causal else None
+        cuts = zip(self.branches, offsets)
+        return tuple(Band(None, high, min(w, q_len), r, offset) for (w, r), offset in cuts if offset is not None)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         import torch
@@ -263,16 +316,16 @@ class Neighborhood(Pattern):
     edges: Literal["clip", "shift"] = "clip"
 
     def __post_init__(self) -> None:
-        grid = _integers("grid", self.grid)
+        grid = integers("grid", self.grid)
         if len(grid) > 3:
             raise InvalidInput(f"grid has {len(grid)} axes, but may have 1 to 3: {grid}")
-        _choice("edges", self.edges, ("clip", "shift"))
-        window = _per_axis("window", _integers("window", self.window), len(grid))
-        dilation = _per_axis("dilation", _integers("dilation", self.dilation), len(grid))
+        choice("edges", self.edges, ("clip", "shift"))
+        window = per_axis("window", integers("window", self.window), len(grid))
+        dilation = per_axis("dilation", integers("dilation", self.dilation), len(grid))
         causal = self.is_causal if isinstance(self.is_causal, tuple | list) else (self.is_causal,)
         for flag in causal:
-            _boolean("is_causal", flag)
-        causal = _per_axis("is_causal", tuple(causal), len(grid))
+            boolean("is_causal", flag)
+        causal = per_axis("is_causal", tuple(causal), len(grid))
         for size, width, step in zip(grid, window, dilation):
             if width % 2 == 0:
                 raise InvalidInput(f"window must be odd on every axis, got {window}")
@@ -309,6 +362,14 @@ class Neighborhood(Pattern):
             near = (low <= key) & (key < low + width)
         return near & (x % step == y % step)
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        each = zip(self.grid, self.window, self.dilation, self.is_causal)
+        return tuple(Axis(*fields, shift=self.edges == "shift") for fields in each)
+
+    def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
+        return [grid_reach(self.axes, queries, keys)]
+
     def check(self, q_len: int, k_len: int) -> None:
         _square(self, q_len, k_len)
         product = 1
@@ -328,45 +389,6 @@ class Neighborhood(Pattern):
         options += [f"dilation={self.dilation}"] * (set(self.dilation) != {1})
         options += [f"causal={self.is_causal}"] * any(self.is_causal) + ["edges=shift"] * (self.edges == "shift")
         return f"Neighborhood({', '.join(options)})"
-
-
-def _integer(name: str, value: object, minimum: int, kind: str = "an integer") -> int:
-    # bool is an int to Python, and True as a length is always a mistake.
-    if not isinstance(value, bool) and isinstance(value, SupportsIndex):
-        # Arrays and tensors have the method whether or not they hold one integer.
-        with suppress(TypeError):
-            number = operator.index(value)
-            if number >= minimum:
-                return number
-    raise InvalidInput(f"{name} must be {kind} >= {minimum}, got {value!r}")
-
-
-def _integers(name: str, value: object) -> tuple[int, ...]:
-    items: tuple[object, ...] = (value,)
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        with suppress(TypeError):  # of an array without axes
-            items = tuple(value)
-    if not items:
-        raise InvalidInput(f"{name} must hold at least one integer, got {value!r}")
-    return tuple(_integer(name, item, 1, "integers") for item in items)
-
-
-def _per_axis(name: str, value: tuple[T, ...], axes: int) -> tuple[T, ...]:
-    if len(value) == 1:
-        return value * axes
-    if len(value) != axes:
-        raise InvalidInput(f"{name} has {len(value)} entries, but grid has {axes} axes: give one, or one for each")
-    return value
-
-
-def _boolean(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be True or False, got {value!r}")
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def _square(pattern: Pattern, q_len: int, k_len: int) -> None:

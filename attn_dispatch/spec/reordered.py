@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, permutation, places
 from attn_dispatch.spec.pattern import Dense, Pattern
+from attn_dispatch.spec.reach import Offsets, Reach
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +49,15 @@ class Reordered(Pattern):
             at = at.to(q_pos.device)
             q_pos, k_pos = at[q_pos], at[k_pos]
         return self.pattern._counts(q_pos, k_pos, q_len, k_len, heads, h_pos)
+
+    def head_offsets(self, head: int, heads: int) -> Offsets:
+        return self.pattern.head_offsets(head, heads)
+
+    def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
+        at = permutation(self.order, self.pattern, q_len)
+        if at is not None:
+            queries, keys = at.to(queries.device)[queries], at.to(keys.device)[keys]
+        return self.pattern.reaches(queries, keys, q_len, k_len, offsets)
 
     def check(self, q_len: int, k_len: int) -> None:
         self.pattern.check(q_len, k_len)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.kernels.contract import Backend, forced_orders
 from attn_dispatch.kernels.hidden import Hidden, unseen
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import DTYPES, Problem
@@ -167,8 +168,8 @@ def _few_heads(problem: Problem) -> tuple[int, int]:
 def fitted(pattern: Pattern, length: int) -> Pattern:
     """Scale a pattern to about this many tokens, keeping its kind."""
     if isinstance(pattern, Window):
-        sides = (None if side is None else min(side, length // 4) for side in (pattern.left, pattern.right))
-        return Window(*sides)
+        left, right = (None if side is None else min(side, length // 4) for side in (pattern.left, pattern.right))
+        return Window(left, right, min(pattern.sinks, length // 4))
     if isinstance(pattern, Dilated):
         return replace(pattern, segment_lengths=_segments(pattern, length))
     if isinstance(pattern, Neighborhood):
@@ -382,7 +383,7 @@ def _free_nan_blocks(problem: Problem) -> None:
     """Free blocks full of NaN as large as the results, in their dtype and in the accumulation dtype."""
     rows = problem.batch * problem.q_len * problem.heads
     keys = problem.batch * problem.k_len * problem.kv_heads
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(problem.dtype)
     sizes = {rows, rows * problem.head_dim, keys * problem.head_dim}
     for dtype in {problem.dtype, wide}:
         for size in sizes:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.contract import Backend, runner
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
@@ -160,7 +161,7 @@ def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tenso
     if not problem.return_lse:
         return None
     generator = torch.Generator().manual_seed(seed)
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(problem.dtype)
     drawn = torch.randn(problem.batch, len(heads), len(rows), generator=generator, dtype=wide)
     whole = torch.zeros(problem.batch, problem.heads, problem.q_len, dtype=wide, device=problem.device)
     whole[:, heads[:, None], rows] = drawn.to(problem.device)
@@ -237,7 +238,7 @@ class _Sample:
         """
         problem = self.problem
         last = torch.finfo(problem.dtype).eps
-        sums = torch.finfo(torch.float64 if problem.dtype == torch.float64 else torch.float32).eps
+        sums = torch.finfo(sum_dtype(problem.dtype)).eps
         q, keys, values = (x.double() for x in (self.q, self.k[:, :, self.kv_index], self.v[:, :, self.kv_index]))
         p, _ = formula.probabilities(q, keys, self.counts, problem.scale)
         q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
@@ -268,7 +269,7 @@ class _Sample:
 
 def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The formula in mixed precision: products in the inputs' dtype, the softmax in float32 or wider."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(q.dtype)
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(wide)
     p, lse = formula.softmax(scores, counts)
     return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
@@ -307,7 +308,7 @@ def _contract_failures(found: dict[str, Tensor], problem: Problem) -> list[str]:
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
     shapes: dict[str, tuple[int, ...]] = {"out": q_shape, "dq": q_shape, "dk": kv_shape, "dv": kv_shape}
     shapes["lse"] = (problem.batch, problem.heads, problem.q_len)
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(problem.dtype)
     failures = []
     if problem.return_lse and "lse" not in found:
         failures.append("lse was asked for and not returned")

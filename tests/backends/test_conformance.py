@@ -246,7 +246,7 @@ def patterns(draw: st.DrawFn, q_len: int, k_len: int) -> Pattern:
         return Dense(draw(st.booleans()))
     if kind == "window":
         side = st.none() | st.integers(0, 20)
-        return Window(draw(side), draw(side))
+        return Window(draw(side), draw(side), draw(st.just(0) | st.integers(0, 20)))
     if kind == "dilated":
         branches = draw(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 6)), min_size=1, max_size=4))
         return Dilated(

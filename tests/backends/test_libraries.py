@@ -118,7 +118,8 @@ def test_adapters_refuse_only_what_they_cannot(adapter: str, calls: list[dict[st
     refused = {case.id: backend.refusals(case.problem(torch.float16, needs_grad=True)) for case in CHOSEN}
     windows = {case.id for case in CHOSEN if isinstance(case.pattern, Window)}
     masked = {case.id for case in CHOSEN if case.seq_lens or case.key_mask}
-    expected: set[str] = set() if adapter.startswith("flash") else set(windows)
+    sinks = {case.id for case in CHOSEN if isinstance(case.pattern, Window) and case.pattern.sinks}
+    expected = sinks if adapter.startswith("flash") else windows
     expected |= set() if "efficient" in adapter else masked
     # A tail of one token.
     expected |= {"rate-not-dividing-causal"} if adapter.startswith("cudnn") else set()

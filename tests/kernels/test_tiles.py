@@ -33,6 +33,8 @@ PATTERNS: tuple[tuple[Pattern, int, int], ...] = (
     (Window(5, 3), 70, 70),
     (Window(3, None), 70, 40),
     (Window(None, 2), 40, 70),
+    (Window(9, 0, 5), 70, 70),
+    (Window(2, 3, 20), 40, 70),
     (Neighborhood((60,), (9,), (2,)), 60, 60),
     (Neighborhood((61,), (9,), (3,), (True,), "shift"), 61, 61),
     (Neighborhood((9, 7), (3, 5)), 63, 63),

@@ -39,6 +39,7 @@ CASES: tuple[Case, ...] = (
     (Dense(is_causal=True), ZIGZAG, (4, 4), torch.float32, None),
     (Dense(), CONTIGUOUS, (8, 4), torch.bfloat16, (1.0, 3.0, 2.0, 2.0)),
     (Window(20, 5), CONTIGUOUS, (4, 1), torch.float32, None),
+    (Window(20, 0, 8), ZIGZAG, (4, 2), torch.float32, None),
     (Dilated((16, 64, 256), (1, 2, 4), is_causal=True), CONTIGUOUS, (16, 16), torch.float32, None),
     (Dilated((24, 100), (1, 3)), ZIGZAG, (4, 2), torch.float64, None),
     (Dilated((16, 32), (1, 4)), CONTIGUOUS, (4, 4), torch.float32, None),

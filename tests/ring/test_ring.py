@@ -36,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("little_time")
 BY_ID = {case.id: case for case in CASES}
 SOME = (
     "dense", "dense-odd-head-dim", "dense-grouped", "dense-key-mask", "causal", "causal-both-masks", "scale-given",
-    "window-causal", "window-both-sides", "longnet-causal", "longnet-ragged", "longnet-grouped",
+    "window-causal", "window-both-sides", "window-sinks", "window-sinks-both-sides", "longnet-causal", "longnet-ragged",
+    "longnet-grouped",
     "longnet-block-offsets", "longnet-split", "rate-not-dividing-causal", "rate-over-segment", "uncovered-rows",
     "longnet-both-masks", "longnet-head-dim-not-last", "segments-alone", "neighborhood-1d-causal",
     "neighborhood-2d-shift", "neighborhood-2d-mixed", "neighborhood-3d", "neighborhood-key-mask",
@@ -57,7 +58,7 @@ SHARED = (
 )
 IN_BLOCKS = (
     "dense", "dense-grouped", "dense-key-mask", "causal", "causal-both-masks", "window-causal", "window-both-sides",
-    "rate-not-dividing-causal", "longnet-ragged", "neighborhood-2d-mixed",
+    "window-sinks", "rate-not-dividing-causal", "longnet-ragged", "neighborhood-2d-mixed",
 )  # fmt: skip
 #: In what proportion ranks get tokens: evenly where the number of ranks is not here.
 WEIGHTS = {3: (1.0, 5.0, 2.0)}

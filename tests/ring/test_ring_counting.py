@@ -40,7 +40,9 @@ def neighborhoods(draw: st.DrawFn) -> Neighborhood:
     return Neighborhood(grid, window, dilation, causal, "shift" if shift else "clip")
 
 
-patterns = st.builds(Dense, st.booleans()) | st.builds(Window, sides, sides) | dilated() | neighborhoods()
+patterns = (
+    st.builds(Dense, st.booleans()) | st.builds(Window, sides, sides, st.integers(0, 60)) | dilated() | neighborhoods()
+)
 
 
 @st.composite

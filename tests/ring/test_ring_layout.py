@@ -33,6 +33,8 @@ SHARED: tuple[tuple[Pattern, int, int, int], ...] = (
     (Window(7, 0), 61, 2, 2),
     (Window(3, 5), 61, 2, 1),
     (Window(None, 4), 50, 1, 1),
+    (Window(7, 0, 5), 61, 2, 2),
+    (Window(3, 2, 30), 61, 2, 1),
     (LONGNET, 150, 4, 4),
     (LONGNET, 128, 8, 2),
     (Dilated((16, 32), (2, 2), True), 101, 4, 2),

@@ -30,6 +30,7 @@ def kept(order: str, grid: tuple[int, ...] = (8, 8), window: tuple[int, ...] = (
     [
         (group(Dense()), group(Dense(), (2, 4096, 16, 8))),
         (group(Window(3, 0)), group(Window(30, 0))),
+        (group(Window(3, 0, 1)), group(Window(30, 0, 4))),
         (group(Dilated((16, 32), (1, 2))), group(Dilated((32, 64), (1, 2)), (1, 128, 4, 8))),
         (group(Neighborhood((8, 8), (3, 3))), group(Neighborhood((4, 16), (3, 5)))),
         (group(kept("hilbert")), group(kept("hilbert", (4, 16), (3, 5)))),
@@ -49,6 +50,7 @@ def test_everything_else_does() -> None:
         group(Dense(), backward=True),
         group(Window(3, 0)),
         group(Window(3, 3)),
+        group(Window(3, 0, 4)),
         group(Dilated((16, 32), (1, 2))),
         group(Dilated((16, 32), (2, 1))),
         group(Dilated((16, 32), (1, 2), is_causal=True)),

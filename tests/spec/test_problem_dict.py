@@ -27,7 +27,7 @@ from tests.support.fakes import SILICON
 SHAPE = (2, 12, 4, 8)
 PROBLEM = Problem.of(zeros(SHAPE), zeros(SHAPE), zeros(SHAPE))
 PATTERNS: list[Pattern] = [
-    *(Dense(), Dense(is_causal=True), Window(3, None), Window(None, 2), Window(0, 0)),
+    *(Dense(), Dense(is_causal=True), Window(3, None), Window(None, 2), Window(0, 0), Window(3, 0, 2)),
     *(Dilated((4, 8), (1, 2), is_causal=True), Dilated((8, 4), (3, 2), heads="split")),
     Dilated((5,), (2,), offsets="block"),
     Neighborhood((3, 4), (3, 1), (1, 2), (True, False)),
@@ -73,6 +73,14 @@ def test_json_and_back(given_problem: Problem) -> None:
 
 def test_to_dict_covers_every_field() -> None:
     assert set(PROBLEM.to_dict()) == {field.name for field in fields(Problem) if field.init}
+
+
+def test_windows_without_sinks_are_written_as_ever() -> None:
+    assert Window(3, 0).to_dict() == {"kind": "Window", "left": 3, "right": 0}
+    assert Window(3, 0, 2).to_dict() == {"kind": "Window", "left": 3, "right": 0, "sinks": 2}
+    assert str(Window(3, 0)) == repr(Window(3, 0)) == "Window(left=3, right=0)"
+    assert str(Window(3, 0, 2)) == "Window(left=3, right=0, sinks=2)"
+    assert replace(PROBLEM, pattern=Window(3, 0)).key(SILICON) == "ea4b7ca0475404773c43"
 
 
 def test_pickled_for_another_process(tmp_path: Path) -> None:

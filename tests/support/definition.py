@@ -57,7 +57,7 @@ def naive_dense(spec: Spec, h: int, i: int, j: int) -> int:
 def naive_window(spec: Spec, h: int, i: int, j: int) -> int:
     distance = j - (i + spec.k_len - spec.q_len)
     left, right = spec.arguments["left"], spec.arguments["right"]
-    too_far_left = left is not None and distance < -left
+    too_far_left = left is not None and distance < -left and j >= spec.arguments["sinks"]
     too_far_right = right is not None and distance > right
     return 0 if too_far_left or too_far_right else 1
 
@@ -149,7 +149,8 @@ def dense(draw: st.DrawFn) -> Spec:
 def windows(draw: st.DrawFn) -> Spec:
     lengths = draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
     side = st.none() | st.integers(0, 14)
-    return Spec("Window", {"left": draw(side), "right": draw(side)}, *lengths, draw(st.integers(1, 2)))
+    arguments = {"left": draw(side), "right": draw(side), "sinks": draw(st.just(0) | st.integers(0, 14))}
+    return Spec("Window", arguments, *lengths, draw(st.integers(1, 2)))
 
 
 @st.composite

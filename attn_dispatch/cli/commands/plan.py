@@ -59,7 +59,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--segments", metavar="W,..", type=options.counts, help="dilated attention: tokens per segment of each branch")
     add("--dilations", metavar="R,..", type=options.counts, help="dilated attention: dilation rate of each branch")
     add("--grid", metavar="H,W", type=options.counts, help="neighborhood attention: tokens per axis; sets --tokens")
-    window = "with --grid: width of the neighborhood; without: LEFT,RIGHT of a sliding window, 'none' for an open side"
+    window = (
+        "with --grid: width of the neighborhood; without: LEFT,RIGHT of a sliding window, 'none' for an open side; "
+        "LEFT,RIGHT,SINKS adds the first keys"
+    )
     add("--window", metavar="W,..", type=options.window, help=window)
     add("--causal", dest="is_causal", action="store_true", help="keys after the query are not seen")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Call
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Plan, plan_of
-from attn_dispatch.kernels.contract import Refusal, refuse_pattern
+from attn_dispatch.kernels.contract import Refusal, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
@@ -117,7 +117,7 @@ class Variant:
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         found = self.package.refusals() if self.package else []
-        found += self.limits.refusals(problem) + refuse_pattern(problem, self.patterns)
+        found += self.limits.refusals(problem) + (refuse_pattern(problem, self.patterns) or refuse_sinks(problem))
         if found:
             return found
         plan = self.plan(problem, self.kernel(problem))

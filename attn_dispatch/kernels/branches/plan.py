@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.heads import _heads_by_offset, kv_heads_of
+from attn_dispatch.kernels.heads import heads_by_offset, kv_heads_of
 from attn_dispatch.spec.pattern import Dense, Dilated
 from attn_dispatch.spec.problem import Problem
 
@@ -166,7 +166,7 @@ def _dilated_pieces(
         segment, rate = min(pattern.segment_lengths[b], length), pattern.dilation_rates[b]
         full, rest = divmod(length, segment)
         runs = [(0, full, segment)] + [(full * segment, 1, rest)] * (rest > 0)
-        for offset, heads in _heads_by_offset(pattern, b, problem.heads).items():
+        for offset, heads in heads_by_offset(pattern, b, problem.heads).items():
             for start, segments, size in runs:
                 if offset < size:
                     rows = Rows(start, segments, size, offset, rate)

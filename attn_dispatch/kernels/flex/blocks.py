@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.kernels.heads import heads_by_kind
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.reach import Band, Offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +48,15 @@ def blocks_of(
         positions = positions.to(q.first.device)
         some, whole = _reordered(pattern, q, heads, size, positions)
         return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
-    if isinstance(pattern, Dense):
-        pattern = Window(None, 0 if pattern.is_causal else None)
-    if isinstance(pattern, Window):
-        some, whole = _window(pattern, q, k)
-    elif isinstance(pattern, Dilated):
+    if isinstance(pattern, Dilated):
         some, whole = _dilated(pattern, q, heads, size)
     elif isinstance(pattern, Neighborhood):
         some, whole = _neighborhood(pattern, q, _boxes(pattern, q))
     else:
-        raise TypeError(f"no blocks for {pattern!r}")
+        bands = pattern.bands(q_len, k_len, ())
+        if bands is None:
+            raise TypeError(f"no blocks for {pattern!r}")
+        some, whole = (torch.stack(each).any(0) for each in zip(*(_band(band, q, k) for band in bands)))
     return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
 
 
@@ -87,29 +88,27 @@ class _Runs:
         return self.last - self.first + 1
 
 
-def _window(pattern: Window, q: _Runs, k: _Runs) -> tuple[Tensor, Tensor]:
-    ahead = int(k.last[-1] - q.last[-1])
-    nearest, farthest = k.first - q.last[:, None] - ahead, k.last - q.first[:, None] - ahead
+def _band(band: Band, q: _Runs, k: _Runs) -> tuple[Tensor, Tensor]:
+    """Of one without segments."""
+    nearest, farthest = k.first - q.last[:, None], k.last - q.first[:, None]
     some = torch.ones_like(nearest, dtype=torch.bool)
     whole = some.clone()
-    if pattern.left is not None:
-        some &= farthest >= -pattern.left
-        whole &= nearest >= -pattern.left
-    if pattern.right is not None:
-        some &= nearest <= pattern.right
-        whole &= farthest <= pattern.right
+    if band.low is not None:
+        some &= farthest >= band.low
+        whole &= nearest >= band.low
+    if band.high is not None:
+        some &= nearest <= band.high
+        whole &= farthest <= band.high
+    if band.stop is not None:
+        some &= k.first < band.stop
+        whole &= k.last < band.stop
     return some[None], whole[None]
 
 
 def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tensor, Tensor]:
-    by_offsets: dict[tuple[int | None, ...], tuple[Tensor, Tensor]] = {}
-    by_head = []
-    for head in range(heads):
-        offsets = tuple(pattern.head_offset(branch, head, heads) for branch in range(len(pattern.branches)))
-        if offsets not in by_offsets:
-            by_offsets[offsets] = _dilated_head(pattern, runs, offsets)
-        by_head.append(by_offsets[offsets])
+    by_offsets = {offsets: _dilated_head(pattern, runs, offsets) for (offsets,) in heads_by_kind(pattern, heads)}
     if heads_apart(pattern, heads, size) > 1:
+        by_head = (by_offsets[pattern.head_offsets(head, heads)] for head in range(heads))
         some, whole = (torch.stack(each) for each in zip(*by_head))
         return some, whole
     found = iter(by_offsets.values())
@@ -119,7 +118,7 @@ def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tens
     return some[None], whole[None]
 
 
-def _dilated_head(pattern: Dilated, runs: _Runs, offsets: tuple[int | None, ...]) -> tuple[Tensor, Tensor]:
+def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tensor, Tensor]:
     """Two blocks meet in the segment that the earlier one ends in and the later one begins with, or in none."""
     earlier = runs.first[:, None] > runs.first
     same = torch.eye(len(runs.first), dtype=torch.bool, device=runs.first.device)

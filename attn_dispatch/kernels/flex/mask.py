@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 
 Count = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -24,15 +24,15 @@ def count_of(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Count | No
     Raises:
         TypeError: a pattern of another kind.
     """
-    if isinstance(pattern, Dense):
-        return _window(None, 0, k_len - q_len) if pattern.is_causal else None
-    if isinstance(pattern, Window):
-        return _window(pattern.left, pattern.right, k_len - q_len)
     if isinstance(pattern, Dilated):
         return _dilated(pattern, q_len, heads)
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern)
-    raise TypeError(f"no arithmetic for {pattern!r}")
+    bands = pattern.bands(q_len, k_len, ())
+    if bands is None:
+        raise TypeError(f"no arithmetic for {pattern!r}")
+    found = [_band(band.low, band.high, band.stop) for band in bands]
+    return found[0] if len(found) == 1 else _either(found)
 
 
 def repeats(pattern: Pattern) -> bool:
@@ -40,19 +40,37 @@ def repeats(pattern: Pattern) -> bool:
     return isinstance(pattern, Dilated) and pattern.heads == "all" and len(pattern.branches) > 1
 
 
-def _window(left: int | None, right: int | None, ahead: int) -> Count | None:
-    def behind(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key - query >= ahead - (left or 0)
+def _band(low: int | None, high: int | None, stop: int | None) -> Count | None:
+    bounds: list[Count] = []
+    if low is not None:
+        bounds.append(lambda head, query, key: key - query >= low)
+    if high is not None:
+        bounds.append(lambda head, query, key: key - query <= high)
+    if stop is not None:
+        bounds.append(lambda head, query, key: key < stop)
 
-    def ahead_of(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key - query <= ahead + (right or 0)
+    def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = bounds[0](head, query, key)
+        for bound in bounds[1:]:
+            found = found & bound(head, query, key)
+        return found
 
-    def between(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return behind(head, query, key) & ahead_of(head, query, key)
+    return seen if bounds else None
 
-    if left is None:
-        return None if right is None else ahead_of
-    return behind if right is None else between
+
+def _either(branches: list[Count | None]) -> Count | None:
+    """What some branch shows, where no key is seen in two of them."""
+    some = [branch for branch in branches if branch is not None]
+    if len(some) < len(branches):
+        return None
+
+    def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = some[0](head, query, key)
+        for branch in some[1:]:
+            found = found | branch(head, query, key)
+        return found
+
+    return seen
 
 
 def _dilated(pattern: Dilated, length: int, heads: int) -> Count:

@@ -14,11 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.kernels.native.neighbours import neighbour_bytes, neighbour_tiles
 from attn_dispatch.kernels.native.tables import TILE, Tiles
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Band, Offsets
 from attn_dispatch.spec.reordered import Reordered
 
 PERIOD_LIMIT = 64  #: tokens after which the rates of a dilated pattern repeat together; past it tiles are mostly empty
@@ -45,11 +47,11 @@ def table_bytes(problem: Problem, order: str = NATURAL) -> int:
     if grid is not None:
         return neighbour_bytes(grid, problem.q_len, order if kept == NATURAL else kept)
     if not isinstance(pattern, Dilated):
-        return 3 * 2 * item * -(-problem.q_len // TILE)
+        return 3 * item * -(-problem.q_len // TILE) * (1 + len(_bands(problem)))
     intervals = min(problem.q_len, sum(-(-problem.q_len // w) for w, _ in pattern.branches))
     rows = min(problem.q_len, intervals * period(pattern))
     tiles, runs = problem.q_len // TILE + rows, rows * len(pattern.branches)
-    return 3 * item * (tiles + runs) * len(set(_offsets(pattern, problem.heads)))
+    return 3 * item * (tiles + runs) * len(heads_by_kind(pattern, problem.heads))
 
 
 @lru_cache(maxsize=64)
@@ -67,47 +69,44 @@ def _tiles(problem: Problem, order: str) -> Tiles:
         return neighbour_tiles(grid, problem.q_len, problem.heads, order if kept == NATURAL else kept, kept)
     if isinstance(pattern, Dilated):
         return _dilated(pattern, problem)
-    ahead = problem.k_len - problem.q_len
-    left, right = (None, 0 if pattern.is_causal else None) if isinstance(pattern, Dense) else _sides(pattern)
-    lo = -OPEN if left is None else ahead - left
-    hi = OPEN if right is None else ahead + right
     first = torch.arange(0, problem.q_len, TILE)
     count = (problem.q_len - first).clamp(max=TILE)
-    begin = (first + lo).clamp(0, problem.k_len)
-    end = (first + count + hi).clamp(0, problem.k_len)
-    one, number = torch.ones_like(first), torch.arange(len(first))
-    tiles = torch.stack([first, one, count, number, one], dim=1)
-    runs = torch.stack([begin, one, (end - begin).clamp(min=0), one * lo, one * hi], dim=1)
-    return Tiles(tiles, runs, torch.tensor([0, len(first)]), torch.zeros(problem.heads, dtype=torch.int64))
+    one, number, bands = torch.ones_like(first), torch.arange(len(first)), _bands(problem)
+    runs = []
+    for band in bands:
+        lo = -OPEN if band.low is None else band.low
+        hi = OPEN if band.high is None else band.high
+        stop = problem.k_len if band.stop is None else min(band.stop, problem.k_len)
+        begin, end = (first + lo).clamp(0, stop), (first + count + hi).clamp(0, stop)
+        runs.append(torch.stack([begin, one, (end - begin).clamp(min=0), one * lo, one * hi], dim=1))
+    tiles = torch.stack([first, one, count, number * len(bands), one * len(bands)], dim=1)
+    by_tile = torch.stack(runs, dim=1).flatten(0, 1)
+    return Tiles(tiles, by_tile, torch.tensor([0, len(first)]), torch.zeros(problem.heads, dtype=torch.int64))
 
 
-def _sides(pattern: Pattern) -> tuple[int | None, int | None]:
-    assert isinstance(pattern, Window)
-    return pattern.left, pattern.right
+def _bands(problem: Problem) -> tuple[Band, ...]:
+    """Of a pattern without segments."""
+    bands = problem.pattern.bands(problem.q_len, problem.k_len, ())
+    assert bands
+    return bands
 
 
 def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
-    classes: dict[tuple[int | None, ...], int] = {}
-    head_class = [classes.setdefault(offsets, len(classes)) for offsets in _offsets(pattern, problem.heads)]
+    head_class = torch.zeros(problem.heads, dtype=torch.int64)
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
     first_tile = [0]
-    for offsets in classes:
+    for number, ((offsets,), members) in enumerate(heads_by_kind(pattern, problem.heads).items()):
+        head_class[members] = number
         some_tiles, some_runs = _class_tiles(pattern, offsets, problem.q_len)
         some_tiles[:, 3] += sum(len(before) for before in runs)
         tiles.append(some_tiles)
         runs.append(some_runs)
         first_tile.append(first_tile[-1] + len(some_tiles))
-    return Tiles(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), torch.tensor(head_class))
+    return Tiles(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
 
 
-def _offsets(pattern: Dilated, heads: int) -> list[tuple[int | None, ...]]:
-    """Each head's offset in each branch, None where it takes no part."""
-    branches = range(len(pattern.branches))
-    return [tuple(pattern.head_offset(b, head, heads) for b in branches) for head in range(heads)]
-
-
-def _class_tiles(pattern: Dilated, offsets: tuple[int | None, ...], tokens: int) -> tuple[Tensor, Tensor]:
+def _class_tiles(pattern: Dilated, offsets: Offsets, tokens: int) -> tuple[Tensor, Tensor]:
     """The tiles and runs of the heads with these offsets."""
     step = period(pattern)
     starts = torch.unique(torch.cat([torch.arange(0, tokens, w) for w, _ in pattern.branches]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
-from attn_dispatch.kernels.heads import head_classes
+from attn_dispatch.kernels.heads import head_classes, heads_by_kind
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles.tables import AT_ONCE, MASK_BYTES
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE
-from attn_dispatch.spec.pattern import Dilated, Neighborhood, Window
+from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Band
 from attn_dispatch.spec.reordered import kept_in
 
 PAIR_LIMIT = 2**24  #: of tiles
@@ -24,15 +25,31 @@ def keys_met(problem: Problem, order: str, tile: int) -> int:
         return most  # what is folded meets keys from everywhere
     if isinstance(pattern, Neighborhood):
         most = min(most, math.prod(_spans(pattern, order, tile)))
-    elif isinstance(pattern, Window):
-        sides = (problem.k_len if side is None else side for side in (pattern.left, pattern.right))
-        most = min(most, tile + sum(-(-side // tile) * tile for side in sides))
     elif isinstance(pattern, Dilated):
         lengths = [min(length, problem.k_len) for length in pattern.segment_lengths]
         if order == RESIDUE:
             lengths = [sum(-(-length // rate) for length, rate in zip(lengths, pattern.dilation_rates))]
         most = min(most, -(-max(lengths) // tile) * tile)
+    else:
+        most = min(most, sum(_met(band, problem, tile) for band in _bands(problem)))
     return max(most, tile)
+
+
+def _met(band: Band, problem: Problem, tile: int) -> int:
+    """Of a branch without segments: a tile of its own, and those on both sides; or the first keys."""
+    ahead = problem.k_len - problem.q_len
+    before = problem.k_len if band.low is None else ahead - band.low
+    after = problem.k_len if band.high is None else band.high - ahead
+    sides = (before, after) if band.stop is None else (band.stop,)
+    return tile * ((band.stop is None) + sum(-(-side // tile) for side in sides))
+
+
+def _bands(problem: Problem) -> list[Band]:
+    """Those of the heads that have the most of them."""
+    pattern = problem.pattern.natural
+    kinds = heads_by_kind(pattern, problem.heads)
+    found = [list(pattern.bands(problem.q_len, problem.k_len, offsets) or ()) for (offsets,) in kinds]
+    return max(found, key=len)
 
 
 def _spans(pattern: Neighborhood, order: str, tile: int) -> list[int]:
@@ -76,8 +93,7 @@ def pairs_at_most(problem: Problem, order: str, tile: int) -> int:
 
 def axes_of(problem: Problem) -> int:
     """At most, of all branches."""
-    pattern = problem.pattern.natural
-    return 2 * (len(pattern.branches) if isinstance(pattern, Dilated) else len(getattr(pattern, "grid", "-")))
+    return 2 * len(_bands(problem) or getattr(problem.pattern.natural, "grid", "-"))
 
 
 def table_bytes(problem: Problem, order: str, tile: int) -> int:

@@ -1,14 +1,12 @@
 """From a pattern and a token order to tiles: which tiles of queries and keys meet, and what is seen where they do.
 
-Every pattern here is a sum of branches, and each branch says on some axes "from here to there": query i sees key j
-where `first[i] <= at[j] <= last[i]` on all of them. A tile then has a box, and a pair of tiles is looked into only
-where boxes meet. Where the tokens of a tile come from does not matter, so that any order will do.
+By the normal form (see `reach`) a tile has a box in each branch, and a pair of tiles is looked into only where boxes
+meet. Where the tokens of a tile come from does not matter, so that any order will do.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,14 +19,15 @@ from torch import Tensor
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL, permutation
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Reach
 from attn_dispatch.spec.reordered import kept_in
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
 MASK_BYTES = 2**25  #: of different masks, a byte an entry; a table with more works them out again on every call
 KEPT = 4  #: tables of problems
-OPEN = 2**30  #: no bound: farther than any two positions
+PAST = 2**31 - 1  #: a place past all that is seen
 AT_ONCE = 2**20  #: pairs of boxes that are compared; more are sorted out in groups first
 GROUP = 16  #: boxes of such a group
 CELLS = 2**20  #: entries of masks that are worked out at once
@@ -161,13 +160,10 @@ def tables_at(
     Returns:
         A table for each class of heads, counted as the tensors hold them; places are rows of the tensors.
     """
-    kept, natural = permutation(kept_in(pattern), pattern.natural, length), pattern.natural
-    q_at, k_at = (queries, keys) if kept is None else (kept[queries], kept[keys])
     q_rows, k_rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
     found = []
-    for members, offsets in head_classes(natural, heads, which):
-        reaches = _reaches(natural, q_at, k_at, (length, length), offsets)
-        branches = tuple(_branch(*reach, q_rows, k_rows, len(keys)) for reach in reaches)
+    for members, offsets in head_classes(pattern, heads, which):
+        branches = _branches(pattern.reaches(queries, keys, length, length, offsets), q_rows, k_rows, len(keys))
         found.append(_table(members, branches, q_rows, k_rows, dtype))
     return tuple(found)
 
@@ -180,16 +176,14 @@ def forget_tables() -> None:
 def _built(
     pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, dtype: torch.dtype
 ) -> tuple[TileTable, ...]:
-    kept, pattern = permutation(kept_in(pattern), pattern.natural, q_len), pattern.natural
-    order = order if kept is None else NATURAL
-    q_pos = _tiled(permutation(order, pattern, q_len), q_len, tile)
-    k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern, k_len), k_len, tile)
+    if permutation(kept_in(pattern), pattern.natural, q_len) is not None:
+        order = NATURAL  # tokens that are kept in another order are tiles as they lie
+    q_pos = _tiled(permutation(order, pattern.natural, q_len), q_len, tile)
+    k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
     found = []
     for members, offsets in head_classes(pattern, heads):
-        reaches = _reaches(pattern, torch.arange(q_len), torch.arange(k_len), (q_len, k_len), offsets)
-        if kept is not None:
-            reaches = [_moved(reach, kept) for reach in reaches]
-        branches = tuple(_branch(*reach, q_pos, k_pos, k_len) for reach in reaches)
+        reaches = pattern.reaches(torch.arange(q_len), torch.arange(k_len), q_len, k_len, offsets)
+        branches = _branches(reaches, q_pos, k_pos, k_len)
         found.append(_table(members, branches, q_pos, k_pos, dtype))
     return tuple(found)
 
@@ -200,99 +194,15 @@ def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
     return (places if permuted is None else permuted[places]).view(-1, tile)
 
 
-# --- patterns ---------------------------------------------------------------------------------------------------------
-
-Reach = tuple[list[Tensor], list[Tensor], list[Tensor]]  #: first, last and at of one branch, each axis by position
-
-
-def _reaches(
-    pattern: Pattern, queries: Tensor, keys: Tensor, lengths: tuple[int, int], offsets: tuple[int | None, ...]
-) -> list[Reach]:
-    """Of each branch.
-
-    Args:
-        queries, keys: int64, their positions.
-        lengths: of the whole sequences of q and k.
-    """
-    q_len, k_len = lengths
-    if isinstance(pattern, Dense):
-        pattern = Window(None, 0 if pattern.is_causal else None)
-    if isinstance(pattern, Window):
-        met = queries + (k_len - q_len)
-        first = torch.full_like(met, -OPEN) if pattern.left is None else met - pattern.left
-        last = torch.full_like(met, OPEN) if pattern.right is None else met + pattern.right
-        return [([first], [last], [keys])]
-    if isinstance(pattern, Neighborhood):
-        return [_neighbors(pattern, queries, keys)]
-    if isinstance(pattern, Dilated):
-        branches = zip(pattern.branches, offsets)
-        return [
-            _segment(pattern.is_causal, queries, keys, min(length, k_len), rate, offset)
-            for (length, rate), offset in branches
-            if offset is not None
-        ]
-    raise TypeError(f"no tiles for {pattern!r}")
+def _branches(reaches: Sequence[Reach], q_pos: Tensor, k_pos: Tensor, k_len: int) -> tuple[Branch, ...]:
+    """Of every position, by tiles."""
+    return tuple(_branch(reach, q_pos, k_pos, k_len) for reach in reaches)
 
 
-def _moved(reach: Reach, kept: Tensor) -> Reach:
-    """Of tokens that are kept in another order, by where they lie."""
-    first, last, at = ([axis[kept] for axis in side] for side in reach)
-    return first, last, at
-
-
-def _neighbors(pattern: Neighborhood, queries: Tensor, keys: Tensor) -> Reach:
-    """Two axes for one that is dilated: places in a residue class, and the class, which must be the same."""
-    found: Reach = ([], [], [])
-    first, last, at = found
-    stride = math.prod(pattern.grid)
-    for axis, (size, step) in enumerate(zip(pattern.grid, pattern.dilation)):
-        stride //= size
-        x, y = (positions // stride % size for positions in (queries, keys))
-        low, high = axis_bounds(pattern, axis)
-        first.append(low[x])
-        last.append(high[x])
-        at.append(y // step)
-        if step > 1:
-            first.append(x % step)
-            last.append(x % step)
-            at.append(y % step)
-    return found
-
-
-def axis_bounds(pattern: Neighborhood, axis: int) -> tuple[Tensor, Tensor]:
-    """From which place to which in its residue class each coordinate of an axis sees, int64 [size] both; past the ends
-    where windows are clipped.
-    """
-    size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
-    x = torch.arange(size)
-    place, half = x // step, (width - 1) // 2
-    if pattern.edges == "clip":
-        low, high = place - half, place + half
-    elif pattern.is_causal[axis]:
-        low, high = place - width + 1, place
-    else:
-        members = (size - x % step + step - 1) // step
-        low = (place - half).clamp(min=0).minimum(members - width)
-        high = low + width - 1
-    return low, place if pattern.is_causal[axis] else high
-
-
-def _segment(is_causal: bool, queries: Tensor, keys: Tensor, length: int, rate: int, offset: int) -> Reach:
-    """The segment is one axis; the other holds 0 where a token is selected, and elsewhere what no other token has."""
-    start = queries // length * length
-    end = queries if is_causal else start + (length - 1)
-    if rate == 1:
-        return [start], [end], [keys]
-    query, key = ((at % length % rate != offset).long() for at in (queries, keys))
-    return [start, query], [end, query], [keys, 2 * key]
-
-
-def _branch(
-    first: list[Tensor], last: list[Tensor], at: list[Tensor], q_pos: Tensor, k_pos: Tensor, k_len: int
-) -> Branch:
-    places = torch.stack(at).int()[:, k_pos]
-    places.flatten(1)[:, k_len:] = 2 * OPEN - 1  # a repeated key: past all that is seen
-    return Branch(torch.stack(first).int()[:, q_pos], torch.stack(last).int()[:, q_pos], places)
+def _branch(reach: Reach, q_pos: Tensor, k_pos: Tensor, k_len: int) -> Branch:
+    places = torch.stack(reach.at).int()[:, k_pos]
+    places.flatten(1)[:, k_len:] = PAST  # a repeated key
+    return Branch(torch.stack(reach.first).int()[:, q_pos], torch.stack(reach.last).int()[:, q_pos], places)
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------

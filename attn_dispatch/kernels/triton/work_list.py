@@ -17,12 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.kernels.heads import Kind, heads_by_kind
+from attn_dispatch.spec.pattern import Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
 
 Side = Literal["queries", "keys"]
-Offsets = tuple[int | None, ...]  #: of one head, by branch; None where it takes no part
-Kind = tuple[Offsets, ...]  #: of the query heads that share a row: one, or all that read one key head
 
 TILE = 5  #: entries of a tile
 RUN = 4  #: entries of a run
@@ -162,14 +161,9 @@ def _most_cells(problem: Problem, side: Side) -> int:
 
 def bounds(problem: Problem, side: Side) -> tuple[int | None, int | None]:
     """The first and the last column that a row may meet, counted from the row's own position."""
-    pattern, ahead = problem.pattern, problem.k_len - problem.q_len
-    low: int | None = None
-    high: int | None = None
-    if isinstance(pattern, Window):
-        low = None if pattern.left is None else ahead - pattern.left
-        high = None if pattern.right is None else ahead + pattern.right
-    elif isinstance(pattern, Dense | Dilated) and pattern.is_causal:
-        high = ahead
+    offsets = problem.pattern.head_offsets(0, problem.heads)
+    bands = problem.pattern.bands(problem.q_len, problem.k_len, offsets) or ()
+    ((low, high),) = {(band.low, band.high) for band in bands}  # alike in all branches
     # Beyond both lengths all bounds mean the same, and sums with positions stay small.
     far = problem.q_len + problem.k_len
     low = None if low is None else max(low, -far)
@@ -191,14 +185,9 @@ def _kinds(problem: Problem, side: Side) -> tuple[tuple[Kind, ...], tuple[int, .
 
 @lru_cache(maxsize=256)
 def _kinds_of(pattern: Pattern, heads: int, share: int) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    if isinstance(pattern, Dilated):
-        which = range(len(pattern.branches))
-        offsets = [tuple(pattern.head_offset(branch, head, heads) for branch in which) for head in range(heads)]
-    else:
-        offsets = [(0,)] * heads
-    by_head = [tuple(offsets[head : head + share]) for head in range(0, heads, share)]
-    index = {kind: i for i, kind in enumerate(dict.fromkeys(by_head))}
-    return tuple(index), tuple(index[kind] for kind in by_head)
+    found = heads_by_kind(pattern, heads, share)
+    kind_of = {head: number for number, members in enumerate(found.values()) for head in members}
+    return tuple(found), tuple(kind_of[head] for head in range(heads // share))
 
 
 def _cells(problem: Problem, side: Side, kind: Kind) -> Cells:

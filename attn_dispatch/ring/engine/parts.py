@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import Call
 from attn_dispatch.ring.engine.by_position import TILE, Solve, listing_of
-from attn_dispatch.ring.rows.chunking import block_rows, blocks, segments, window_of
+from attn_dispatch.ring.rows.chunking import block_rows, blocks, line_of, segments
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import kv_classes, may_meet
 from attn_dispatch.spec.orders import permutation
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Band
 from attn_dispatch.spec.reordered import kept_in
 
 #: Who solves a problem on one device, the preferred first: those that take the out and lse of all keys in a backward
@@ -158,8 +160,9 @@ class _Share:
 def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
     pattern = share.problem.pattern
     for number, source in enumerate(sources):
-        if isinstance(pattern, Dense | Window):
-            yield from _windows(share, number, source)
+        bands = line_of(pattern, share.problem.q_len)
+        if bands is not None:
+            yield from _windows(share, bands, number, source)
         elif isinstance(pattern.natural, Dilated):
             yield from _dilated(share, pattern.natural, number, source)
         else:
@@ -169,13 +172,12 @@ def _parts(share: _Share, sources: Sequence[Source]) -> Iterator[Part]:
 # --- runs of the sequence ---------------------------------------------------------------------------------------------
 
 
-def _windows(share: _Share, number: int, source: Source) -> Iterator[Part]:
+def _windows(share: _Share, bands: tuple[Band, ...], number: int, source: Source) -> Iterator[Part]:
     """Dense and windowed: each run of queries over each run of keys, without what no query or key of them meets."""
-    pattern, most = window_of(share.problem.pattern), share.block
-    found: list[tuple[slice, slice, Pattern]] = []
+    most, found = share.block, list[tuple[slice, slice, Pattern]]()
     for run, place in share.runs():
-        for keys, key_place in _runs(source.positions):
-            for queries, keys_met, window in blocks(pattern, run, keys, most):
+        for band, (keys, key_place) in product(bands, _runs(source.positions)):
+            for queries, keys_met, window in blocks(band, run, keys, most):
                 rows = _moved(queries, place.start - run.start)
                 columns = _moved(keys_met, key_place.start - keys.start)
                 found.append((rows, columns, window.simplify(len(queries), len(keys_met), share.problem.heads)))

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels.tiles.tables import axis_bounds
+from attn_dispatch.kernels.heads import heads_by_offset
+from attn_dispatch.ring.rows.chunking import line_of
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import Kind, kv_classes, seen_by
 from attn_dispatch.ring.rows.runs import _cut, cells_of
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.reach import Band
 
 Box = tuple[range, ...]  #: by axis
 
@@ -62,7 +64,7 @@ def _in_row(grid: tuple[int, ...], place: int, start: int, stop: int) -> Iterato
 
 def _along(pattern: Neighborhood, axis: int, queries: range, keys: range) -> int:
     """Pairs of places on one axis."""
-    low, high = axis_bounds(pattern, axis)
+    low, high = pattern.axes[axis].bounds()
     step = pattern.dilation[axis]
     x = torch.arange(queries.start, queries.stop)
     residue = x % step
@@ -102,7 +104,7 @@ def counts_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Co
     Raises:
         InvalidInput: tokens are kept in another order, or a grid has over MOST_CELLS cells.
     """
-    if not isinstance(pattern, Dense | Window | Dilated | Neighborhood):
+    if pattern is not pattern.natural:
         raise InvalidInput(f"pattern must be one in natural order to be counted, got {pattern}")
     if isinstance(pattern, Neighborhood) and layout.tokens > MOST_CELLS:
         raise InvalidInput(f"grid must have at most {MOST_CELLS} cells to be counted, got {layout.tokens}")
@@ -138,7 +140,7 @@ def _rows(pattern: Pattern, layout: Layout, kind: Kind) -> Iterator[list[int]]:
 
 def _pairs(pattern: Pattern, layout: Layout, heads: int) -> Table:
     """[receiver][sender], over all heads."""
-    branches = _branches(pattern, layout.tokens, heads)
+    branches, bands = _branches(pattern, layout.tokens, heads), line_of(pattern, layout.tokens) or ()
 
     def met(queries: range, keys: range) -> int:
         """Of two runs of positions, which are the same one or have nothing in common."""
@@ -146,7 +148,7 @@ def _pairs(pattern: Pattern, layout: Layout, heads: int) -> Table:
             return heads * box_pairs(pattern, queries, keys)
         if isinstance(pattern, Dilated):
             return sum(b.inside(queries) if queries == keys else b.across(queries, keys) for b in branches)
-        return heads * _within(pattern, layout.tokens, queries, keys)
+        return heads * sum(_within(band, layout.tokens, queries, keys) for band in bands)
 
     return tuple(
         tuple(sum(met(queries, keys) for queries in mine for keys in theirs) for theirs in layout.chunks)
@@ -154,13 +156,11 @@ def _pairs(pattern: Pattern, layout: Layout, heads: int) -> Table:
     )
 
 
-def _within(pattern: Pattern, tokens: int, queries: range, keys: range) -> int:
-    if isinstance(pattern, Dense):
-        pattern = Window(None, 0 if pattern.is_causal else None)
-    assert isinstance(pattern, Window)
-    most = tokens if pattern.right is None else min(pattern.right, tokens)
-    least = tokens if pattern.left is None else min(pattern.left, tokens)
-    return _up_to(most, queries, keys) - _up_to(-least - 1, queries, keys)
+def _within(band: Band, tokens: int, queries: range, keys: range) -> int:
+    keys = keys if band.stop is None else range(keys.start, max(keys.start, min(keys.stop, band.stop)))
+    most = tokens if band.high is None else min(band.high, tokens)
+    least = -tokens if band.low is None else max(band.low, -tokens)
+    return _up_to(most, queries, keys) - _up_to(least - 1, queries, keys)
 
 
 def _up_to(distance: int, queries: range, keys: range) -> int:
@@ -179,8 +179,7 @@ def _branches(pattern: Pattern, tokens: int, heads: int) -> list[_Branch]:
         return []
     found = []
     for number, (length, rate) in enumerate(pattern.branches):
-        taken = Counter(pattern.head_offset(number, head, heads) for head in range(heads))
-        offsets = {offset: members for offset, members in taken.items() if offset is not None}
+        offsets = {offset: len(members) for offset, members in heads_by_offset(pattern, number, heads).items()}
         found.append(_Branch(min(length, tokens), rate, tokens, pattern.is_causal, offsets))
     return found
 

@@ -12,11 +12,12 @@ from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.ring.engine.by_position import TILE
 from attn_dispatch.ring.engine.parts import aligned, branches_of, solver
 from attn_dispatch.ring.plan.bytes_sent import Load
-from attn_dispatch.ring.rows.chunking import block_rows, pieces, segments, window_of
+from attn_dispatch.ring.rows.chunking import block_rows, line_of, pieces, segments
 from attn_dispatch.ring.rows.needs import kv_classes
 from attn_dispatch.spec.orders import GATHER, LOCAL, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Band
 
 PLACE = 8  #: bytes of a position
 BOUND = 4  #: bytes of a bound in a tile's table
@@ -202,13 +203,13 @@ def _own_parts(mine: _Rank) -> Iterator[_Part]:
         sub = _sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads)
         yield _Part(1.0, 1.0, _tiled_workspace(sub))
         return
-    rows = keys = max(map(len, chunks))
-    if isinstance(pattern, Dense | Window):
-        rows = keys = min(rows, mine.block)
-        window = window_of(pattern)
-        if window.left is not None and window.right is not None:
-            keys = min(max(map(len, chunks)), rows + window.left + window.right)
-    elif isinstance(pattern, Dilated):
+    for band in line_of(pattern, mine.load.layout.tokens) or ():
+        rows = keys = min(max(map(len, chunks)), mine.block)
+        left, right = None if band.low is None else -band.low, None if band.high is None else max(band.high, 0)
+        if left is not None and right is not None:
+            keys = min(max(map(len, chunks)), rows + left + right)
+        yield _whole(mine, Window(left, right), rows, keys)
+    if isinstance(pattern, Dilated):
         apart = _by_position(pattern, chunks)
         for branch in apart:
             yield _listed(mine, branch, *[sum(_selected(branch, len(run)) for run in chunks)] * 2)
@@ -217,9 +218,15 @@ def _own_parts(mine: _Rank) -> Iterator[_Part]:
             return
         lengths, rates = zip(*cuts)
         pattern = replace(pattern, segment_lengths=lengths, dilation_rates=rates)
-        rows = keys = max(len(part) for run in chunks for part in segments(pattern, run, mine.block))
+        rows = max(len(part) for run in chunks for part in segments(pattern, run, mine.block))
+        yield _whole(mine, pattern, rows, rows)
+
+
+def _whole(mine: _Rank, pattern: Pattern, rows: int, keys: int) -> _Part:
+    """Rows and keys that stand together, of all heads."""
+    problem = mine.problem
     sub = _sub(problem, pattern.simplify(rows, keys, problem.heads), rows, keys, problem.kv_heads)
-    yield _Part(rows / mine.tokens, keys / mine.tokens, _workspace(sub))
+    return _Part(rows / mine.tokens, keys / mine.tokens, _workspace(sub))
 
 
 def _far_parts(mine: _Rank, rows: int) -> Iterator[_Part]:
@@ -301,10 +308,10 @@ def reach(pattern: Pattern, chunk: range) -> int:
     """How many queries of a run of positions may see keys past it: in segments that reach past it, near its ends, or
     all of them.
     """
-    if isinstance(pattern, Window):
-        return min(len(chunk), sum(len(chunk) if side is None else side for side in (pattern.left, pattern.right)))
     if not isinstance(pattern, Dilated):
-        return len(chunk)
+        bands = line_of(pattern, chunk.stop) or (Band(),)
+        sides = (side for band in bands for side in (band.low, band.high))
+        return min(len(chunk), sum(len(chunk) if side is None else abs(side) for side in sides))
     early, late = 0, 0
     for length in pattern.segment_lengths:
         if chunk.start % length:

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Band
 
 MOST = 16  #: blocks of a shard's rows
 #: Of a block, at least: rows, and operations. Joining its results to those that are there takes as long as working on
@@ -34,13 +35,16 @@ def pieces(problem: Problem, layout: Layout) -> int:
     Where a pattern needs single rows of a run they are few, and go at once.
     """
     pattern, longest = problem.pattern, max(layout.lengths)
-    if not isinstance(pattern, Dense | Window):
+    bands = line_of(pattern, layout.tokens)
+    if bands is None:
         return 1
-    window = window_of(pattern)
-    if window.left is not None and window.right is not None:
-        runs = max(map(len, layout.chunks))
-        longest = min(longest, runs * (window.left + window.right))
-    return max(1, -(-longest // block_rows(problem, layout)))
+    runs, widths = max(map(len, layout.chunks)), 0
+    for band in bands:
+        if band.low is not None and band.high is not None:
+            widths += runs * (band.high - band.low)
+        else:
+            widths += longest if band.stop is None else band.stop
+    return max(1, -(-min(longest, widths) // block_rows(problem, layout)))
 
 
 def own_shares(own: float, far: float, steps: int, slots: int) -> list[float]:
@@ -64,40 +68,42 @@ def cut(run: range, most: int) -> Iterator[range]:
         yield run[len(run) * number // count : len(run) * (number + 1) // count]
 
 
-def window_of(pattern: Pattern) -> Window:
-    """A dense or windowed pattern as a window."""
-    if isinstance(pattern, Dense):
-        return Window(None, 0 if pattern.is_causal else None)
-    assert isinstance(pattern, Window)
-    return pattern
+def line_of(pattern: Pattern, tokens: int) -> tuple[Band, ...] | None:
+    """The branches of a pattern in which two runs of positions meet as in a window: those without segments; None where
+    there are others.
+    """
+    bands = pattern.bands(tokens, tokens, ())
+    return bands if bands and all(band.segment is None for band in bands) else None
 
 
-def met(pattern: Window, queries: range, keys: range) -> tuple[range, range, Window] | None:
+def met(band: Band, queries: range, keys: range) -> tuple[range, range, Window] | None:
     """The queries and keys of two runs of positions that meet any, and the window that is left between them."""
-    if pattern.left is not None:
-        keys = range(max(keys.start, queries.start - pattern.left), keys.stop)
-        queries = range(queries.start, min(queries.stop, keys.stop + pattern.left))
-    if pattern.right is not None:
-        keys = range(keys.start, min(keys.stop, queries.stop + pattern.right))
-        queries = range(max(queries.start, keys.start - pattern.right), queries.stop)
+    if band.stop is not None:
+        keys = range(keys.start, min(keys.stop, band.stop))
+    if band.low is not None:
+        keys = range(max(keys.start, queries.start + band.low), keys.stop)
+        queries = range(queries.start, min(queries.stop, keys.stop - band.low))
+    if band.high is not None:
+        keys = range(keys.start, min(keys.stop, queries.stop + band.high))
+        queries = range(max(queries.start, keys.start - band.high), queries.stop)
     if not queries or not keys:
         return None
     # The last query lines up with the last key.
     ahead = keys.stop - queries.stop
-    left = None if pattern.left is None else pattern.left + ahead
-    right = None if pattern.right is None else pattern.right - ahead
+    left = None if band.low is None else ahead - band.low
+    right = None if band.high is None else band.high - ahead
     return queries, keys, Window(left, right)
 
 
-def blocks(pattern: Window, queries: range, keys: range, most: int) -> Iterator[tuple[range, range, Window]]:
+def blocks(band: Band, queries: range, keys: range, most: int) -> Iterator[tuple[range, range, Window]]:
     """What `met` gives, block by block, of at most so many rows of each.
 
     Where a window has two ends, keys go along with the queries that they are near to.
     """
-    along = len(keys) if pattern.left is not None and pattern.right is not None else most
+    along = len(keys) if band.low is not None and band.high is not None else most
     for some in cut(queries, most):
         for these in cut(keys, along):
-            found = met(pattern, some, these)
+            found = met(band, some, these)
             if found is not None:
                 yield found
 

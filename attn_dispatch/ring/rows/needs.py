@@ -9,29 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.heads import progressions
-from attn_dispatch.kernels.tiles.tables import axis_bounds
+from attn_dispatch.kernels.heads import heads_by_kind, progressions
 from attn_dispatch.spec.orders import permutation
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.reach import Offsets
 from attn_dispatch.spec.reordered import kept_in
 
-Offsets = tuple[int | None, ...]  #: of one query head, by branch
 Kind = frozenset[Offsets]  #: of the query heads that read one key head
 
 
 def kv_classes(pattern: Pattern, heads: int, kv_heads: int) -> tuple[tuple[range, Kind], ...]:
     """The key heads whose queries see the same keys, with the offsets of those queries; one class where all do."""
-    pattern, group = pattern.natural, heads // kv_heads
-    if not isinstance(pattern, Dilated):
-        return ((range(kv_heads), frozenset({()})),)
-    found: dict[Kind, list[int]] = {}
-    for kv in range(kv_heads):
-        kind = frozenset(
-            tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches)))
-            for head in range(kv * group, (kv + 1) * group)
-        )
-        found.setdefault(kind, []).append(kv)
-    runs = ((run, kind) for kind, members in found.items() for run in progressions(members))
+    group, found = heads // kv_heads, dict[Kind, list[int]]()
+    for offsets, members in heads_by_kind(pattern, heads, group).items():
+        found.setdefault(frozenset(offsets), []).extend(members)
+    runs = ((run, kind) for kind, members in found.items() for run in progressions(sorted(members)))
     # Query heads must be a slice too: those of key heads that are apart are one only where no key head is shared.
     return tuple((each, kind) for run, kind in runs for each in (_one_by_one(run) if group > 1 else (run,)))
 
@@ -64,59 +56,33 @@ def may_meet(pattern: Dilated, length: int, heads: int, which: range, some: Tens
         some, others: int64, their positions.
     """
     found = torch.zeros(len(some), dtype=torch.bool)
-    for offsets in {tuple(pattern.head_offset(b, head, heads) for b in range(len(pattern.branches))) for head in which}:
-        for (segment, rate), offset in zip(pattern.branches, offsets):
-            if offset is None:
-                continue
-            segment = min(segment, length)
+    for offsets in {pattern.head_offsets(head, heads) for head in which}:
+        for band in pattern.bands(length, length, offsets):
+            segment = band.segment or length
             met = torch.zeros(-(-length // segment), dtype=torch.bool)
-            met[others[others % segment % rate == offset] // segment] = True
-            found |= met[some // segment] & (some % segment % rate == offset)
+            met[others[band.selected(others)] // segment] = True
+            found |= met[some // segment] & band.selected(some)
     return found
 
 
 def _seen(pattern: Pattern, queries: Tensor, offsets: Offsets) -> Tensor:
-    length = len(queries)
-    if isinstance(pattern, Dense):
-        pattern = Window(None, 0 if pattern.is_causal else None)
-    if isinstance(pattern, Window):
-        at = queries.nonzero().flatten()
-        first = torch.zeros_like(at) if pattern.left is None else (at - pattern.left).clamp(min=0)
-        last = torch.full_like(at, length - 1) if pattern.right is None else (at + pattern.right).clamp(max=length - 1)
-        return _covered(first, last, length)
-    if isinstance(pattern, Dilated):
-        found = torch.zeros_like(queries)
-        for (segment, rate), offset in zip(pattern.branches, offsets):
-            if offset is not None:
-                found |= _segments(queries, min(segment, length), rate, offset, pattern.is_causal)
-        return found
     if isinstance(pattern, Neighborhood):
         return _neighbors(pattern, queries)
-    raise TypeError(f"no rows for {pattern!r}")
-
-
-def _covered(first: Tensor, last: Tensor, length: int) -> Tensor:
-    """Bool [length]: what lies in any of these intervals, both ends included."""
-    edges = torch.zeros(length + 1, dtype=torch.int64)
-    one = torch.ones_like(first)
-    edges.index_add_(0, first, one).index_add_(0, last + 1, -one)
-    return edges[:-1].cumsum(0) > 0
-
-
-def _segments(queries: Tensor, segment: int, rate: int, offset: int, is_causal: bool) -> Tensor:
-    position = torch.arange(len(queries))
-    chosen = position % segment % rate == offset
-    at = (queries & chosen).nonzero().flatten()
-    start = at // segment * segment
-    last = at if is_causal else (start + segment - 1).clamp(max=len(queries) - 1)
-    return _covered(start, last, len(queries)) & chosen
+    length, at = len(queries), queries.nonzero().flatten()
+    bands = pattern.bands(length, length, offsets)
+    if bands is None:
+        raise TypeError(f"no rows for {pattern!r}")
+    found = torch.zeros_like(queries)
+    for band in bands:
+        found |= band.seen(at, length)
+    return found
 
 
 def _neighbors(pattern: Neighborhood, queries: Tensor) -> Tensor:
     """Axis by axis: a window on one axis does not depend on the place on another."""
     found = queries.view(pattern.grid)
     for axis, step in enumerate(pattern.dilation):
-        low, high = axis_bounds(pattern, axis)
+        low, high = pattern.axes[axis].bounds()
         lines = found.movedim(axis, -1).int()
         seen = torch.zeros(lines.shape, dtype=torch.bool)
         for start in range(min(step, pattern.grid[axis])):

@@ -15,8 +15,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from attn_dispatch.ring.rows.needs import Kind, Offsets
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.ring.rows.needs import Kind
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.reach import Band
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,26 +36,20 @@ class _Run(NamedTuple):
 
 def _seen(pattern: Pattern, tokens: int, chunk: range, kind: Kind) -> Iterator[_Run]:
     """What queries of a run of positions see, but for keys that lie in the run itself."""
-    if isinstance(pattern, Dense):
-        yield _Run(0, chunk.stop if pattern.is_causal else tokens)
-    elif isinstance(pattern, Window):
-        first = 0 if pattern.left is None else max(0, chunk.start - pattern.left)
-        yield _Run(first, tokens if pattern.right is None else min(tokens, chunk.stop + pattern.right))
-    elif isinstance(pattern, Dilated):
-        for offsets in kind:
-            yield from _selected(pattern, tokens, chunk, offsets)
+    for offsets in kind:
+        for band in pattern.bands(tokens, tokens, offsets) or ():
+            for start, part in _ends(band, chunk):
+                run = band.run(part, tokens)
+                if run and (band.rate == 1 or _cut(range(start + band.offset, part.stop, band.rate), part)):
+                    yield _Run(run.start, run.stop, band.rate, (start + band.offset) % band.rate)
 
 
-def _selected(pattern: Dilated, tokens: int, chunk: range, offsets: Offsets) -> Iterator[_Run]:
-    """Of the segments that reach past a run of positions: there are at most two for each branch."""
-    for (length, rate), offset in zip(pattern.branches, offsets):
-        if offset is None:
-            continue
-        length = min(length, tokens)
-        for number in {chunk.start // length, (chunk.stop - 1) // length}:
-            start, stop = number * length, min((number + 1) * length, tokens)
-            if _cut(range(start + offset, stop, rate), chunk):
-                yield _Run(start, min(stop, chunk.stop) if pattern.is_causal else stop, rate, (start + offset) % rate)
+def _ends(band: Band, chunk: range) -> Iterator[tuple[int, range]]:
+    """The first and the last segment of a run of positions: where each starts, and what of the run lies in it."""
+    length = band.segment or chunk.stop
+    for number in {chunk.start // length, (chunk.stop - 1) // length}:
+        start = number * length
+        yield start, range(max(start, chunk.start), min(start + length, chunk.stop))
 
 
 class Cell(NamedTuple):
@@ -87,7 +82,7 @@ class Cell(NamedTuple):
 
 
 def cells_of(pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind) -> list[Cell]:
-    """What queries of these runs of positions see elsewhere; the pattern is Dense, Window or Dilated."""
+    """What queries of these runs of positions see elsewhere; the pattern has bands."""
     # Cut where a progression begins or ends: in between, only residues count.
     runs = {run for chunk in chunks for run in _seen(pattern, tokens, chunk, kind)}
     edges = sorted({edge for run in runs for edge in run[:2]})

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import Kind, kv_classes, seen_by
 from attn_dispatch.ring.rows.runs import Cell, cells_of
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Pattern
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ def _rows(
     mine = layout.chunks[receiver]
     sees: Callable[[range], Tensor]
     # By arithmetic where it can be: masks of every token take long where ranks are many.
-    if isinstance(pattern, Dense | Window | Dilated):
+    if pattern.bands(layout.tokens, layout.tokens, ()) is not None:
         sees = partial(_of_cells, cells_of(pattern, layout.tokens, mine, kind))
     else:
         sees = partial(_of_mask, seen_by(pattern, layout.tokens, mine, kind))
