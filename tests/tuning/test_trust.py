@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[planted.Fault, dict[str, Any], str, str]] = {
     "partial": (planted.partial_write, {}, "incorrect", "out has NaN"),
     "hangs": (planted.hangs, {}, "hung", "did not return within 1"),
     "allocates": (planted.allocates, {}, "memory", ""),
-    "lies": (planted.lies, {}, "memory", "workspace_bytes said"),
+    "lies": (planted.lies, {}, "memory", "workspace_bytes declared"),
 }
 
 
