@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With several processes each of them collects, and this one adds up."""
-    node.config.stash[LEFT] = node.workeroutput.get("left", 0)
+    node.config.stash[LEFT] = getattr(node, "workeroutput", {}).get("left", 0)  # none where it crashed
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -163,7 +163,11 @@ SMALL = (
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     ("case", "order", "kept"),
-    [*((*each, True) for each in SMALL), *((*each, False) for each in SMALL[::2])],
+    [
+        *(pytest.param(*each, True, marks=pytest.mark.full) for each in SMALL[::2]),
+        *((*each, True) for each in SMALL[1::2]),
+        *((*each, False) for each in SMALL[::2]),
+    ],
     ids=lambda x: {True: "masks", False: "reach"}[x] if isinstance(x, bool) else getattr(x, "id", x),
 )
 def test_blocks_smaller_than_tiles(case: Case, order: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
