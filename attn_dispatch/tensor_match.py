@@ -1,4 +1,4 @@
-"""Whether q, k and v are like those that a route was found for: what a hit spends most of its time on."""
+"""Comparison of q, k and v with those of a cached route: most of the time of a hit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Fits = Callable[[Tensor, Tensor, Tensor], bool]
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> Fits:
-    """A function of q, k and v that tells whether each has the type, shape, strides, dtype, device and `requires_grad`
-    that this one has now, and autocast is as it is now on q's kind of device.
+    """A function of q, k and v: whether each has the type, shape, strides, dtype, device and `requires_grad` that the
+    given one has now, and autocast on q's device type is as it is now.
     """
     plain = {type(q), type(k), type(v)} <= {Tensor, torch.nn.Parameter}
     guarded = _guarded(q, k, v) if plain else None
@@ -24,7 +24,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> Fits:
 
 
 def _compared(q: Tensor, k: Tensor, v: Tensor) -> Fits:
-    """By the attributes, one by one."""
+    """Compare the attributes one by one."""
     seen = _facts(q, k, v)
     return lambda q, k, v: _facts(q, k, v) == seen
 
@@ -39,14 +39,14 @@ def _facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 
 def _guarded(q: Tensor, k: Tensor, v: Tensor) -> Fits | None:
-    """By what PyTorch's compiler compares tensors with."""
+    """Compare with the tensor guards of PyTorch's compiler; None where they do not work."""
     if not _guards_work():
         return None
     check: Fits
     try:
         if q is not k and k is not v and q is not v:
             check = _guard(q, k, v)
-        else:  # a guard of all three answers no where two are the same tensor
+        else:  # one guard of all three fails where two are the same tensor
             of_q, of_k, of_v = _guard(q), _guard(k), _guard(v)
             check = lambda q, k, v: of_q(q) and of_k(k) and of_v(v)  # noqa: E731
         kind = q.device.type
@@ -59,7 +59,7 @@ def _guarded(q: Tensor, k: Tensor, v: Tensor) -> Fits | None:
 
 
 def _sees_autocast(check: Fits, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether it answers no once autocast is switched the other way, in this thread."""
+    """Whether `check` returns False once autocast is switched in this thread."""
     kind = q.device.type
     enabled = torch.is_autocast_enabled(kind)
     torch.set_autocast_enabled(kind, not enabled)
@@ -70,22 +70,22 @@ def _sees_autocast(check: Fits, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _guard(*tensors: Tensor) -> Any:
-    """One call in C++, a third of the time of comparing in Python; not public."""
+    """A check in C++ that takes a third of the time of comparing in Python; private in torch."""
     guards: Any = getattr(torch._C, "_dynamo").guards  # noqa: B009 - type checkers do not know it
     return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 @cache
 def _guards_work() -> bool:
-    """Whether there are guards, and they tell apart what they must."""
+    """Whether guards exist, and distinguish all attributes that matter."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            return _tell_apart()
+            return _distinguish()
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
 
 
-def _tell_apart() -> bool:
+def _distinguish() -> bool:
     cpu = torch.device("cpu")
     first, second, wanting = (torch.empty(2, 2, device=cpu, requires_grad=needs) for needs in (False, False, True))
     unlike = (
@@ -98,4 +98,4 @@ def _tell_apart() -> bool:
     return alike and not any(check(other, second) or check(first, other) for other in unlike)
 
 
-_guards_work()  # now, when the package is loaded, and not within the first call
+_guards_work()  # at import, not in the first call

@@ -1,7 +1,7 @@
 """The command `attn-dispatch`. Results go to stdout, progress and messages to stderr.
 
-Exit codes: 0 done, 1 it failed, 2 wrong usage. A command's module is loaded when it is asked for, and torch only where
-a command needs it.
+Exit codes: 0 done, 1 failed, 2 wrong usage. A command's module is imported only when that command runs, and torch only
+where a command needs it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from importlib import import_module
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 
 COMMANDS = {
-    "profile": "measure problems now and keep the decisions",
-    "inspect": "show the decisions that are kept",
-    "explain": "say which backend would run a problem, and why; runs nothing",
+    "profile": "measure problems now and store the decisions",
+    "inspect": "show the stored decisions",
+    "explain": "show which backend would run a problem, and why; runs nothing",
     "plan": "predict memory, traffic and time of a sequence over many ranks; runs nothing",
-    "export": "write the decisions that are kept into one file",
-    "import": "merge decisions from elsewhere into those that are kept",
-    "doctor": "say what this machine is and what can be used on it",
+    "export": "write the stored decisions into one file",
+    "import": "merge decisions from files into the stored ones",
+    "doctor": "show this machine's devices and which backends can run on them",
 }
 
-FOLLOWS = "exit code: 0 done, 1 it failed, 2 wrong usage. 'attn-dispatch COMMAND --help' shows an example of each."
+EPILOG = "exit code: 0 done, 1 failed, 2 wrong usage. 'attn-dispatch COMMAND --help' shows examples."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Wrong usage raises SystemExit(2), as argparse does."""
-    if argv is None:  # the process is this command's own
-        # A warning of torch where NumPy is not installed; no command needs NumPy.
+    """Run one command and return its exit code. Wrong usage raises SystemExit(2), as argparse does."""
+    if argv is None:  # this process runs the command and nothing else
+        # torch warns where NumPy is not installed; no command needs NumPy.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     arguments = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in arguments if word in COMMANDS), None)
@@ -40,24 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
     except InvalidInput as error:
-        return _complain(named, str(error), 2)
+        return _fail(named, str(error), 2)
     except AttnDispatchError as error:
-        return _complain(named, str(error), 1)
+        return _fail(named, str(error), 1)
     except KeyboardInterrupt:
-        return _complain(named, "interrupted", 1)
+        return _fail(named, "interrupted", 1)
     except BrokenPipeError:
-        # The reader has gone (`| head`); the interpreter's own flush at exit must not fail on it again.
+        # The reader closed the pipe (`| head`); the interpreter's flush at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
 
 
 def _parser(named: str | None) -> argparse.ArgumentParser:
-    """The parser, with the options of the named command only: the others need not be loaded."""
+    """The parser, with the options of the named command only: other commands' modules are not imported."""
     parser = argparse.ArgumentParser(
         prog="attn-dispatch",
-        description="Attention by the fastest backend that was measured on this machine.",
-        epilog=FOLLOWS,
+        description="Run attention with the backend measured fastest on this machine.",
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version)
@@ -76,7 +76,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Looked up only when asked for: reading the package's metadata takes longer than all of the parsing."""
+    """Reads the package's metadata only for --version: that takes longer than parsing all arguments."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="print the version and exit")
@@ -94,6 +94,6 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _complain(command: str | None, text: str, code: int) -> int:
+def _fail(command: str | None, text: str, code: int) -> int:
     print(f"attn-dispatch {command}: {text}", file=sys.stderr)
     return code

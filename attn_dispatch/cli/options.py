@@ -25,7 +25,7 @@ OPTIONS = ("shape", "lengths", "segments", "dilations", "grid", "window", "causa
 
 
 class Shape(NamedTuple):
-    """Of q, with the number of heads of k and v."""
+    """The shape of q, and the number of heads of k and v."""
 
     batch: int
     length: int
@@ -34,63 +34,63 @@ class Shape(NamedTuple):
     head_dim: int
 
 
-USUAL = Shape(1, 0, 8, 8, 64)  #: where only lengths are given
+DEFAULT = Shape(1, 0, 8, 8, 64)  #: where the options give only lengths
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that describes problems. Numbers may end in k, which means times 1024, or in M, that twice."""
+    """Add the options that describe problems. Numbers may end in k (times 1024) or M (times 1024 * 1024)."""
     shapes = parser.add_argument_group(
-        "problems", "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists make every combination."
+        "problems", "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists give every combination."
     )
     add = shapes.add_argument
     add("--shape", metavar="B,N,H,D", type=shape, action="append",
-        help="batch, length, heads, head_dim; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
+        help="batch, length, heads, head_dim of q; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
     add("--lengths", metavar="A:B", type=lengths,
         help="lengths from A, doubling, up to B, or a list A,B,..; "
-        "they replace the N of each shape, or of 1,N,8,64; with --grid, its axes grow or shrink together to hold "
-        "about so many tokens")  # fmt: skip
+        "they replace the N of each shape, or of 1,N,8,64; with --grid, the grid is scaled to about these numbers of "
+        "tokens")  # fmt: skip
     add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
     add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
     add("--grid", metavar="H,W", type=counts, help="neighborhood attention: tokens per axis, 1 to 3 axes; sets N")
     add("--window", metavar="W,..", type=window,
         help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
-        "window, 'none' for an open side; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
-    _add_switch(shapes, "--causal", "keys after the query are not seen")
+        "window, 'none' for no limit; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
+    _add_switch(shapes, "--causal", "mask the keys after each query")
     add("--dtype", metavar="T,..", type=dtypes,
         help="float16, bfloat16, float32, float64; by default float32 on a CPU and the dtype that "
         "'attn-dispatch doctor' advises on a GPU")  # fmt: skip
-    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA if there is some")
+    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
     _add_switch(shapes, "--backward", "time forward and backward together")
 
 
 def given(args: argparse.Namespace) -> list[str]:
-    """The options that describe a problem, of those that were used; `--device` only says where."""
+    """The used options that describe a problem; `--device` is not one of them."""
     return [f"--{name}" for name in OPTIONS if getattr(args, name) is not None]
 
 
 def has_length(args: argparse.Namespace) -> bool:
-    """Whether the options say how long a sequence is."""
+    """Whether the options give a sequence length."""
     return bool(args.shape or args.lengths or args.grid)
 
 
 def problems_of(args: argparse.Namespace) -> list[Problem]:
-    """Every combination of what the options list, each problem once.
+    """Every combination of the listed values, each problem once.
 
     Raises:
-        InvalidInput: the options contradict each other, name no length, or are no problem that there can be.
+        InvalidInput: the options contradict each other, give no length, or describe no valid problem.
     """
     if not has_length(args):
-        raise InvalidInput("say how long the sequence is: --shape B,N,H,D, --lengths A:B or --grid H,W")
+        raise InvalidInput("give the length of the sequence: --shape B,N,H,D, --lengths A:B or --grid H,W")
     patterns = list(_patterns(args))
-    import torch  # only now: wrong usage is told at once
+    import torch  # here, so that usage errors do not wait for torch
 
     from attn_dispatch.spec.shapes import problem_of
 
     device = device_of(args)
-    names: list[str] = args.dtype or [_usual_dtype(device)]
+    names: list[str] = args.dtype or [_default_dtype(device)]
     found: dict[Problem, None] = {}
     for pattern, name, size, backward in product(patterns, names, _shapes(args), SWITCH[args.backward or "no"]):
-        fitted, length = _grown(pattern, size.length, args) if args.grid and args.lengths else (pattern, size.length)
+        fitted, length = _scaled(pattern, size.length, args) if args.grid and args.lengths else (pattern, size.length)
         wanted = (size.batch, length, size.heads, size.head_dim)
         dtype = getattr(torch, name)
         found[problem_of(wanted, fitted, dtype, device, kv_heads=size.kv_heads, backward=backward)] = None
@@ -98,13 +98,13 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
 
 
 def scaled(grid: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """The grid of about so many tokens with about the same proportions."""
+    """A grid of about `tokens` tokens with about the same proportions."""
     factor = (tokens / math.prod(grid)) ** (1 / len(grid))
     return tuple(max(round(size * factor), 1) for size in grid)
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """The device that was named, or the usual one. Raises InvalidInput for one that is not here."""
+    """The device of `--device`, or the default one. Raises InvalidInput if this machine does not have it."""
     from attn_dispatch.machine.devices import resolve
     from attn_dispatch.spec.problem import default_device
 
@@ -155,17 +155,17 @@ def dtypes(text: str) -> list[str]:
 
 
 def _add_switch(group: argparse._ArgumentGroup, flag: str, text: str) -> None:
-    group.add_argument(flag, nargs="?", const="yes", choices=tuple(SWITCH), help=f"{text}; 'both' takes both ways")
+    group.add_argument(flag, nargs="?", const="yes", choices=tuple(SWITCH), help=f"{text}; 'both': with and without")
 
 
-def _usual_dtype(device: torch.device) -> str:
+def _default_dtype(device: torch.device) -> str:
     from attn_dispatch.machine.hardware import dtype_advice
 
     return "float32" if device.type == "cpu" else dtype_advice(device).dtype
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:
-    bases: list[Shape] = args.shape or [USUAL]
+    bases: list[Shape] = args.shape or [DEFAULT]
     tokens = args.lengths or (None if args.shape else (math.prod(args.grid),))
     return bases if tokens is None else [base._replace(length=n) for base in bases for n in tokens]
 
@@ -174,7 +174,7 @@ def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
     if (args.segments is None) != (args.dilations is None):
         raise InvalidInput("--segments and --dilations go together: one number of each for a branch")
     if args.segments and (args.grid or args.window):
-        raise InvalidInput("--segments and --dilations name one pattern, --grid and --window another: give one of them")
+        raise InvalidInput("--segments and --dilations give one pattern, --grid and --window another: use one of them")
     if args.grid and not args.window:
         raise InvalidInput("--grid needs --window, the width of the neighborhood: one number, or one for each axis")
     if args.window and not args.grid:
@@ -187,8 +187,8 @@ def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
             yield Neighborhood(args.grid, args.window, is_causal=(causal,)) if args.grid else Dense(causal)
 
 
-def _grown(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pattern, int]:
-    """The window as it was given: a small grid has clipped it."""
+def _scaled(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pattern, int]:
+    """The pattern on a grid of about `tokens` tokens, with the window of `--window`: a small grid has clipped it."""
     assert isinstance(pattern, Neighborhood)
     grid = scaled(args.grid, tokens)
     return replace(pattern, grid=grid, window=args.window), math.prod(grid)

@@ -1,4 +1,4 @@
-"""A curve as text: ratios with their intervals over lengths, both by their logarithms."""
+"""A curve as text: ratios with their intervals over lengths, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 WIDTH = 66  #: columns between the first length and the last
 HEIGHT = 11  #: lines
 LABEL = 7  #: columns of a ratio's label
-BEYOND = 1.5  #: an interval is drawn no farther than this factor past all ratios; one that goes on ends in an arrow
+BEYOND = 1.5  #: factor past all ratios at which an interval is cut; a cut interval ends in an arrow
 
 Point = tuple[int, float, float, float]  #: tokens, low, ratio, high
 
 
 def curve(points: Sequence[Point], mark: int | None = None) -> list[str]:
-    """Lines with a bar for each length, 'o' at its ratio, a line at 1, and '^' under a length that is marked.
+    """Lines with a bar for each length, 'o' at its ratio, a line at 1, and '^' under the length `mark`.
 
     Args:
         points: at least one, the shortest first; all numbers above 0 and finite.

@@ -1,4 +1,4 @@
-"""What `inspect --regret` prints: one line for each group of problems, and one for all."""
+"""The output of `inspect --regret`: one line for each group of problems, and one for all."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NOTHING = (
     "too little evidence: no two decisions of one group timed the same candidates, two or more; "
     "'attn-dispatch profile' measures more"
 )
-ENOUGH = 5  #: predictions, before a group's figures say something
+ENOUGH = 5  #: predictions; with fewer, a remark says that a group has too little evidence
 
 
 def run(folder: Path, as_json: bool) -> int:
-    """Print the regret of the decisions in a folder; the exit code."""
+    """Print the regret of the decisions in a folder; returns the exit code."""
     groups = regret(decision for _, decision in Store(folder).all())
     whole = total(groups)
     if as_json:
@@ -36,7 +36,7 @@ def run(folder: Path, as_json: bool) -> int:
 
 
 def table(groups: list[GroupRegret]) -> list[str]:
-    """Regrets beyond the fastest that was measured, in per cent of its time."""
+    """Times of the learned choices beyond the fastest measured candidate, in per cent of its time."""
     return align([list(HEAD), *map(_cells, groups)], LEFT)
 
 

@@ -1,4 +1,4 @@
-"""What the commands print: JSON, and tables for many decisions."""
+"""Output of the commands: JSON, and tables of many decisions."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from attn_dispatch.text import align, milliseconds, printable, titled
 
 HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
 LEFT = {0, 1, 2, 3, 6, 7}
-KEY_DIGITS = 10  #: shown in tables; `inspect --key` takes any number of them
-OUT_OF_RACE = {"failed", "incorrect", "quarantined"}
+KEY_DIGITS = 10  #: digits shown in tables; `inspect --key` takes any number
+NOT_COMPARED = {"failed", "incorrect", "quarantined"}
 REFUSED = {"not_installed", "unsupported"}
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print what every JSON parser takes: numbers that are not finite become null."""
+    """Print strict JSON: numbers that are not finite become null."""
     print(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
 
 
 def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> list[str]:
-    """One line for each decision: what runs it, and by how much that beats the next best that was measured.
+    """One line for each decision: the chosen backend, and the next best time over its time.
 
     Args:
-        times: when each was measured; a last column, if given.
+        times: when each was measured; shown as a last column.
     """
     rows = [list(HEAD), *(_cells(explanation) for explanation in explanations)]
     if times:
@@ -38,7 +38,7 @@ def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> lis
 
 
 def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
-    """The candidates that can run none of the problems, with the reasons that all of their refusals give."""
+    """The candidates that can run none of the problems, with the reasons common to all their refusals."""
     reasons: dict[str, list[list[str]]] = {}
     for candidate in (each for explanation in explanations for each in explanation.candidates):
         parts = candidate.reason.split("; ") if candidate.status in REFUSED else []
@@ -52,7 +52,7 @@ def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
 
 
 def full_table(explanations: Sequence[Explanation], but: Collection[str] = ()) -> list[str]:
-    """The candidates of every problem, under one head, but for those named."""
+    """The candidates of every problem, under one head, without those in `but`."""
     explanations = [
         replace(each, candidates=tuple(c for c in each.candidates if titled(c.backend, c.order) not in but))
         for each in explanations
@@ -87,7 +87,7 @@ def _cells(explanation: Explanation) -> list[str]:
 
 
 def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, str]:
-    timed = [(c.median_ms, c) for c in others if c.median_ms is not None and c.status not in OUT_OF_RACE]
+    timed = [(c.median_ms, c) for c in others if c.median_ms is not None and c.status not in NOT_COMPARED]
     if not timed:
         return "-", _absences(others)
     rival_ms, rival = min(timed, key=lambda pair: pair[0])
@@ -97,7 +97,7 @@ def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, st
 
 
 def _absences(others: Sequence[CandidateReport]) -> str:
-    """Why there is none to compare with: `sdpa unsupported; sdpa_mask, manual not measured`."""
+    """Why no other candidate has a time: `sdpa unsupported; sdpa_mask, manual not measured`."""
     by_status: dict[str, list[str]] = {}
     for candidate in others:
         by_status.setdefault(candidate.status.replace("_", " "), []).append(titled(candidate.backend, candidate.order))

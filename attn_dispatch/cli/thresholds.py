@@ -1,4 +1,4 @@
-"""What `inspect --thresholds` prints: from how many tokens on an order pays, and the gains that show it."""
+"""The output of `inspect --thresholds`: lengths above which a token order is faster, and the measured gains."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from attn_dispatch.text import align, printable
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
 LEFT = {0, 1, 3, 4, 7}
 NOTHING = (
-    "no decision timed another order than the natural one beside it; 'attn-dispatch profile --thresholds --grid 64,64 "
+    "no decision compares another token order with the natural one; 'attn-dispatch profile --thresholds --grid 64,64 "
     "--window 13,13' measures some"
 )
 EXPLAINED = (
-    "gain: time of the best candidate in natural order over that of the best in this order, permuting included",
-    "an order pays where the lower end of the gain's interval is above 1, there and at all longer lengths",
+    "gain: time of the best candidate in natural order / time of the best in this order, permuting included",
+    "an order pays where the lower end of the gain's interval is above 1 at this and all longer lengths",
 )
 
 
 def run(folder: Path, as_json: bool) -> int:
-    """Print them for every family of problems that the folder has measured in more than one order; the exit code."""
+    """Print the thresholds of all families of problems timed in more than one order; returns the exit code."""
     found = all_series(decision for _, decision in Store(folder).all())
     if as_json:
         print_json({"folder": str(folder), "thresholds": to_dicts(found)})
@@ -39,32 +39,32 @@ def run(folder: Path, as_json: bool) -> int:
 
 
 def of_groups(folder: Path, groups: Iterable[tuple[str, str]]) -> list[Series]:
-    """Those of some groups, each with its silicon."""
+    """The series of some groups, given as (silicon, group)."""
     store = Store(folder)
     decisions: list[Decision] = [each for address in dict.fromkeys(groups) for each in store.group(*address)]
     return all_series(decisions)
 
 
 def lines(found: Sequence[Series]) -> list[str]:
-    """A table for each silicon, under it a plot for each threshold."""
+    """A table for each silicon, followed by a plot for each threshold."""
     if not found:
         return [NOTHING]
-    told: list[str] = []
-    for silicon, members in groupby(sorted(found, key=_place), key=lambda series: series.silicon):
+    printed: list[str] = []
+    for silicon, members in groupby(sorted(found, key=_sort_key), key=lambda series: series.silicon):
         pairs = [(series, threshold_of(series)) for series in members]
-        told += [f"silicon   {silicon}", ""]
-        told += [*align([list(HEAD), *(_cells(*pair) for pair in pairs)], LEFT), ""]
+        printed += [f"silicon   {silicon}", ""]
+        printed += [*align([list(HEAD), *(_cells(*pair) for pair in pairs)], LEFT), ""]
         for series, threshold in pairs:
-            told += [] if threshold is None else [*_plot(series, threshold), ""]
-    return [*told, *EXPLAINED]
+            printed += [] if threshold is None else [*_plot(series, threshold), ""]
+    return [*printed, *EXPLAINED]
 
 
 def to_dicts(found: Sequence[Series]) -> list[dict[str, Any]]:
     """Plain values for JSON; lengths in tokens."""
-    return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=_place)]
+    return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=_sort_key)]
 
 
-def _place(series: Series) -> tuple[str, str, int, list[str], str]:
+def _sort_key(series: Series) -> tuple[str, str, int, list[str], str]:
     head_dim = series.problem.get("head_dim")
     return series.silicon, family_title(series.family), head_dim or 0, _name(series), series.group
 
@@ -100,10 +100,10 @@ def _to_dict(series: Series, threshold: Threshold | None) -> dict[str, Any]:
 def _cells(series: Series, threshold: Threshold | None) -> list[str]:
     lengths = by_length(series.gains)
     longest = f"{lengths[-1].gain:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
-    return [*_name(series), str(len(lengths)), longest, said(threshold)]
+    return [*_name(series), str(len(lengths)), longest, threshold_text(threshold)]
 
 
-def said(threshold: Threshold | None) -> str:
+def threshold_text(threshold: Threshold | None) -> str:
     """`above 3,100 tokens (2,048 - 4,096)`."""
     if threshold is None:
         return f"needs more lengths: {LEAST_LENGTHS} at least"
@@ -117,7 +117,7 @@ def said(threshold: Threshold | None) -> str:
 
 
 def _direction(series: Series) -> str:
-    """With what else makes a group of its own."""
+    """Forward or forward + backward, and the other properties that part groups."""
     problem = series.problem
     words = ["forward + backward" if problem.get("needs_grad") else "forward"]
     words += [name for name in ("seq_lens", "key_mask") if problem.get(f"has_{name}")]
@@ -129,5 +129,5 @@ def _direction(series: Series) -> str:
 def _plot(series: Series, threshold: Threshold) -> list[str]:
     points = [(each.tokens, each.low, each.gain, each.high) for each in by_length(threshold.points)]
     title = f"{family_title(series.family)} {series.problem.get('dtype')} d{series.problem.get('head_dim')}"
-    end = f"{_direction(series)}, {series.order}: {said(threshold)}"
+    end = f"{_direction(series)}, {series.order}: {threshold_text(threshold)}"
     return [printable(f"{title} {end}"), *curve(points, threshold.tokens)]

@@ -1,4 +1,4 @@
-"""Files and URLs, shared by the commands that exchange decisions. fsspec is loaded for a URL only."""
+"""Reading and writing files and URLs, for `export` and `import`. fsspec is imported for a URL only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from attn_dispatch.store import files
 
 NO_DECISIONS = ("quarantine", "native")  #: folders at the top of a cache folder
-MOST_BYTES = 1 << 30  #: of one file; nothing that holds decisions alone is larger
+MOST_BYTES = 1 << 30  #: of one file; files of decisions are smaller
 
 
 class Unreachable(Exception):
-    """A place cannot be read or written; the message says why."""
+    """A file or URL cannot be read or written; the message says why."""
 
 
 def is_url(name: str) -> bool:
@@ -23,8 +23,8 @@ def is_url(name: str) -> bool:
 
 
 def each_file(name: str) -> list[str]:
-    """The name itself, or every JSON file under it if it is a folder, without what else a cache folder holds; links to
-    folders are not followed.
+    """The name itself, or every JSON file under it if it is a folder, except a cache folder's other files;
+    links to folders are not followed.
     """
     if is_url(name) or not os.path.isdir(name):
         return [name]
@@ -38,12 +38,12 @@ def each_file(name: str) -> list[str]:
 
 
 def read(name: str) -> bytes:
-    """Everything that is there.
+    """The whole content.
 
     Raises:
-        Unreachable: it cannot be read or holds more than 1 GiB.
+        Unreachable: it cannot be read or is larger than 1 GiB.
     """
-    with _reaching():
+    with _unreachable():
         if not is_url(name):
             return files.read(name, MOST_BYTES)
         with _open(name, "rb") as file:
@@ -54,33 +54,33 @@ def read(name: str) -> bytes:
 
 
 def write(name: str, content: bytes) -> None:
-    """Put it there, all or nothing where it is a file.
+    """Write the content; atomic for a file.
 
     Raises:
         Unreachable: it cannot be written.
     """
-    with _reaching():
+    with _unreachable():
         if is_url(name):
             with _open(name, "wb") as file:
                 file.write(content)
             return
         path = Path(name).resolve()  # a link stays one
         if path.exists() and not path.is_file():
-            path.write_bytes(content)  # a pipe or a device: to be written to, not replaced
+            path.write_bytes(content)  # a pipe or a device is written to, not replaced
         else:
             files.write(path, content)
 
 
-def _open(name: str, how: str) -> Any:
-    import fsspec  # type: ignore[import-untyped]  # only now: most names are files
+def _open(name: str, mode: str) -> Any:
+    import fsspec  # type: ignore[import-untyped]  # here: most names are files
 
-    return fsspec.open(name, how)
+    return fsspec.open(name, mode)
 
 
 @contextmanager
-def _reaching() -> Iterator[None]:
+def _unreachable() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # every protocol has its own errors, and some lack a package
+    except Exception as error:  # each protocol raises its own errors, or needs a missing package
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise Unreachable(" ".join(text.split()) or type(error).__name__) from error

@@ -1,4 +1,4 @@
-"""The ranks that share a sequence: from what a caller passes as `mesh` to a process group that can be talked to."""
+"""The ranks that share a sequence: the process group of a `mesh` argument, and collectives over it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from attn_dispatch.text import one_line
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(days=1)
+PATIENCE = timedelta(days=1)  #: time-out of the groups of `world`
 
-MOST_LINKS = 16  #: groups whose buffers are kept
+MOST_LINKS = 16  #: groups that have a Link; the oldest is dropped first
 
 _links: OrderedDict[Any, Link] = OrderedDict()
 _lock = threading.Lock()
 
 WORDS = 4  #: int64 numbers of a digest
-LENGTH, FINE, KNOWN = range(WORDS, WORDS + 3)  #: what follows it
+LENGTH, FINE, KNOWN = range(WORDS, WORDS + 3)  #: columns after the digest
 
 
 @dataclass(eq=False)
 class Link:
-    """A process group, this rank's place in it, and a group on the hosts' side for what is said rather than shipped.
+    """A process group, this rank's place in it, and a CPU group for control messages.
 
     Args:
-        known: what was decided for calls over it, the latest last.
+        known: decisions for calls over this group, latest last.
     """
 
     group: Any
@@ -60,7 +60,7 @@ class Link:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """The kinds of devices whose tensors it ships. Of CUDA's, gloo has but a few collectives."""
+        """The device types whose tensors the group sends. Not CUDA with gloo, which lacks most collectives there."""
         config = str(dist.get_backend_config(self.group))
         if ":" not in config:
             return ("cuda",) if config == "nccl" else ("cpu",)
@@ -69,30 +69,30 @@ class Link:
 
     @cached_property
     def control(self) -> Any:
-        """What is said goes over the hosts: reading it stops no GPU, and gloo notices at once that a peer is gone."""
+        """A gloo group for CPU tensors: reading them does not stall a GPU, and gloo reports a lost peer at once."""
         if "cpu" in self.devices:
             return self.group
         ranks = dist.get_process_group_ranks(self.group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def numbers(self, mine: Tensor) -> Tensor:
-        """Everybody's int64 [count] on the CPU, as [ranks, count].
+        """Gather int64 [count] on the CPU from every rank, as [ranks, count].
 
         Raises:
-            RankLost: a peer is gone, or did not answer within the group's time-out.
+            RankLost: a rank has exited, or did not answer within the group's time-out.
         """
         found = mine.new_empty(self.size, len(mine))
         self._do(lambda: dist.all_gather(list(found.unbind()), mine, group=self.control))
         return found
 
     def objects(self, mine: T) -> list[T]:
-        """Everybody's object, by rank. Raises as `numbers`."""
+        """Gather an object from every rank, by rank. Raises as `numbers`."""
         found: list[Any] = [None] * self.size
         self._do(lambda: dist.all_gather_object(found, mine, group=self.control))
         return found
 
     def rows(self, mine: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-        """Everybody's tensor [..., lengths[rank]], alike but for their last axis, by rank. Raises as `numbers`."""
+        """Gather a tensor [..., lengths[rank]] from every rank; other axes are equal. Raises as `numbers`."""
         longest = max(lengths)
         padded = mine.new_zeros(*mine.shape[:-1], longest)
         padded[..., : mine.shape[-1]] = mine
@@ -101,20 +101,20 @@ class Link:
         return [x[..., :length] for x, length in zip(found, lengths)]
 
     def vote(self, error: Exception | None) -> None:
-        """Go on only if every rank can.
+        """Return only if no rank has an error; a collective.
 
         Raises:
-            BackendFailed: another rank cannot, and this one can. RankLost: as `numbers`. Besides, `error` itself.
+            Exception: `error`, if given. BackendFailed: only other ranks have an error. RankLost: as `numbers`.
         """
         fine = self.numbers(torch.tensor([error is None], dtype=torch.int64)).flatten().tolist()
         if error is not None:
             raise error
         if not all(fine):
             failed = ", ".join(str(rank) for rank, each in enumerate(fine) if not each)
-            raise BackendFailed(f"rank {failed} of the mesh failed in this call, and gradients need all of them")
+            raise BackendFailed(f"rank {failed} of the mesh failed in this call, and gradients need every rank")
 
     def barrier(self) -> None:
-        """Until everybody is here. Raises as `numbers`."""
+        """Wait until every rank has called this. Raises as `numbers`."""
         self._do(lambda: dist.barrier(group=self.control))
 
     def _do(self, call: Callable[[], object]) -> None:
@@ -129,7 +129,7 @@ class Link:
 
 
 def link_of(mesh: object) -> Link:
-    """The link of a 1-D DeviceMesh, of a process group, or of "world": all ranks that were started together.
+    """The link of a 1-D DeviceMesh, of a process group, or of "world": all ranks that torchrun started.
 
     Raises:
         InvalidInput: it is something else, or this process is not one of its ranks.
@@ -145,7 +145,7 @@ def link_of(mesh: object) -> Link:
 
 
 def forget() -> None:
-    """What was decided for calls over any group."""
+    """Drop the decisions for calls over all groups."""
     with _lock:
         for link in _links.values():
             link.known.clear()
@@ -156,11 +156,11 @@ clear_when_observed(forget)
 
 def _drop(groups: Iterable[Any]) -> None:
     for group in groups:
-        _links.pop(group).known.clear()  # which holds the link in turn: nothing would end it but the garbage collector
+        _links.pop(group).known.clear()  # its values refer to the link: a cycle
 
 
 def _ended(group: Any) -> bool:
-    """Whether it was destroyed. Who still holds it then keeps its threads and connections alive."""
+    """Whether the group was destroyed. A reference to it still keeps its threads and connections alive."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
@@ -170,7 +170,7 @@ def _ended(group: Any) -> bool:
 
 @atexit.register
 def _drop_all() -> None:
-    """While there is a Python that a group's threads can come back to: later they would end the process by SIGABRT."""
+    """Drop all groups before the interpreter ends: their threads would abort the process later (SIGABRT)."""
     with _lock:
         _drop(list(_links))
 
@@ -186,9 +186,9 @@ def _group(mesh: object) -> Any:
         return get_group()
     if isinstance(mesh, dist.ProcessGroup) and dist.get_rank(mesh) >= 0:
         return mesh
-    # What new_group gives to processes outside the group is none.
+    # new_group returns NON_GROUP_MEMBER, which is no group, to processes outside the group.
     if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidInput("mesh is a process group that this process is not in")
+        raise InvalidInput("mesh is a process group that does not contain this process")
     kinds = "a 1-D DeviceMesh, a process group, a Sharded or 'world'"
     raise InvalidInput(f"mesh must be {kinds}, got {type(mesh).__name__}")
 
@@ -204,47 +204,48 @@ def _world() -> Any:
 
 @contextmanager
 def world(device: str) -> Iterator[None]:
-    """The ranks that torchrun has started, for commands: each takes the GPU of its number, and waits for as long as
-    another one measures.
+    """Initialize the ranks that torchrun started, for commands: each uses the GPU of its local rank; the time-out is
+    PATIENCE, since ranks wait while another one measures.
     """
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo", timeout=PATIENCE)
     try:
         yield
-        dist.barrier()  # who leaves first takes the others' connections along
+        dist.barrier()  # a rank that exits first closes connections that others still use
     finally:
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks have said: the tokens of each, and whether they know one and the same decision."""
+    """Result of `agree`: the tokens of each rank, and whether all ranks have the same decision."""
 
     lengths: tuple[int, ...]
     decided: bool
 
 
 def agree(link: Link, asked: Mapping[str, Any], length: int, known: int, error: Exception | None = None) -> Agreed:
-    """Compare a call with the other ranks'; a collective.
+    """Compare this call with the other ranks' calls; a collective.
 
     Args:
-        asked: what must be the same everywhere, by name, in plain values.
-        length: this rank's tokens.
-        known: a number for the decision that this rank would go by; 0 for none.
-        error: why this rank cannot go on; it is raised after the others were told.
+        asked: arguments that must be equal on all ranks, by name, in plain values.
+        length: number of this rank's tokens.
+        known: a number that identifies this rank's decision; 0 for none.
+        error: why this rank cannot take part; raised after the other ranks have received it.
 
     Raises:
-        GroupMismatch: on every rank, naming who asked for what. RankLost: a rank is gone, or did not take part in time.
+        GroupMismatch: on every rank, with the arguments of each. RankLost: a rank has exited, or did not answer in
+            time.
     """
     digest = digest_of(asked) if error is None else (0,) * WORDS
     table = link.numbers(torch.tensor([*digest, length, error is None, known], dtype=torch.int64, device="cpu"))
     same = bool((table[:, :WORDS] == table[0, :WORDS]).all()) and bool(table[:, FINE].all())
     if not same:
-        said = link.objects(dict(asked) if error is None else one_line(error))
+        answers = link.objects(dict(asked) if error is None else one_line(error))
         if error is not None:
             raise error
-        raise GroupMismatch(_told(said))
+        raise GroupMismatch(_differences(answers))
     column = table[:, KNOWN]
     return Agreed(tuple(table[:, LENGTH].tolist()), bool(known and (column == known).all()))
 
@@ -255,15 +256,15 @@ def digest_of(value: Any) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 8 * WORDS, 8))
 
 
-def _told(said: list[Any]) -> str:
-    """Who said what, of what they do not agree on."""
-    failed = [f"rank {rank}: {what}" for rank, what in enumerate(said) if isinstance(what, str)]
+def _differences(answers: list[Any]) -> str:
+    """The arguments that differ, with the ranks that gave each value; or the errors of ranks."""
+    failed = [f"rank {rank}: {what}" for rank, what in enumerate(answers) if isinstance(what, str)]
     if failed:
         return "\n  ".join(["a rank of the mesh cannot take part in this call:", *failed])
-    lines = ["the ranks of the mesh do not ask for the same:"]
-    for name in sorted({name for each in said for name in each}):
+    lines = ["the ranks of the mesh give different arguments:"]
+    for name in sorted({name for each in answers for name in each}):
         by_value: dict[str, list[int]] = {}
-        for rank, each in enumerate(said):
+        for rank, each in enumerate(answers):
             by_value.setdefault(str(each.get(name)), []).append(rank)
         if len(by_value) > 1:
             parts = (f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())

@@ -1,4 +1,4 @@
-"""One rank's call, by one of the ways of exchanging rows."""
+"""One rank's attention call with one of the exchanges of rows."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
 
-#: Attention on one device: `attend` itself, from above.
+#: Attention on one device: `attend` itself, passed down.
 Attend = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A problem that lies on many ranks, as one of them sees it.
+    """One rank's view of a problem that is sharded over many ranks.
 
     Args:
-        problem: the whole sequence's.
-        attend: attention on one device, for ranks that have whole sequences of some heads.
+        problem: that of the whole sequence.
+        attend: attention on one device, called where a rank holds whole sequences of some heads (ulysses).
     """
 
     problem: Problem
@@ -41,10 +41,10 @@ class Shared:
     attend: Attend
 
     def refusals(self) -> dict[str, str]:
-        """Why each way of exchanging rows is none here, on this rank; empty where it is one. Not a collective."""
+        """Reasons why each exchange cannot run this problem, on this rank; "" where it can. Not a collective."""
         try:
             return self._refusals()
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to be told
+        except Exception as error:  # noqa: BLE001 - sent to the other ranks, which wait for it
             return dict.fromkeys(EXCHANGES, one_line(error))
 
     def _refusals(self) -> dict[str, str]:
@@ -58,12 +58,12 @@ class Shared:
             found = dict.fromkeys(found, str(error))
         found[ULYSSES] = ulysses.why_not(problem, self.layout.ranks)
         if problem.device.type not in self.link.devices:
-            text = f"the process group ships no {problem.device.type} tensors"
+            text = f"the process group cannot send {problem.device.type} tensors"
             found |= dict.fromkeys((RING, GATHER, ULYSSES), text)
         return found
 
     def sees_others(self, rank: int) -> str:
-        """What a rank's queries see of the other ranks' rows; empty where that is nothing."""
+        """The number of other ranks' key rows that a rank's queries see, as text; "" if there are none."""
         problem = self.problem
         traffic = traffic_of(problem.pattern, self.layout, problem.heads, problem.kv_heads, rank, problem.device)
         rows = sum(each.count for rows in traffic.receives.values() for each in rows)
@@ -78,21 +78,21 @@ class Shared:
         seq_lens: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """out, and lse where there is one, of this rank's shard; a collective.
+        """out and lse (None unless needed) of this rank's shard; a collective.
 
         Args:
-            q, k, v: this rank's, [batch, tokens, heads, head_dim].
-            seq_lens: [batch], of the whole sequence. key_mask: [batch, tokens] of this rank.
+            q, k, v: [batch, this rank's tokens, heads, head_dim].
+            seq_lens: [batch], of the whole sequence. key_mask: [batch, this rank's tokens].
 
         Raises:
-            RankLost: a rank is gone, or did not answer in time. Besides, what a kernel raises.
+            RankLost: a rank has exited, or did not answer in time. Errors of kernels are raised as they are.
         """
         whole_mask = None if key_mask is None else self._whole(key_mask)
         if exchange == ULYSSES:
             return self._by_heads(q, k, v, seq_lens, whole_mask)
         problem, least = self.problem, SMALLEST_SCALE[sum_dtype(self.problem.dtype)]
         if problem.scale < least:
-            # As kernels want it (see branches.run): the sign goes into q.
+            # Kernels need a positive scale (see branches.run): the sign goes into q.
             sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
             q, problem = q * sign, replace(problem, scale=size)
         ring = self._call(exchange, problem, seq_lens, whole_mask)
@@ -103,7 +103,7 @@ class Shared:
             return call.forward(q, k, v)
 
     def reserve(self, exchange: str) -> None:
-        """Take the memory that rows arrive in, before any are sent: who fails then leaves nobody waiting."""
+        """Allocate receive buffers before rows are sent: if that fails, no other rank waits for this one."""
         if exchange != ULYSSES:
             self._call(exchange, self.problem, None, None).reserve()
 
@@ -118,7 +118,7 @@ class Shared:
         return RingCall(problem, steps, self.link.wire, seen, padding, self.link.vote)
 
     def _hidden(self, call: RingCall) -> Hidden:
-        """What never matters of this rank's rows. Zeroed before they are sent, it needs no care anywhere else."""
+        """This rank's hidden rows. They are zeroed before they are sent, so that no other rank has to hide them."""
         mine = positions_of(self.layout, self.link.rank).to(call.problem.device)
         whole = Hidden.of(call.problem, key_mask=call.seen)
         keys = None if whole.keys is None else whole.keys.index_select(1, mine)
@@ -135,9 +135,9 @@ class Shared:
             result = self.attend(*inputs, problem.pattern, **options)
         except STOPPED:
             raise
-        except Exception as raised:  # noqa: BLE001 - whatever it is, the others wait for what they cannot take for results
+        except Exception as raised:  # noqa: BLE001 - other ranks wait for this one's rows: NaN is sent
             error, result = raised, _no_results(inputs[0], problem)
-        del inputs  # nobody needs them on the way back, unless autograd has kept them
+        del inputs  # unused below; autograd may hold them
         out, lse = result if problem.return_lse else (result, None)
         out = ulysses.to_tokens(out, wire, layout)
         if lse is not None:
@@ -149,7 +149,7 @@ class Shared:
         return out, lse
 
     def _whole(self, key_mask: Tensor) -> Tensor:
-        """Every rank's key_mask, [batch, tokens of the whole sequence]; a collective."""
+        """Gather key_mask from all ranks, [batch, tokens of the whole sequence]; a collective."""
         parts = self.link.rows(key_mask.to(torch.uint8), self.layout.lengths)
         whole = key_mask.new_empty(key_mask.shape[0], self.layout.tokens)
         for rank, part in enumerate(parts):
@@ -158,7 +158,7 @@ class Shared:
 
 
 def _no_results(q: Tensor, problem: Problem) -> Any:
-    """What `attend` would return, NaN throughout."""
+    """Results of `attend` filled with NaN."""
     out = torch.full_like(q, math.nan)
     lse = out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype))
     return (out, lse) if problem.return_lse else out

@@ -1,7 +1,7 @@
-"""A sequence in shards: cut at a model's edges, and put together again.
+"""Shard a sequence at a model's input, and gather it at its output.
 
 mesh = init_device_mesh("cuda", (8,))
-spread = Sharded(mesh, "zigzag")  # causal work shared out evenly; plain `mesh` means contiguous shards
+spread = Sharded(mesh, "zigzag")  # balances causal work; plain `mesh` means contiguous shards
 x = shard(x, spread)              # [batch, tokens, ...], this rank's part
 ... attend(q, k, v, is_causal=True, mesh=spread) in every layer ...
 x = unshard(x, spread)
@@ -25,15 +25,14 @@ from attn_dispatch.ring.rows.traffic import positions_of
 
 @dataclass(frozen=True)
 class Sharded:
-    """How a sequence lies over the ranks of a mesh.
+    """How a sequence is split over the ranks of a mesh.
 
     Args:
         mesh: a 1-D DeviceMesh (of a larger one: `mesh["context"]`), a process group, or "world".
-        kind: "contiguous", or "zigzag": an early and a late part for each rank, so that causal work is shared out
-            evenly.
-        weights: in what proportion ranks get tokens, one number each; evenly by default.
-        multiple_of: of how many tokens shards are multiples, the last one aside: rows of a grid, or segments, that
-            should not be cut.
+        kind: "contiguous", or "zigzag": an early and a late chunk for each rank, which balances causal work.
+        weights: proportions of the ranks' token counts, one number for each rank; equal by default.
+        multiple_of: every shard's tokens but the last one's are a multiple of this, so that rows of a grid, or
+            segments, are not cut.
     """
 
     mesh: Any
@@ -50,22 +49,22 @@ class Sharded:
             object.__setattr__(self, "weights", tuple(self.weights))
 
     def layout(self, tokens: int) -> Layout:
-        """Who holds what of a sequence of that many tokens.
+        """The positions of each rank in a sequence of `tokens` tokens.
 
         Raises:
-            InvalidInput: a rank would be left without a token, or weights are not one for each rank.
+            InvalidInput: a rank would have no token, or the number of weights is not that of ranks.
         """
         return Layout(deal(tokens, link_of(self.mesh).size, self.weights, self.multiple_of), self.kind)
 
 
 def spread_of(mesh: object) -> tuple[Link, Sharded]:
-    """The link, and how shards lie: contiguous where `mesh` does not say."""
+    """The link and the `Sharded` of a mesh; contiguous unless `mesh` is a `Sharded`."""
     spread = mesh if isinstance(mesh, Sharded) else Sharded(mesh)
     return link_of(spread.mesh), spread
 
 
 def shard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that every rank has whole.
+    """This rank's shard of a tensor that every rank holds whole.
 
     Args:
         x: any shape, with the tokens along `dim`; gradients pass through.
@@ -81,24 +80,24 @@ def shard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
 
 
 def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
-    """The whole of a sharded tensor, on every rank; a collective.
+    """Gather a sharded tensor on every rank; a collective.
 
-    Shards may be of any lengths. The gradient of a shard is its part of this rank's gradient of the whole: right where
-    every rank goes on to work out the same loss.
+    Shards may have any lengths. The gradient of a shard is its part of this rank's gradient of the whole tensor, which
+    is right where every rank computes the same loss.
 
     Args:
-        x: this rank's part, with the tokens along `dim`.
+        x: this rank's shard, with the tokens along `dim`.
         mesh: as `attend` takes it, a `Sharded` included.
 
     Raises:
-        InvalidInput: an argument is wrong. GroupMismatch: shards are not alike, but for their lengths. RankLost: a rank
-            is gone, or did not take part in time.
+        InvalidInput: an argument is wrong. GroupMismatch: shards differ in more than their lengths. RankLost: a rank
+            has exited, or did not answer in time.
     """
     link, spread = spread_of(mesh)
     try:
         axis = _axis(x, dim)
     except InvalidInput as error:
-        agree(link, {}, 0, 0, error)  # tells the others, and raises
+        agree(link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
         raise
     shape = [None if at == axis else size for at, size in enumerate(x.shape)]
     asked = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
@@ -120,13 +119,13 @@ def shard_positions(length: int, mesh: object) -> Tensor:
 
 
 def weights_of(mesh: object, each: float) -> tuple[float, ...]:
-    """Weights for `Sharded` from what each rank says of itself, such as free memory or measured speed; a collective.
+    """Weights for `Sharded` from a number of each rank, such as free memory or measured speed; a collective.
 
     Args:
-        each: of this rank, a positive number.
+        each: this rank's number, positive.
 
     Raises:
-        InvalidInput: some rank's is not positive. RankLost: a rank is gone, or did not take part in time.
+        InvalidInput: a rank's number is not positive. RankLost: a rank has exited, or did not answer in time.
     """
     link, _ = spread_of(mesh)
     found = tuple(link.objects(float(each)))
@@ -149,7 +148,7 @@ class _Gathered(torch.autograd.Function):
         return whole.movedim(-1, axis).contiguous()
 
     @staticmethod
-    @once_differentiable  # linear: what a gradient depends on is the other gradient alone
+    @once_differentiable  # linear: the backward pass depends on the incoming gradient alone
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         parts = [grad.narrow(ctx.axis, chunk.start, len(chunk)) for chunk in ctx.layout.chunks[ctx.rank]]

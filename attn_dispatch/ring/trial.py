@@ -1,4 +1,4 @@
-"""Trials over a mesh: every rank runs every candidate, in turns, and the slowest one's time counts."""
+"""Trials over a mesh: every rank runs every candidate, in rounds; a call's time is that of its slowest rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.oracle import Oracle
 
-NAME = "ring"  #: the backend that exchanges are orders of
+NAME = "ring"  #: the backend whose orders are the exchanges
 MOST_ROUNDS, FEWEST_ROUNDS = 9, 3
 SMALL = 192  #: tokens of the problem that the gate compares with float64
 SMALL_BATCH = 2
@@ -34,17 +34,17 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def version() -> str:
-    """Exchanges are this package's own, over torch's process groups."""
+    """The version of torch, whose process groups the exchanges use."""
     return str(torch.__version__)
 
 
 @dataclass
 class Trial:
-    """One trial; every method is a collective, and every rank comes to the same result.
+    """One trial; every method is a collective and has the same result on every rank.
 
     Args:
-        names: the candidates. first: the one that is replaced only where another surely is faster.
-        tensors: q, k and v of this rank; nothing is written to them. masks: `seq_lens` and `key_mask`, if any.
+        names: the candidates. first: the incumbent, replaced only by a candidate that is proven faster.
+        tensors: q, k and v of this rank, which are not written to. masks: `seq_lens` and `key_mask`, if given.
     """
 
     shared: Shared
@@ -59,12 +59,12 @@ class Trial:
     errors: dict[str, float] = field(default_factory=dict[str, float])
 
     def rows(self) -> tuple[dict[str, Row], str | None, float]:
-        """A row for each candidate, the chosen one (None: all of them failed), and the milliseconds it took."""
+        """A row for each candidate, the chosen one (None if all failed), and the milliseconds of the trial."""
         start = time.perf_counter()
         for name in self.names:
             self._admit(name)
         self._race()
-        self.shared.link.wire.release()  # what other ways of exchanging took
+        self.shared.link.wire.release()  # buffers of other exchanges
         entrants = [
             choice.Entrant(name, Timing(tuple(samples), self.first_ms[name]), rank=EXCHANGES.index(name))
             for name, samples in self.samples.items()
@@ -77,7 +77,7 @@ class Trial:
         return self.found, chosen, (time.perf_counter() - start) * 1e3
 
     def _admit(self, name: str) -> None:
-        """The gate: a small problem of this kind against float64. Then a first call of the problem itself."""
+        """Check a small problem of this kind against float64, then make a first call of the problem itself."""
         failed = self._compare(name) or self._together(name, lambda: self.shared.reserve(name))
         if failed is None:
             start = time.perf_counter()
@@ -89,28 +89,28 @@ class Trial:
             self.found[name] = Row(backend=NAME, order=name, status="failed", reason=failed, version=version())
 
     def _together(self, name: str, call: Callable[[], object]) -> str | None:
-        """Do it on every rank; why it failed on one of them, if it did.
+        """Run `call` on every rank; returns the errors of the ranks where it failed, or None.
 
         Raises:
-            RankLost: a rank is gone, or did not take part in time.
+            RankLost: a rank has exited, or did not answer in time.
         """
         error = None
         try:
             call()
         except RankLost:
             raise
-        except Exception as raised:  # noqa: BLE001 - whatever it is, all ranks must hear of it
+        except Exception as raised:  # noqa: BLE001 - any error is sent to all ranks
             error = one_line(raised)
-        said = self.shared.link.objects(error)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+        errors = self.shared.link.objects(error)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
         if failed:
             logger.warning("%s failed in a trial: %s", name, "; ".join(failed))
         return "; ".join(failed) or None
 
     def _compare(self, name: str) -> str | None:
-        """Run a small problem of this kind, all shards together against float64; why it is wrong, if it is."""
+        """Compare a small problem of this kind over all ranks with float64; returns what is wrong, or None."""
         ranks = self.shared.layout.ranks
-        if ranks > SMALL:  # a token each would say little of what they do together
+        if ranks > SMALL:  # fewer than one token per rank
             logger.info("%s is not compared with float64: %d ranks for a problem of %d tokens", name, ranks, SMALL)
             return None
         shared, gate = _small(self.shared)
@@ -136,7 +136,7 @@ class Trial:
             torch.cuda.synchronize(problem.device)
 
     def _race(self) -> None:
-        """Rounds of one call each, until the budget is spent; everybody goes by the same times."""
+        """Time rounds of one call per candidate until the budget is spent; all ranks use the same times."""
         spent = 0.0
         for number in range(MOST_ROUNDS):
             if number >= FEWEST_ROUNDS and spent > self.budget_ms:
@@ -177,7 +177,7 @@ class Trial:
 
 
 def _small(shared: Shared) -> tuple[Shared, Oracle]:
-    """A small problem of the same kind over the same ranks, and what should come out of it."""
+    """A small problem of the same kind over the same ranks, and its oracle."""
     problem, layout = shared.problem, shared.layout
     pattern = fitted(problem.pattern, SMALL)
     pattern.check(SMALL, SMALL)
@@ -187,13 +187,13 @@ def _small(shared: Shared) -> tuple[Shared, Oracle]:
     )  # fmt: skip
     try:
         lengths = deal(SMALL, layout.ranks, layout.lengths)
-    except InvalidInput:  # in these proportions somebody would be left without a token
+    except InvalidInput:  # in these proportions a rank would have no token
         lengths = deal(SMALL, layout.ranks)
     return replace(shared, problem=small, layout=Layout(lengths, layout.kind)), Oracle.of(make(replace(small, ranks=1)))
 
 
 def _shard_results(shared: Shared, gate: Oracle, exchange: str) -> dict[str, Tensor]:
-    """What this rank makes of its shard of the gate's example; a collective."""
+    """This rank's results for its shard of the gate's example; a collective."""
     example, needs_grad = gate.example, shared.problem.needs_grad
     at = positions_of(shared.layout, shared.link.rank).to(shared.problem.device)
     seq_lens, key_mask = example.masks.get("seq_lens"), example.masks.get("key_mask")
@@ -212,7 +212,7 @@ def _shard_results(shared: Shared, gate: Oracle, exchange: str) -> dict[str, Ten
 
 
 def _whole_results(shared: Shared, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Everybody's shards put together; a collective."""
+    """Gather the results of all ranks by position; a collective."""
     gathered = shared.link.objects({name: x.cpu() for name, x in mine.items()})
     order = torch.cat([positions_of(shared.layout, rank) for rank in range(shared.layout.ranks)])
     whole = {}

@@ -1,7 +1,7 @@
-"""Which problems can be evidence for one another: those that differ in sizes alone. No torch here.
+"""Groups of problems that differ only in sizes: measurements of some predict others. Imports no torch.
 
-A group is (dtype, head_dim, pattern class, direction), and whether tensors mask keys or weights are dropped. Within
-one, lengths, batch, heads, windows and segments may differ; what was measured at some says something of the others.
+A group is (dtype, head_dim, pattern class, direction), and whether tensors mask keys or weights are dropped. Lengths,
+batch, heads, windows and segments differ within a group.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: of a pattern; all else is its class
+SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: fields of a pattern; others are its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
 DIGITS = 12
-USUAL = {"offsets": "mod", "heads": "all", "edges": "clip"}  #: of a pattern; not said in a title
+USUAL = {"offsets": "mod", "heads": "all", "edges": "clip"}  #: default fields of a pattern, left out of titles
 
 
 def describe(problem: Mapping[str, Any]) -> dict[str, Any]:
-    """The group of a problem as `Problem.to_dict` writes it, in plain values."""
+    """The fields of a problem's group in plain values; `problem` is as `Problem.to_dict` returns it."""
     found = {name: problem[name] for name in EXACT}
     found["pattern"] = pattern_class(problem["pattern"])
     found["dropout"] = problem["dropout_p"] > 0
@@ -30,16 +30,16 @@ def group_of(problem: Mapping[str, Any]) -> str:
     """12 hexadecimal digits that name the group.
 
     Raises:
-        KeyError, TypeError: it is not a problem.
+        KeyError, TypeError: `problem` is not a problem.
     """
     text = json.dumps(describe(problem), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
 def pattern_class(pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """A pattern without its sizes: its kind, whether it is causal, its rates, how many axes a grid has."""
+    """A pattern without its sizes: its kind, whether it is causal, its rates, the number of grid axes."""
     found = {name: value for name, value in pattern.items() if name not in SIZES}
-    if "pattern" in pattern:  # whose tokens are in another order
+    if "pattern" in pattern:  # Reordered
         found["pattern"] = pattern_class(pattern["pattern"])
     if "grid" in pattern:
         found["axes"] = len(pattern["grid"])
@@ -51,10 +51,10 @@ def pattern_class(pattern: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def title(problem: Mapping[str, Any]) -> str:
-    """The group for a person: `float32 d64 Dilated(r=1,2,4 causal) forward`.
+    """The group as readable text: `float32 d64 Dilated(r=1,2,4 causal) forward`.
 
     Raises:
-        KeyError, TypeError: it is not a problem.
+        KeyError, TypeError: `problem` is not a problem.
     """
     found = describe(problem)
     words = [f"{found['dtype']} d{found['head_dim']}", _pattern_title(found["pattern"])]

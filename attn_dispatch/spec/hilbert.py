@@ -1,9 +1,10 @@
 """The Hilbert curve through a grid of any sizes.
 
-As in Cerveny's generalised curve, a box is crossed from a corner to the other end of one axis, and is cut into boxes
-that are crossed likewise, one beginning beside the end of another. Parity decides where to cut: a box can be crossed so
-in single steps if the axis is even or if all sizes are odd, and a cut never makes another kind of box. So points in
-sequence are neighbours on every grid, with no diagonal step. Boxes of equal sizes are computed once and turned about.
+As in Cerveny's generalised curve, the curve crosses a box from a corner to the other end of one axis, and the box is
+split into smaller boxes that are crossed in the same way, each starting next to the end of the previous one. A box can
+be crossed in single steps if the size of that axis is even or all sizes are odd; parity decides where to split, so that
+all parts are such boxes. Successive points are therefore neighbours on every grid, without diagonal steps. Boxes of
+equal sizes are computed once, then rotated and reflected.
 
 Source: J. Cerveny 2018, the generalised Hilbert curve; the parity of the cuts is ours.
 """
@@ -18,12 +19,12 @@ from torch import Tensor
 
 Sizes: TypeAlias = tuple[
     int, int, int
-]  #: of a box: of the axis along which it is crossed, then the longer of the others
+]  #: sizes of a box: of the crossed axis, of the longer of the others, of the third
 Side: TypeAlias = tuple[
     int, int, int
-]  #: an axis of the whole, and where along it a part begins and ends, both included
+]  #: an axis of the whole box, and the first and last coordinate of a part along it
 Part: TypeAlias = tuple[Side, Side, Side]
-Points: TypeAlias = tuple[Tensor, ...]  #: a coordinate each, int32 [points]
+Points: TypeAlias = tuple[Tensor, ...]  #: one coordinate each, int32 [points]
 
 
 @lru_cache(maxsize=16)
@@ -31,16 +32,16 @@ def curve(grid: tuple[int, ...]) -> Tensor:
     """Row-major positions in sequence along the curve, int64 [tokens] on the CPU. Do not write to it.
 
     Args:
-        grid: one to three sizes, of 1 at least. The curve starts at position 0, and each step goes to a neighbour.
+        grid: one to three sizes >= 1. The curve starts at position 0; each step goes to a neighbour.
     """
     depth, height, width = (1, 1, *grid)[-3:]
-    with torch.inference_mode(False):  # what is kept may index tensors that need gradients
+    with torch.inference_mode(False):  # the cached tensor may index tensors that need gradients
         planes, rows, columns = _joined(_whole((depth, height, width)), {})
         return planes.to(torch.int64).mul_(height).add_(rows).mul_(width).add_(columns)
 
 
 def _joined(parts: list[Part], known: dict[Sizes, Points]) -> Points:
-    """The points of the parts in turn, in coordinates of the whole."""
+    """The points of the parts in sequence, in coordinates of the whole box."""
     found: tuple[list[Tensor], ...] = ([], [], [])
     for crossed, *others in parts:
         sides = (crossed, *sorted(others, key=_size, reverse=True))
@@ -67,13 +68,13 @@ def _size(side: Side) -> int:
 
 
 def _whole(sizes: Sizes) -> list[Part]:
-    """The grid as a box that can be crossed; as two, where the axis for that is short and the boxes would be thin."""
+    """The grid as one box that can be crossed, or as two where the crossed axis is short and parts would be thin."""
     axes = sorted(range(3), key=lambda axis: -sizes[axis])
     longest, length = axes[0], sizes[axes[0]]
     across = next((axis for axis in axes if sizes[axis] % 2 == 0), longest)
     if 2 * sizes[across] >= length:
         return [_box(sizes, across)]
-    # Nothing follows the far box, so that it need not end at the far end.
+    # The far box is the last one, so that it may end anywhere.
     cut = length - 1 - sizes[across]
     return [_box(sizes, longest, (longest, 0, cut - 1)), _box(sizes, across, (longest, cut, length - 1))]
 
@@ -87,7 +88,7 @@ def _box(sizes: Sizes, across: int, changed: Side | None = None) -> Part:
 
 
 def _parts(sizes: Sizes) -> list[Part]:
-    """A box cut so that its parts stay as near to cubes as it was, or come nearer."""
+    """Split a box so that its parts are no less cubic than the box."""
     w, h, d = sizes
     if 2 * w > 3 * h:
         return _in_two(sizes)
@@ -103,7 +104,7 @@ def _in_two(sizes: Sizes) -> list[Part]:
 
 
 def _in_three(sizes: Sizes) -> list[Part]:
-    """Out along the second axis, across beyond, and back."""
+    """Forward along the second axis, across the far half, and back along the second axis."""
     w, h, d = sizes
     i, j = _half(w), _half(h)
     return [
@@ -114,13 +115,13 @@ def _in_three(sizes: Sizes) -> list[Part]:
 
 
 def _in_five(sizes: Sizes) -> list[Part]:
-    """As Hilbert's curve goes through the eight octants of a cube, of which here three pairs make one box each."""
+    """As Hilbert's curve through the eight octants of a cube, with three pairs of octants merged into one box each."""
     w = sizes[0]
     b, c = (2, 1) if sizes[1] % 2 == 0 and sizes[2] % 2 else (1, 2)
     h, d = sizes[b], sizes[c]
     i, j, k = _half(w), _half(h), _half(d)
     if d % 2 and i % 2 == 0:
-        i -= 1  # two boxes are crossed along c: if that is odd, their other sizes have to be
+        i -= 1  # two boxes are crossed along c: if d is odd, their other sizes must be odd
     return [
         ((b, 0, j - 1), (c, 0, k - 1), (0, 0, i - 1)),
         ((c, 0, d - 1), (0, 0, i - 1), (b, j, h - 1)),
@@ -131,5 +132,5 @@ def _in_five(sizes: Sizes) -> list[Part]:
 
 
 def _half(size: int) -> int:
-    """Of a size above 2 an even number, so that the rest is as odd or even as the whole."""
+    """About half of a size; even for a size above 2, so that the rest has the parity of the whole."""
     return size // 2 + size // 2 % 2 if size > 2 else 1

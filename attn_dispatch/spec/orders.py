@@ -1,7 +1,7 @@
-"""Orders that the dispatcher may choose: permutations of the sequence, and of a kernel's visits.
+"""Orders that the dispatcher may choose: token orders, orders of a kernel's visits, and exchanges between ranks.
 
-An order of tokens says which position stands at each place. Everything is computed on the pattern's own positions, so
-that the result is the same, exactly; what changes is which tokens share a tile.
+A token order gives the position of the token at each place. Patterns are evaluated at the tokens' own positions, so
+that the attended keys are exactly the same; only which tokens share a tile changes.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 NATURAL = "natural"
 HILBERT = "hilbert"  #: along the curve through the pattern's grid; a sequence without one is folded into a square
-RESIDUE = "residue"  #: tokens that a dilation keeps together, together
+RESIDUE = "residue"  #: tokens of the same residue modulo the dilation side by side
 TOKEN_ORDERS = (NATURAL, HILBERT, RESIDUE)
 
-# Of visits, tokens staying where they are: which tiles of rows run side by side, and at which end each begins. In all
-# of them every other round of tiles goes backwards, and meets first what the round before has left in the cache.
+# Visit orders leave tokens in place. They set which tiles of rows run side by side, and at which end each begins: every
+# other round of tiles runs backwards, and first reads what the previous round left in the cache.
 SAWTOOTH = "sawtooth"  #: head by head
-GROUPED = "grouped"  #: as many heads side by side as the cache holds the keys and values of
-HILBERT_VISITS = "hilbert_visits"  #: those heads, along the curve through tiles and heads
+GROUPED = "grouped"  #: side by side as many heads as have keys and values that fit the cache
+HILBERT_VISITS = "hilbert_visits"  #: the heads of GROUPED, along the curve through tiles and heads
 VISIT_ORDERS = (SAWTOOTH, GROUPED, HILBERT_VISITS)
 
 ORDERS = (*TOKEN_ORDERS, *VISIT_ORDERS)
 
-# Of exchanges, where a sequence lies on many ranks: how rows of k and v get to where queries see them.
-LOCAL = "local"  #: not at all, since no rank sees another's
-RING = "ring"  #: from one peer after the other, while those that are there are worked on
+# Exchanges, for a sequence sharded over ranks: how rows of k and v are sent to the ranks whose queries see them.
+LOCAL = "local"  #: none: no rank sees another rank's rows
+RING = "ring"  #: from one peer after another, while rows that have arrived are computed
 GATHER = "gather"  #: from all peers at once
-ULYSSES = "ulysses"  #: all rows of some heads, in exchange for those of the others
+ULYSSES = "ulysses"  #: all-to-all from sharded tokens to sharded heads, and back
 EXCHANGES = (LOCAL, RING, GATHER, ULYSSES)
 
 
 def check(order: object) -> str:
-    """The name of an order on one device.
+    """Check the name of an order on one device, and return it.
 
     Raises:
-        InvalidInput: there is no such order, or none without other ranks.
+        InvalidInput: no order has this name, or it is an exchange between ranks.
     """
     if order not in ORDERS:
         exchange = ": an exchange of rows between ranks, which needs mesh=" if order in EXCHANGES else ""
@@ -52,7 +52,7 @@ def check(order: object) -> str:
 
 
 def serves(order: str, pattern: Pattern) -> bool:
-    """Whether tiles could be fewer in this order than in the natural one; they never are in an order of visits."""
+    """Whether fewer tiles may be computed in this order than in natural order; never in a visit order."""
     if order == HILBERT:
         return isinstance(pattern, Neighborhood) and sum(size > 1 for size in pattern.grid) > 1
     if order == RESIDUE:
@@ -62,12 +62,12 @@ def serves(order: str, pattern: Pattern) -> bool:
 
 @lru_cache(maxsize=16)
 def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
-    """The position at each place, int64 [length] on the CPU; None where places are positions. Do not write to it."""
+    """The position at each place, int64 [length] on the CPU; None for natural order. Do not write to it."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
     found: Tensor | None = None
-    # What is kept may index tensors that need gradients, whatever the mode of the call that asks first.
+    # The cached tensor may index tensors that need gradients, in whatever mode the first call is.
     with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
         if order == HILBERT:
             found = _hilbert(pattern, length)
@@ -86,7 +86,7 @@ def places(permuted: Tensor) -> Tensor:
 
 
 def _hilbert(pattern: Pattern, length: int) -> Tensor:
-    """Residue classes of a dilation never meet: each has a curve of its own."""
+    """A curve for each residue class of a dilation: tokens of different classes do not attend to each other."""
     import torch
 
     from attn_dispatch.spec.hilbert import curve
@@ -107,7 +107,7 @@ def _hilbert(pattern: Pattern, length: int) -> Tensor:
 
 
 def _folded(length: int) -> Tensor:
-    """A sequence in rows, as near to a square as may be; places past its end are left out."""
+    """The curve through the sequence in rows, as close to a square as possible; places past its end are skipped."""
     from attn_dispatch.spec.hilbert import curve
 
     width = math.isqrt(max(length - 1, 0)) + 1
@@ -123,13 +123,13 @@ def _residue(pattern: Pattern, length: int) -> Tensor | None:
         return None
     positions = torch.arange(length)
     block = min(pattern.segment_lengths) if isinstance(pattern, Dilated) else length
-    # Within the shortest segment, so that a longer one still finds its tokens in a few runs.
+    # Within the shortest segment, so that the tokens of a longer one lie in few runs.
     key = positions // block * period + positions % block % period
     return key.argsort(stable=True)
 
 
 def _period(pattern: Pattern) -> int:
-    """Tokens after which all dilations have come round; 1 where that is no sooner than the shortest segment ends."""
+    """The least common multiple of all dilations, in tokens; 1 where the shortest segment is not longer."""
     if isinstance(pattern, Dilated):
         found = math.lcm(*(min(rate, length) for length, rate in pattern.branches))
         return found if found < min(pattern.segment_lengths) else 1

@@ -1,6 +1,6 @@
-"""A call, checked once: everything that a backend's validity or speed can depend on, and nothing else.
+"""A `Problem`: the properties of a call that a backend's validity or speed can depend on, and nothing else.
 
-Checks happen in `Problem.of` and nowhere else; backends receive checked inputs.
+Only `Problem.of` checks arguments; backends receive checked inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("bnhd", "bhnd")
 PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
-# Without the function around it that is written in Python: asked on every call.
+# torch.get_float32_matmul_precision without its Python wrapper: called on every hit.
 _float32_matmul_precision: Callable[[], str] = getattr(
     torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision
 )
@@ -35,11 +35,12 @@ _float32_matmul_precision: Callable[[], str] = getattr(
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call without its tensors: frozen, hashable, equal where the same decision holds.
+    """One attention call without its tensors: frozen, hashable; equal problems have the same decision.
 
-    Lengths are in tokens, `head_dim` in elements. `pattern` is the plainest pattern with this meaning at these
-    lengths. `dtype` is the one that is computed in: under autocast, the autocast dtype. `strides` classes the memory
-    order of q, k and v (see `strides.stride_class`). `ranks` is how many share the sequence; lengths are the whole's.
+    Lengths are in tokens, `head_dim` in elements. `pattern` is the simplest pattern with this meaning at these
+    lengths. `dtype` is the compute dtype: under autocast, the autocast dtype. `strides` are the classes of the memory
+    order of q, k and v (see `strides.stride_class`). `ranks` is the number of ranks that share the sequence; lengths
+    are those of the whole sequence.
     """
 
     pattern: Pattern
@@ -71,7 +72,7 @@ class Problem:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Made anew: the hash of a string is another one in the next process.
+        # Built again from its fields: hashes of strings differ between processes.
         return Problem, tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     @classmethod
@@ -96,10 +97,10 @@ class Problem:
         """Check a call and describe it. Arguments as for `attend`.
 
         Args:
-            device: where a call on meta tensors would run; by default the CUDA device if there is one, else the CPU.
+            device: of a call on meta tensors; by default the CUDA device where available, else the CPU.
 
         Raises:
-            InvalidInput: an argument is wrong; the message names it, what it was and what it may be.
+            InvalidInput: an argument is wrong; the message names it, its value and the allowed values.
         """
         if layout not in LAYOUTS:
             raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
@@ -143,12 +144,12 @@ class Problem:
 
     @property
     def masked(self) -> bool:
-        """Whether tensors take keys away: `seq_lens` or `key_mask`."""
+        """Whether a tensor hides keys: `seq_lens` or `key_mask`."""
         return self.has_seq_lens or self.has_key_mask
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of out, and of dq, dk, dv where they are needed."""
+        """Bytes of out, and of dq, dk and dv if gradients are needed."""
         q, kv = self.q_len * self.heads, self.k_len * self.kv_heads
         rows = (2 * q + 2 * kv) if self.needs_grad else q
         return self.batch * rows * self.head_dim * self.dtype.itemsize
@@ -185,9 +186,9 @@ class Problem:
         return problem
 
     def key(self, silicon: str) -> str:
-        """20 hexadecimal digits: where the decision for this problem on this silicon is kept.
+        """20 hexadecimal digits: the name of this problem's decision on this silicon.
 
-        The values of scale and dropout_p cannot change which backend is valid or fast, only their presence can.
+        Of scale and dropout_p only their presence counts: their values do not change which backend is valid or fast.
         """
         plain = self.to_dict()
         plain["scale"] = self.default_scale
@@ -212,7 +213,7 @@ class Problem:
 
 
 def choose_pattern(pattern: object, segment_lengths: Any, dilation_rates: Any, is_causal: object) -> Pattern:
-    """The pattern that `attend`'s arguments name: an object, or the shorthands, not both."""
+    """The pattern given by `attend`'s arguments: an object or the shorthands, not both."""
     if not isinstance(is_causal, bool):
         raise InvalidInput(f"is_causal must be True or False, got {is_causal!r}")
     if pattern is not None:
@@ -230,7 +231,7 @@ def choose_pattern(pattern: object, segment_lengths: Any, dilation_rates: Any, i
 
 
 def normal_device(device: torch.device | str) -> torch.device:
-    """The device with its index: `cuda` means the current one."""
+    """The device with its index; `cuda` is the current CUDA device."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -238,11 +239,11 @@ def normal_device(device: torch.device | str) -> torch.device:
 
 
 def matmul_precision() -> str:
-    """How float32 products may be rounded: what torch says, by whichever of its two interfaces it was set."""
+    """torch's float32 matmul precision, set by either of its two interfaces."""
     try:
         return _float32_matmul_precision()
     except RuntimeError:
-        # Set by the newer one, after which the older one refuses to answer.
+        # Set by the newer interface, after which the older one raises.
         places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
         kinds = {getattr(place, "fp32_precision", "ieee") for place in places}
         return "high" if kinds & {"tf32", "bf16"} else "highest"
@@ -266,7 +267,7 @@ def _check_tensor(name: str, tensor: object) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast asks for on this kind of device now, or None where it is off."""
+    """The current autocast dtype on this device type, or None where autocast is off."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
@@ -280,7 +281,7 @@ def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
         if dtype not in DTYPES:
             raise InvalidInput(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     if cast is not None:
-        # As PyTorch's own attention does: autocast leaves float64 alone.
+        # As in PyTorch's own attention: autocast does not cast float64.
         seen = {name: dtype if dtype == torch.float64 else cast for name, dtype in seen.items()}
     if len(set(seen.values())) > 1:
         raise InvalidInput(f"q, k and v must share one dtype, got {', '.join(str(d) for d in seen.values())}")
@@ -312,7 +313,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int, int, int
 
 
 def _check_fields(problem: Problem) -> None:
-    """What `of` makes sure of, for values that come from a file."""
+    """Check the fields of a problem from a file, as `of` checks arguments."""
     for name in ("batch", "q_len", "k_len", "heads", "kv_heads", "head_dim", "ranks"):
         value = getattr(problem, name)
         if type(value) is not int or value < 1:
@@ -348,7 +349,7 @@ def _check_seq_lens(seq_lens: object, batch: int, q_len: int, k_len: int, device
 
 
 def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:
-    """Values are data: looked at on every call, on the CPU only, since a GPU would have to stop and answer."""
+    """Check the values on every call, on the CPU only: reading them from a GPU would synchronize it."""
     if seq_lens.device.type == "cpu" and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= q_len:
         raise InvalidInput(f"seq_lens must lie in 0..{q_len}, got {seq_lens.tolist()}")
 
@@ -387,6 +388,6 @@ def _strides(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, st
 
 def _pattern(plain: Mapping[str, Any]) -> Pattern:
     values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
-    if "pattern" in values:  # of one that is reordered
+    if "pattern" in values:  # inside Reordered
         values["pattern"] = _pattern(values["pattern"])
     return PATTERNS[values.pop("kind")](**values)

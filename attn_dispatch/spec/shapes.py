@@ -12,7 +12,7 @@ from attn_dispatch.spec.problem import Problem
 
 
 def quick_problems(device: torch.device) -> list[Problem]:
-    """A few problems of each kind, of a size that this device does in well under a second each."""
+    """A few problems of each kind, sized to run in well under a second each on this device."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     lengths = (2048, 8192, 32768) if gpu else (512, 2048, 4096)
@@ -38,14 +38,14 @@ def problem_of(
     kv_heads: int | None = None,
     backward: bool = False,
 ) -> Problem:
-    """The problem of contiguous q, k and v of one shape [batch, len, heads, head_dim].
+    """The problem for contiguous q, k and v of shape [batch, len, heads, head_dim].
 
     Args:
-        kv_heads: of k and v; as many as q has by default.
+        kv_heads: heads of k and v; by default those of q.
         backward: whether gradients are needed.
 
     Raises:
-        InvalidInput: the shape is not positive or past what a tensor can be, or the pattern does not fit it.
+        InvalidInput: the shape is not positive or too large for a tensor, or the pattern does not fit it.
     """
     batch, length, heads, head_dim = shape
     kv_heads = heads if kv_heads is None else kv_heads

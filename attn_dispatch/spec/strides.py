@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, as a short name, and tensors made to order."""
+"""The memory order of a tensor as a short name, and random tensors with a given memory order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ NAME = re.compile(r"([bnhd]*)(?:\+gaps)?(?:\+unaligned)?(?:\+expanded:([bnhd]+))
 def stride_class(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> str:
     """Name the memory order of a [batch, len, heads, head_dim] tensor.
 
-    The name lists the axes from the slowest to the fastest, without axes of one entry, whose stride means nothing:
-    "bnhd" is contiguous, "bhnd" a transposed [batch, heads, len, head_dim]. Suffixes name what a kernel may mind:
-    "+gaps" (not dense, as in a packed qkv), "+unaligned" (some row does not start on 16 bytes), "+expanded:h" (an
-    axis of stride 0).
+    The name lists the axes from slowest to fastest, without axes of size 1, whose stride has no effect: "bnhd" is
+    contiguous, "bhnd" a transposed [batch, heads, len, head_dim]. Suffixes: "+gaps" (not dense, as in a packed qkv),
+    "+unaligned" (some row does not start at a multiple of 16 bytes), "+expanded:h" (an axis of stride 0).
     """
     live = [axis for axis in range(4) if shape[axis] > 1]
     expanded = [axis for axis in live if strides[axis] == 0]
@@ -35,7 +34,7 @@ def stride_class(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 
 
 def is_stride_class(name: object) -> bool:
-    """Whether `stride_class` can give this name."""
+    """Whether `stride_class` can return this name."""
     found = NAME.fullmatch(name) if isinstance(name, str) else None
     if found is None:
         return False
@@ -46,9 +45,9 @@ def is_stride_class(name: object) -> bool:
 def randn(
     shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """Unit-normal [batch, len, heads, head_dim] values in the given stride class, or in the nearest that can be made.
+    """Unit-normal [batch, len, heads, head_dim] values in the given stride class, or in the nearest possible one.
 
-    The values come from a generator on the CPU: the same on every device.
+    The values come from a CPU generator, so that they are the same on every device.
     """
     name, *flags = kind.split("+")
     expanded = next((flag.removeprefix("expanded:") for flag in flags if flag.startswith("expanded:")), "")
@@ -57,7 +56,7 @@ def randn(
     padded = [sizes[axis] for axis in order]
     step = 1
     if "gaps" in flags:
-        # To a multiple of 16 bytes or just past one.
+        # Pad to a multiple of 16 bytes, or by one entry more.
         per_16_bytes, past = 16 // dtype.itemsize, "unaligned" in flags
         if len(name) == 1 or (name[-1] != "d" and not past):
             step = (

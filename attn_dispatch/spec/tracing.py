@@ -1,4 +1,4 @@
-"""Whether a call is traced, transformed or watched: then what is timed or kept may not be about plain tensors."""
+"""Whether a call is traced, transformed or intercepted: then its timings and routes are not those of plain tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_dispatch.errors import InvalidInput
 
-# Selective checkpointing stores results of operators and gives them again: all else is as without it.
+# Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
 _HARMLESS = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-# Private, as what follows; without it nothing is traced before autograd.
+# Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 
 
 def graphed(*tensors: Tensor) -> bool:
-    """Whether a graph is made of what runs, or nothing is computed: torch.export, make_fx, fake tensors."""
+    """Whether operators are traced into a graph or not computed: torch.export, make_fx, fake tensors."""
     return (
         torch.compiler.is_compiling()
         or _early() > 0
@@ -33,12 +33,12 @@ def graphed(*tensors: Tensor) -> bool:
 
 
 def amid(*tensors: Tensor) -> bool:
-    """Whether a graph is made, torch.func transforms the call, or a dispatch mode sees its operators."""
+    """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode."""
     return graphed(*tensors) or _transformed() or any(not isinstance(m, _HARMLESS) for m in _modes())
 
 
 def check_sizes(**tensors: Any) -> None:
-    """Raise InvalidInput where a size is a symbol: a decision is about one size."""
+    """Raise InvalidInput for symbolic sizes: a decision holds for one size."""
     for name, x in tensors.items():
         if isinstance(x, Tensor) and any(isinstance(size, torch.SymInt) for size in x.shape):
             raise InvalidInput(
@@ -56,5 +56,5 @@ def _transformed() -> bool:
 
 
 def _wrapped(x: Tensor) -> bool:
-    """Whether its type says what operators do with it."""
+    """Whether x is of a subclass that overrides `__torch_dispatch__`."""
     return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -171,7 +171,7 @@ def test_profile_measures_once(tmp_path: Path) -> None:
     first = command(tmp_path, "profile", *SMALL)
     assert first.returncode == 0
     assert "measured" in first.stdout
-    assert f"kept in   {only_file(tmp_path).parent.parent}" in first.stdout
+    assert f"stored in {only_file(tmp_path).parent.parent}" in first.stdout
     assert "measuring" in first.stderr
     before = only_file(tmp_path).read_bytes(), only_file(tmp_path).stat().st_ino
     again = command(tmp_path, "profile", *SMALL)
@@ -199,7 +199,7 @@ def test_what_nothing_can_run(tmp_path: Path) -> None:
     assert "no backend can run it" in done.stdout
     assert done.stdout.count("no backend can run [1, 8589934592, 8, 64]") == 2
     assert "sdpa: needs" in done.stdout
-    assert "kept      nothing" in done.stdout
+    assert "stored    nothing" in done.stdout
     assert not list(tmp_path.iterdir())
     (decision,) = plain(command(tmp_path, "explain", *TOO_LONG, "--json"), code=1)["decisions"]
     assert (decision["choice"], decision["order"]) == (None, None)
@@ -237,7 +237,7 @@ def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
     assert printed["interrupted"] is True
     kept = {path.stem for path in tmp_path.glob("v2/*/*/*.json")}
     told = {decision["key"] for decision in printed["decisions"]}
-    # A decision is kept a moment before it is told of.
+    # A decision is stored a moment before it is reported.
     assert told <= kept
     assert 1 <= len(kept) < 11
 
@@ -252,7 +252,7 @@ def test_inspect_for_a_person(measured: tuple[Path, dict[str, Any]]) -> None:
         assert f"   {decision['choice']}" in row
     (device,) = [row for row in rows if row.startswith("device")]
     assert device.removeprefix("device").strip() == printed["decisions"][0]["device"]
-    assert any(row.startswith(f"kept in   {folder}/v2/") for row in rows)
+    assert any(row.startswith(f"stored in {folder}/v2/") for row in rows)
 
 
 def test_inspect_one(measured: tuple[Path, dict[str, Any]]) -> None:

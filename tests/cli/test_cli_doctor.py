@@ -46,7 +46,7 @@ def test_doctor_counts_what_is_still_missed(measured: tuple[Path, dict[str, Any]
     finally:
         missed.unlink()
     assert done.returncode == 0
-    assert f"missed    1; settle them with: attn-dispatch profile --from {missed}" in done.stdout
+    assert f"missed    1; measure them with: attn-dispatch profile --from {missed}" in done.stdout
     assert "\nmode      tune " in done.stdout
 
 

@@ -19,7 +19,7 @@ from attn_dispatch import profiling
 from attn_dispatch.cli import main
 from attn_dispatch.cli import options as shapes
 from attn_dispatch.cli.plots import HEIGHT, WIDTH, curve
-from attn_dispatch.cli.thresholds import said
+from attn_dispatch.cli.thresholds import threshold_text
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.thresholds import Threshold
 from attn_dispatch.machine.hardware import silicon
@@ -144,7 +144,7 @@ def test_no_torch(folder: Path) -> None:
 )
 def test_a_threshold_in_words(values: Any, expected: str) -> None:
     tokens, low, high = values
-    assert said(Threshold("hilbert", {}, tokens, low, high, ())) == expected
+    assert threshold_text(Threshold("hilbert", {}, tokens, low, high, ())) == expected
 
 
 def alike(head_dim: int, *windows: int) -> list[Decision]:
@@ -276,7 +276,7 @@ def test_profile_measures_lengths_and_tells(
     keep(folder, *(replace(each, silicon=here) for each in alike(16, 7)))  # of another family
     printed = told(capsys, *ASKED, "--lengths", "8k,1k,2k", "--causal", "both")
     assert [each.q_len for each in asked] == [n * n for n in (32, 32, 45, 45, 91, 91)]
-    assert "kept in   " in printed
+    assert "stored in " in printed
     rows = [line for line in printed.splitlines() if line.startswith("Neighborhood") and "   " in line]
     assert len(rows) == 2
     assert all(re.search(r"above \d,\d00 tokens \(2,025 - 8,281\)$", row) for row in rows)

@@ -177,7 +177,7 @@ def test_nobody_goes_on_to_a_backward_pass_without_a_rank(ranks: Ranks, order: s
     set_mode("off")
     found = ranks.each(failing_in_training, [(nothing, order, plant), (raises, order, plant)])
     assert [right for _, right in found] == [True] * 2
-    assert found[0][0].endswith("rank 1 of the mesh failed in this call, and gradients need all of them")
+    assert found[0][0].endswith("rank 1 of the mesh failed in this call, and gradients need every rank")
     assert "planted" in found[1][0]
 
 
@@ -199,7 +199,7 @@ def test_a_backward_pass_that_fails_on_one_rank_leaves_no_gradients_to_trust(
 ) -> None:
     """Keys of other ranks lack what the queries of the one that failed make of them."""
     set_mode("off")
-    others = ("rank 1 of the mesh failed in this call, and gradients need all of them", False, True)
+    others = ("rank 1 of the mesh failed in this call, and gradients need every rank", False, True)
     expected = [others, ("planted", False, True), others]
     assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
 

@@ -81,7 +81,7 @@ def test_commands_say_so(capsys: pytest.CaptureFixture[str]) -> None:
         if not arguments[1:]:
             assert NO_HOME in shown.out
     assert main(["profile", *SMALL, "--quick"]) == 0
-    assert "kept      nothing: this user has no home folder" in capsys.readouterr().out
+    assert "stored    nothing: this user has no home folder" in capsys.readouterr().out
     assert main(["inspect", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decisions"] == []
     assert main(["doctor", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""One module per command: its description, its example, its options and what it does.
+"""One module per command: its description, examples, options and `run`.
 
 Imports cli's own files and the package.
 Public: nothing.

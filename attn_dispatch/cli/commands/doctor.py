@@ -1,5 +1,5 @@
-"""Say what this machine is, which backends can be used on it and why not the others, what is in quarantine, and where
-decisions live.
+"""Show this machine's devices, which backends can run on them and why others cannot, the quarantines, and where
+decisions are stored.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ EXAMPLE = """examples:
   attn-dispatch doctor
   attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
-      let a backend that was put in quarantine be tried again; nothing else is looked at"""
+      lift the quarantines of a backend, so that trials include it again, and show nothing else"""
 
-MOST_MISSED = 4 * MOST  #: bytes; several processes may be at it before one cuts it down
+MOST_MISSED = 4 * MOST  #: bytes read; more than MOST, since several processes may append before one truncates
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines of this backend, or 'all'")
+    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines of this backend, or of 'all'")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         "hardware": found.to_dict(),
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
         "backends": _backends(),
-        "quarantines": [_plain(entry) for entry in _quarantined(cache_folder())],
+        "quarantines": [_to_dict(entry) for entry in _quarantined(cache_folder())],
         **_settings(),
     }
     if args.json:
@@ -62,15 +62,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _lift(name: str, *, as_json: bool) -> int:
     folder = cache_folder()
-    wanted = None if name == "all" else name
-    lifted = [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).lift(wanted)]
+    backend = None if name == "all" else name
+    lifted = [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).lift(backend)]
     left = _quarantined(folder)
     if as_json:
-        print_json({"lifted": list(map(_plain, lifted)), "quarantines": list(map(_plain, left))})
+        print_json({"lifted": list(map(_to_dict, lifted)), "quarantines": list(map(_to_dict, left))})
     for entry in () if as_json else lifted:
-        print(f"lifted    {_called(entry)} on {entry.silicon}: {entry.reason}")
-    stuck = [entry for entry in left if wanted in (None, entry.backend)]
-    if not stuck and (lifted or wanted is None):
+        print(f"lifted    {_named(entry)} on {entry.silicon}: {entry.reason}")
+    remaining = [entry for entry in left if backend in (None, entry.backend)]
+    if not remaining and (lifted or backend is None):
         if not lifted and not as_json:
             print("nothing is in quarantine")
         return 0
@@ -84,12 +84,12 @@ def _quarantined(folder: Path) -> list[Entry]:
     return [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).entries()]
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _to_dict(entry: Entry) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(entry)
     return plain
 
 
-def _called(entry: Entry) -> str:
+def _named(entry: Entry) -> str:
     return f"{entry.backend} {entry.version}" if entry.version else entry.backend
 
 
@@ -100,7 +100,7 @@ def _device(device: str) -> dict[str, Any]:
     try:
         free = available_bytes(device)
     except RuntimeError:
-        free = None  # nothing can tell
+        free = None  # this device does not report it
     advice = dtype_advice(device)
     return {
         "device": device,
@@ -123,14 +123,14 @@ def _backends() -> list[dict[str, Any]]:
             reason = _unusable(backend)
         except InvalidInput as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still to be told
+        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
             reason = f"raised {type(error).__name__}: {error}"
         found.append({"name": name, "version": version, "usable": not reason, "reason": reason})
     return found
 
 
 def _unusable(backend: Backend) -> str:
-    """Why the plainest problem cannot be run for want of a package or a device, or nothing."""
+    """The reasons that name a missing package or device for a small dense problem; empty if there are none."""
     import torch
 
     from attn_dispatch.spec.pattern import Dense
@@ -158,19 +158,19 @@ def _settings() -> dict[str, Any]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether decisions can be written there; the folder itself may still have to be made."""
+    """Whether decisions can be written to the folder, which need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _missed(path: Path) -> dict[str, Any]:
-    """The problems that were met where they could not be measured and are still not decided."""
+    """Count and file of the recorded problems that calls could not measure and that have no decision yet."""
     from attn_dispatch.decisions.look_up import read
     from attn_dispatch.store.problem_files import parse_record
 
     count, reason = 0, ""
     try:
-        text = files.read(path, MOST_MISSED).decode()  # a pipe in its place would be waited for
+        text = files.read(path, MOST_MISSED).decode()  # does not block where the path is a pipe
         count = sum(read(problem) is None for problem in parse_record(text, path))
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -183,11 +183,11 @@ def _missed(path: Path) -> dict[str, Any]:
 def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
     missed = report["missed"]
     unwritable = "" if report["writable"] else ", which cannot be written"
-    kept = f"{report['decisions']} in {report['folder']}{unwritable}"
+    stored = f"{report['decisions']} in {report['folder']}{unwritable}"
     if report["folder"] == str(settings.NOWHERE):
-        kept = f"none: {NO_HOME}"
-    waiting = missed["reason"] or (
-        f"{missed['count']}; settle them with: {missed['command']}" if missed["count"] else "none"
+        stored = f"none: {NO_HOME}"
+    unmeasured = missed["reason"] or (
+        f"{missed['count']}; measure them with: {missed['command']}" if missed["count"] else "none"
     )
     return [
         str(found),
@@ -199,10 +199,10 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         "",
         *_quarantine_lines(report["quarantines"]),
         "",
-        f"decisions {kept}",
+        f"decisions {stored}",
         f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
-        f"budget    {report['budget_ms']:g} ms for an unseen problem   ($ATTN_DISPATCH_BUDGET_MS)",
-        f"missed    {waiting}",
+        f"budget    {report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
+        f"missed    {unmeasured}",
     ]
 
 
@@ -218,9 +218,9 @@ def _backend_cells(item: Mapping[str, Any]) -> list[str]:
 def _quarantine_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
     if not items:
         return ["quarantine none"]
-    head = ["quarantine", "version", "kind", "of", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
+    head = ["quarantine", "version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
     rows = align([head, *map(_quarantine_cells, items)], set(range(len(head))))
-    return [*rows, "'attn-dispatch doctor --lift NAME' lets a backend be tried again"]
+    return [*rows, "'attn-dispatch doctor --lift NAME' lifts the quarantines of a backend"]
 
 
 def _quarantine_cells(item: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Say which backend would run a problem, why, and why not the others. Measures and runs nothing."""
+"""Show which backend would run a problem, why, and why not the others. Measures and runs nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EXAMPLE = """examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(parser)
-    parser.add_argument("--backend", metavar="NAME", help="as if this one were forced")
-    parser.add_argument("--order", metavar="NAME", help="as if this token order were forced")
+    parser.add_argument("--backend", metavar="NAME", help="explain the problem with this backend forced")
+    parser.add_argument("--order", metavar="NAME", help="explain the problem with this order forced")
 
 
 def run(args: argparse.Namespace) -> int:
     problems = options.problems_of(args)
-    from attn_dispatch.decisions.decide import explain_problem  # only now: wrong usage is told at once
+    from attn_dispatch.decisions.decide import explain_problem  # here, so that usage errors do not wait for torch
 
     found = [explain_problem(problem, args.backend, args.order) for problem in problems]
     if args.json:

@@ -1,5 +1,5 @@
-"""Write the decisions that are kept here into one file, for other machines of the same kind. The same decisions make
-the same bytes."""
+"""Write the stored decisions into one file, for other machines of the same kind. The same decisions give the same
+bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from attn_dispatch.store.folder import Store
 EXAMPLE = """examples:
   attn-dispatch export decisions.json
   attn-dispatch export s3://bucket/decisions.json --silicon cuda-sm90
-      those of one kind of device, to any place that fsspec knows; 'attn-dispatch doctor' lists the fingerprints here"""
+      decisions of one kind of device, to any URL that fsspec supports; 'attn-dispatch doctor' lists this machine's
+      fingerprints"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", metavar="FILE-or-URL", help="where to write them; a URL is anything with :// in it")
-    silicon = "only decisions of devices whose fingerprint starts with this, such as cuda-sm90 or cpu-amd-epyc"
+    parser.add_argument("place", metavar="FILE-or-URL", help="file to write; a name with :// in it is a URL")
+    silicon = "only decisions of devices whose fingerprint starts with PREFIX, such as cuda-sm90 or cpu-amd-epyc"
     parser.add_argument("--silicon", metavar="PREFIX", default="", help=silicon)
-    parser.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with this")
+    parser.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with PREFIX")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
     found = [d for _, d in Store(folder).all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
     if not found and (silicon or key):
-        print(f"attn-dispatch export: no decision in {folder} is meant by that", file=sys.stderr)
+        print(f"attn-dispatch export: no decision in {folder} matches --silicon and --key", file=sys.stderr)
         return 1
     content = write_bundle(found)
     try:

@@ -1,5 +1,5 @@
-"""Merge decisions from elsewhere into those that are kept here: bundles that `export` wrote, single decisions, or
-folders of either. Of each candidate the later measurement holds, whatever is read first; no candidate gets lost."""
+"""Merge decisions from files into the stored ones: bundles that `export` wrote, single decisions, or folders of
+either. Each candidate's latest measurement is stored, in whatever order files are read; no candidate is lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from attn_dispatch.text import align, printable
 EXAMPLE = """examples:
   attn-dispatch import decisions.json
   attn-dispatch import s3://bucket/decisions.json /home/other/.cache/attn-dispatch
-      exit code 1 if something of it could not be read"""
+      exit code 1 if a file or a decision in it could not be read"""
 
 OUTCOMES = ("added", "merged", "unchanged", "refused")
 
 
 class Source(NamedTuple):
-    """What became of the decisions of one argument, as counts, and of those that were not taken."""
+    """One argument: the number of its decisions by outcome, and the refused ones with their reasons."""
 
     name: str
     counts: dict[str, int]
@@ -33,23 +33,23 @@ class Source(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("places", metavar="FILE-or-URL", nargs="+",
-        help="a file, a folder (of another cache, too) or a URL, which is anything with :// in it")  # fmt: skip
+        help="a file, a folder (another cache folder, too) or a URL, which is a name with :// in it")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     folder = cache_folder()
-    sources = [_take(name, Store(folder)) for name in args.places]
+    sources = [_import(name, Store(folder)) for name in args.places]
     if args.json:
-        print_json({"folder": str(folder), **_total(sources), "sources": [_plain(source) for source in sources]})
+        print_json({"folder": str(folder), **_total(sources), "sources": [_to_dict(source) for source in sources]})
     else:
-        print(*_lines(sources), f"kept in   {folder}", sep="\n")
+        print(*_lines(sources), f"stored in {folder}", sep="\n")
     return 1 if any(source.refused for source in sources) else 0
 
 
-def _take(name: str, store: Store) -> Source:
+def _import(name: str, store: Store) -> Source:
     source = Source(name, dict.fromkeys(OUTCOMES, 0), [])
     for found in _decisions(name):
-        how = found if isinstance(found, Refused) else _keep(found, store)
+        how = found if isinstance(found, Refused) else _store(found, store)
         if isinstance(how, Refused):
             source.refused.append(how)
         source.counts["refused" if isinstance(how, Refused) else how] += 1
@@ -67,12 +67,12 @@ def _decisions(name: str) -> Iterator[Decision | Refused]:
             yield each._replace(what=f"{path}, {each.what}") if isinstance(each, Refused) else each
 
 
-def _keep(decision: Decision, store: Store) -> str | Refused:
+def _store(decision: Decision, store: Store) -> str | Refused:
     what = f"{decision.silicon}, key {decision.key}"
     try:
         return store.add(decision).how
     except OSError as error:
-        return Refused(what, f"it cannot be kept: {error.strerror or error}")
+        return Refused(what, f"cannot be stored: {error.strerror or error}")
     except Damaged as error:
         return Refused(what, str(error))
 
@@ -81,7 +81,7 @@ def _total(sources: Sequence[Source]) -> dict[str, int]:
     return {how: sum(source.counts[how] for source in sources) for how in OUTCOMES}
 
 
-def _plain(source: Source) -> dict[str, Any]:
+def _to_dict(source: Source) -> dict[str, Any]:
     return {
         "name": source.name,
         **source.counts,

@@ -1,4 +1,4 @@
-"""Show the decisions that are kept on this machine, for every device they were measured on, newest first."""
+"""Show the decisions stored on this machine, for every device they were measured on, newest first."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from attn_dispatch.text import printable
 EXAMPLE = """examples:
   attn-dispatch inspect
   attn-dispatch inspect --key 3f9a
-      all that is known of one decision: its key is the first column of the table
+      one decision in full; keys are in the first column of the table
   attn-dispatch inspect --regret
       each decision predicted from the others of its group: how much slower the learned choice is than the best
   attn-dispatch inspect --thresholds
-      from how many tokens on an order of tokens such as hilbert pays, with a plot; 'attn-dispatch profile --thresholds'
-      measures what this tells"""
+      sequence lengths above which a token order such as hilbert is faster, with a plot; needs measurements of
+      'attn-dispatch profile --thresholds'"""
 
-Found = tuple[Path, Decision]
+Stored = tuple[Path, Decision]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with this")
-    one.add_argument("--regret", action="store_true", help="how far learned choices are from the best, by group")
-    one.add_argument("--thresholds", action="store_true", help="from how many tokens on an order of tokens pays")
+    one.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with PREFIX")
+    one.add_argument(
+        "--regret", action="store_true", help="how much slower learned choices are than the best, by group"
+    )
+    one.add_argument("--thresholds", action="store_true", help="sequence lengths above which a token order is faster")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     found = [pair for pair in Store(folder).all() if pair[1].key.startswith(prefix)]
     found.sort(key=lambda pair: pair[1].created, reverse=True)
     if args.json:
-        print_json({"folder": str(folder), "decisions": [_plain(*pair) for pair in found]})
+        print_json({"folder": str(folder), "decisions": [_to_dict(*pair) for pair in found]})
     elif prefix and len(found) == 1:
         _print_one(*found[0])
     elif found:
@@ -55,24 +57,24 @@ def run(args: argparse.Namespace) -> int:
     elif folder == settings.NOWHERE:
         print(NO_HOME)
     elif not prefix:
-        print(f"no decision is kept in {folder} yet; 'attn-dispatch profile --quick' measures some")
+        print(f"no decision is stored in {folder} yet; 'attn-dispatch profile --quick' measures some")
     if prefix and not found:
         print(f"attn-dispatch inspect: no key in {folder} starts with {args.key!r}", file=sys.stderr)
         return 1
     return 0
 
 
-def _plain(path: Path, decision: Decision) -> dict[str, Any]:
+def _to_dict(path: Path, decision: Decision) -> dict[str, Any]:
     where = {"silicon": decision.silicon, "created": decision.created, "path": str(path)}
     return {**Explanation.of(decision).to_dict(), **where}
 
 
 def _print_one(path: Path, decision: Decision) -> None:
     print(Explanation.of(decision), "", f"measured  {_when(decision)} UTC", f"silicon   {decision.silicon}", sep="\n")
-    print(f"kept in   {path}")
+    print(f"stored in {path}")
 
 
-def _print_groups(found: list[Found]) -> None:
+def _print_groups(found: list[Stored]) -> None:
     by_silicon = sorted(found, key=lambda pair: pair[1].silicon)  # stable: the newest stay first
     for silicon, group in groupby(by_silicon, key=lambda pair: pair[1].silicon):
         pairs = list(group)
@@ -80,12 +82,12 @@ def _print_groups(found: list[Found]) -> None:
         devices = dict.fromkeys(explanation.device for explanation in explanations)
         print(*(printable(f"device    {device}") for device in devices), f"silicon   {silicon}", "", sep="\n")
         print(*table(explanations, [_when(decision) for _, decision in pairs]), "", sep="\n")
-        print(f"kept in   {_place(pairs[0])}", "", sep="\n")
-    print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows all that is known of one")
+        print(f"stored in {_silicon_folder(pairs[0])}", "", sep="\n")
+    print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows one in full")
 
 
-def _place(pair: Found) -> Path:
-    """The folder of its silicon."""
+def _silicon_folder(pair: Stored) -> Path:
+    """The folder with the decisions of the same silicon."""
     path, decision = pair
     return next(folder for folder in path.parents if folder.name == decision.silicon)
 

@@ -1,5 +1,5 @@
-"""Predict what attention over a sequence on many ranks takes, for each way of exchanging rows: memory, bytes shipped,
-time. Counts, measures nothing and runs nothing: any number of ranks will do, here.
+"""Predict peak memory, bytes sent and time of attention over a sequence on many ranks, for each exchange of rows.
+Counts operations and bytes; measures and runs nothing, so --ranks may exceed this machine's devices.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch plan --tokens 512M --ranks 64 --segments 2k,64M --dilations 1,32k --dtype bf16 --link 50 --rate 200
-      half a billion tokens over 64 ranks that ship 50 GB/s each way and do 200 TFLOP/s each
+      half a billion tokens over 64 ranks, each with a 50 GB/s link each way and 200 TFLOP/s
   attn-dispatch plan --tokens 1M --ranks 1,2,4,8 --causal --layout zigzag --backward --link 10
-      a training step on more and more ranks, at the rate that was measured on this machine"""
+      a training step on 1 to 8 ranks, at the rate measured on this machine"""
 
 KINDS = ("contiguous", "zigzag")
 HEAD = ("ranks", "exchange", "memory", "buffers", "sends", "all send", "time", "tokens/s", "speed-up", "verdict")
 LEFT = {1, 9}
 EXPLAINED = (
-    "predicted, not measured: operations over rate, bytes over link, overlapped as the engine does; no latency; parts",
-    "that are worked on by position are taken to be as fast as the rest",
-    "memory: peak of the rank that takes most, q, k, v and results included; sends: bytes of the rank that sends most",
+    "predicted, not measured: operations / rate and bytes / link, overlapped as in the engine; without latency; parts",
+    "that are computed by position are assumed to be as fast as the rest",
+    "memory: largest peak of any rank, q, k, v and results included; sends: most bytes sent by any rank",
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokens", metavar="N", type=options.count, help="of the whole sequence; may end in k or M: 1M is 1048576")
+    add("--tokens", metavar="N", type=options.count, help="sequence length; may end in k or M: 1M is 1048576")
     add("--ranks", metavar="P,..", type=options.lengths, required=True,
-        help="that share it; A:B doubles from A up to B")  # fmt: skip
-    add("--link", metavar="GB/s", type=_positive, required=True, help="each rank's, each way; a GB is 10**9 bytes")
+        help="number of ranks that share the sequence; A:B doubles from A up to B")  # fmt: skip
+    add("--link", metavar="GB/s", type=_positive, required=True, help="of each rank, each way; a GB is 10**9 bytes")
     add("--rate", metavar="TFLOP/s", type=_positive,
-        help="each rank's, on query-key pairs of the pattern; by default that of the fastest backend in the nearest "
-        "decision kept on this machine")  # fmt: skip
-    add("--heads", metavar="H", type=options.count, default=options.USUAL.heads, help="of q; by default %(default)s")
+        help="rate of each rank on the pattern's query-key pairs; by default that of the fastest backend in the "
+        "nearest decision stored on this machine")  # fmt: skip
+    add("--heads", metavar="H", type=options.count, default=options.DEFAULT.heads, help="of q; by default %(default)s")
     add("--kv-heads", metavar="H", type=options.count, help="of k and v; by default as many as q has")
-    add("--head-dim", metavar="D", type=options.count, default=options.USUAL.head_dim, help="by default %(default)s")
+    add("--head-dim", metavar="D", type=options.count, default=options.DEFAULT.head_dim, help="by default %(default)s")
     add("--batch", metavar="B", type=options.count, default=1, help="by default %(default)s")
-    add("--dtype", metavar="T", type=options.dtypes, help="by default what 'attn-dispatch profile' takes")
-    add("--device", metavar="D", help="what ranks are, of what is here; by default CUDA if there is some")
-    layout = "one run of tokens for each rank, or an early and a late one, which shares out causal work evenly"
+    add("--dtype", metavar="T", type=options.dtypes, help="by default as for 'attn-dispatch profile'")
+    add("--device", metavar="D", help="device of every rank; by default CUDA where available")
+    layout = "one chunk of tokens for each rank, or an early and a late one, which balances causal work"
     add("--layout", choices=KINDS, default=KINDS[0], help=layout)
-    add("--backward", dest="with_backward", action="store_true", help="forward and backward")
-    add("--lse", action="store_true", help="lse is asked for, and in training has a gradient")
+    add("--backward", dest="with_backward", action="store_true", help="predict forward and backward")
+    add("--lse", action="store_true", help="return lse; with --backward, lse has a gradient too")
     add("--segments", metavar="W,..", type=options.counts, help="dilated attention: tokens per segment of each branch")
     add("--dilations", metavar="R,..", type=options.counts, help="dilated attention: dilation rate of each branch")
     add("--grid", metavar="H,W", type=options.counts, help="neighborhood attention: tokens per axis; sets --tokens")
     window = (
-        "with --grid: width of the neighborhood; without: LEFT,RIGHT of a sliding window, 'none' for an open side; "
+        "with --grid: width of the neighborhood; without: LEFT,RIGHT of a sliding window, 'none' for no limit; "
         "LEFT,RIGHT,SINKS adds the first keys"
     )
     add("--window", metavar="W,..", type=options.window, help=window)
-    add("--causal", dest="is_causal", action="store_true", help="keys after the query are not seen")
+    add("--causal", dest="is_causal", action="store_true", help="mask the keys after each query")
 
 
 class Plan(NamedTuple):
-    """Of one number of ranks."""
+    """The forecasts for one number of ranks."""
 
     ranks: int
     lengths: tuple[int, ...]
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"attn-dispatch plan: no time is predicted: {_no_rate(problem)}", file=sys.stderr)
     plans = _plans(args, problem, rate)
     if args.json:
-        print_json(_plain(args, problem, rate, plans))
+        print_json(_to_dict(args, problem, rate, plans))
     else:
         print(*map(printable, _lines(args, problem, rate, plans)), sep="\n")
     return 0
@@ -99,14 +99,14 @@ def _positive(text: str) -> float:
 
 
 def _problem(args: argparse.Namespace) -> Problem:
-    """The whole sequence's."""
+    """The problem of the whole sequence."""
     if (args.tokens is None) == (args.grid is None):
-        raise InvalidInput("say how long the sequence is: --tokens N, or --grid H,W, not both")
+        raise InvalidInput("give the length of the sequence: --tokens N or --grid H,W, not both")
     if args.dtype is not None and len(args.dtype) > 1:
         raise InvalidInput(f"--dtype takes one, got {', '.join(args.dtype)}")
     tokens = math.prod(args.grid) if args.tokens is None else args.tokens
-    wanted = options.Shape(args.batch, tokens, args.heads, args.kv_heads or args.heads, args.head_dim)
-    args.shape, args.lengths = [wanted], None
+    shape = options.Shape(args.batch, tokens, args.heads, args.kv_heads or args.heads, args.head_dim)
+    args.shape, args.lengths = [shape], None
     args.causal, args.backward = "yes" if args.is_causal else None, "yes" if args.with_backward else None
     (problem,) = options.problems_of(args)
     from dataclasses import replace
@@ -125,7 +125,7 @@ def _rate(args: argparse.Namespace, problem: Problem) -> Rate | None:
 def _no_rate(problem: Problem) -> str:
     shape = f"{problem.batch},8k,{problem.heads}/{problem.kv_heads},{problem.head_dim}"
     dtype = str(problem.dtype).removeprefix("torch.")
-    what = f"nothing in {dtype} was measured here that is large enough: give --rate"
+    what = f"no stored decision in {dtype} is large enough: give --rate"
     return f"{what}, or measure with 'attn-dispatch profile --shape {shape} --dtype {dtype}'"
 
 
@@ -163,7 +163,7 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
     found += ["", *align([list(HEAD), *rows], LEFT), "", *EXPLAINED]
     most = max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0)
     if most:
-        found.append(f"first call: about {gib(most)} of each rank's host besides, to find out which rows go where")
+        found.append(f"first call: about {gib(most)} more on each rank's host, to compute which rows go where")
     return found
 
 
@@ -180,7 +180,7 @@ def _cells(problem: Problem, plan: Plan, forecast: Forecast, first: Plan) -> lis
     return [*start, *map(gib, figures), *times, "fastest" if forecast is best else ""]
 
 
-def _plain(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans: Sequence[Plan]) -> dict[str, Any]:
+def _to_dict(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans: Sequence[Plan]) -> dict[str, Any]:
     return {
         "problem": problem.to_dict(),
         "title": " ".join(str(problem).split()),
@@ -192,13 +192,13 @@ def _plain(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
                 "ranks": plan.ranks,
                 "tokens": list(plan.lengths),
                 "fastest": getattr(_best(plan), "exchange", None),
-                "exchanges": [_plain_forecast(problem, each) for each in plan.forecasts],
+                "exchanges": [_forecast_dict(problem, each) for each in plan.forecasts],
             }
             for plan in plans
         ],
     }
 
 
-def _plain_forecast(problem: Problem, forecast: Forecast) -> dict[str, Any]:
+def _forecast_dict(problem: Problem, forecast: Forecast) -> dict[str, Any]:
     speed = problem.batch * problem.q_len / forecast.seconds if forecast.seconds else None
     return {**asdict(forecast), "serves": not forecast.reason, "tokens_per_s": speed}

@@ -1,4 +1,4 @@
-"""Measure every backend that can run a problem, choose, and keep the decision, so that no later run has to."""
+"""Measure every backend that can run a problem, choose the fastest and store the decision for later runs."""
 
 from __future__ import annotations
 
@@ -34,39 +34,41 @@ EXAMPLE = """examples:
   attn-dispatch profile --grid 64,64 --window 7
       a 7 x 7 neighborhood
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
-      the same on grids of about 1024, 2048, .. 65536 tokens: from how many on other orders of the tokens pay
+      the same on grids of about 1024, 2048, .. 65536 tokens: the length above which another token order is faster
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
-      sequences that lie on 4 ranks; without --sharded, problems of one device are dealt out to the ranks
+      sequences sharded over 4 ranks; without --sharded, each problem is measured on one of the ranks
   attn-dispatch profile --from problems.jsonl
-      what attn_dispatch.record("problems.jsonl") noted in a run
+      the problems that attn_dispatch.record("problems.jsonl") wrote in a run
 
-Ctrl-C keeps and prints what is measured so far."""
+Ctrl-C prints the decisions so far; they stay stored."""
 
-QUICK_S = 40.0  #: for all of the usual problems; loading torch and checking the results comes on top
-QUICK_EACH_S = 2.0
-EACH_S = 10.0
-SPAN = "1k:64k"  #: of --thresholds
+QUICK_S = 40.0  #: seconds for all default problems; loading torch and checking results are not included
+QUICK_EACH_S = 2.0  #: seconds per problem with --quick
+EACH_S = 10.0  #: seconds per problem
+SPAN = "1k:64k"  #: default --lengths of --thresholds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(parser)
     effort = parser.add_mutually_exclusive_group()
-    quick = "2 s per problem; without any problem: a few of every kind, in under a minute"
+    quick = "spend 2 s per problem; without problem options: a few problems of every kind, in under a minute"
     effort.add_argument("--quick", action="store_true", help=quick)
-    full = "however long it takes; without any problem: those of --quick"
+    full = "spend as long as it takes; without problem options: the problems of --quick"
     effort.add_argument("--full", action="store_true", help=full)
     learned = (
-        "from how many tokens on other orders of the tokens pay: measures each problem at --lengths, by default "
-        f"{SPAN}, the shortest first, so that what they leave of the budget goes to the long ones"
+        "find the length above which another token order is faster: measures each problem at --lengths, by default "
+        f"{SPAN}, shortest first, so that longer ones get the rest of the budget"
     )
     parser.add_argument("--thresholds", action="store_true", help=learned)
-    budget = "for all problems together; by default 10 s for each of them"
+    budget = "for all problems together; by default 10 s per problem"
     parser.add_argument("--budget", metavar="SECONDS", type=_seconds, help=budget)
-    parser.add_argument("--from", dest="record", metavar="RECORD", help="the problems in a file that record() wrote")
-    sharded = "under torchrun: each problem is one sequence over all ranks, its shards contiguous or zigzag"
+    parser.add_argument(
+        "--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote"
+    )
+    sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
     parser.add_argument("--sharded", choices=KINDS, help=sharded)
-    parser.add_argument("--force", action="store_true", help="measure again what is decided already")
-    verbose = "with several problems: every backend in each table, also those that can run none of them"
+    parser.add_argument("--force", action="store_true", help="measure again problems that have a decision")
+    verbose = "with several problems: list every backend in each table, also those that can run none of the problems"
     parser.add_argument("--verbose", action="store_true", help=verbose)
 
 
@@ -86,15 +88,15 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     if ranks > 1 and os.environ.get("RANK", "0") != "0":
-        return 1 if interrupted else 0  # the first rank speaks for all
+        return 1 if interrupted else 0  # only rank 0 prints
     if interrupted:
         done = f"{len(found)} of {len(problems)} problems are decided"
-        print(f"interrupted: {done}; the same command goes on from there", file=sys.stderr)
+        print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
     learned = _learned(problems) if args.thresholds else None
     if args.json:
         _print_json(found, interrupted, learned)
     else:
-        _print_tables(found, _kept(problems, found), args.verbose)
+        _print_tables(found, _folders(problems, found), args.verbose)
         if learned is not None:
             print("", *thresholds.lines(learned), sep="\n")
     return 1 if interrupted or any(explanation.choice is None for explanation in found) else 0
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def _measured(
     args: argparse.Namespace, problems: list[Problem], budget_s: float | None, found: list[Explanation]
 ) -> None:
-    from attn_dispatch.profiling import profile  # only now: wrong usage is told at once
+    from attn_dispatch.profiling import profile  # here, so that usage errors do not wait for torch
 
     profile(problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: found.append(explanation))
 
@@ -111,7 +113,7 @@ def _measured(
 def _measured_by_ranks(
     args: argparse.Namespace, problems: list[Problem], ranks: int, budget_s: float | None, found: list[Explanation]
 ) -> list[Problem]:
-    """The problems as they were measured, over all ranks where they are sharded."""
+    """Measure the problems and return them, with `ranks` set where they are sharded."""
     from attn_dispatch.profiling import profile_over
     from attn_dispatch.ring.link import world
 
@@ -134,7 +136,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     used = options.given(args)
     if args.record is not None:
         if used:
-            raise InvalidInput(f"--from takes the problems from a file: leave {', '.join(used)} away")
+            raise InvalidInput(f"--from reads the problems from a file: remove {', '.join(used)}")
         return _recorded(args.record, args.device)
     if (args.quick or args.full) and not used:
         from attn_dispatch.spec.shapes import quick_problems
@@ -142,8 +144,8 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
         return quick_problems(options.device_of(args))
     if not options.has_length(args):
         raise InvalidInput(
-            "say what to measure: --shape B,N,H,D, --lengths A:B, --grid H,W or --from RECORD; "
-            "or let --quick alone take a few problems of every kind"
+            "give the problems to measure: --shape B,N,H,D, --lengths A:B, --grid H,W or --from RECORD; "
+            "or --quick alone, for a few problems of every kind"
         )
     return options.problems_of(args)
 
@@ -151,11 +153,11 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
 def _at_lengths(args: argparse.Namespace) -> list[Problem]:
     """The problems of the options at every length, the shortest first."""
     if args.record is not None:
-        raise InvalidInput("--thresholds measures at lengths of its own: leave --from away")
+        raise InvalidInput("--thresholds takes its problems from --lengths: remove --from")
     if not (args.grid or args.segments):
         raise InvalidInput(
-            "--thresholds needs a pattern that another order of the tokens can serve: --grid H,W with --window, or "
-            "--segments with --dilations"
+            "--thresholds needs a pattern with another token order: --grid H,W with --window, or --segments with "
+            "--dilations"
         )
     args.lengths = args.lengths or options.lengths(SPAN)
     found = sorted(options.problems_of(args), key=lambda problem: problem.q_len)
@@ -173,7 +175,7 @@ def _recorded(path: str, device: str | None) -> list[Problem]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"--from {path}: cannot be read ({error})") from error
     if not problems:
-        raise InvalidInput(f"--from {path}: holds no problem")
+        raise InvalidInput(f"--from {path}: contains no problem")
     return problems
 
 
@@ -198,7 +200,7 @@ def _seconds(text: str) -> float:
 
 
 def _learned(problems: Sequence[Problem]) -> list[Series]:
-    """What is known now of the families of these problems: of these lengths, and of those measured before."""
+    """The stored series of these problems' families: of these lengths, and of those measured before."""
     from attn_dispatch.settings import cache_folder
 
     families = sorted(set(map(_family, problems)))
@@ -218,11 +220,11 @@ def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequen
     from attn_dispatch.settings import cache_folder
 
     decisions = [explanation.to_dict() for explanation in found]
-    told = {} if learned is None else {"thresholds": thresholds.to_dicts(learned)}
-    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **told})
+    series = {} if learned is None else {"thresholds": thresholds.to_dicts(learned)}
+    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **series})
 
 
-def _print_tables(found: Sequence[Explanation], kept: Sequence[Path], verbose: bool) -> None:
+def _print_tables(found: Sequence[Explanation], folders: Sequence[Path], verbose: bool) -> None:
     if len(found) == 1:
         print(found[0], end="\n\n")
     else:
@@ -232,22 +234,22 @@ def _print_tables(found: Sequence[Explanation], kept: Sequence[Path], verbose: b
             print(printable(f"device    {device}"), "", sep="\n")
             if refused:
                 rows = (printable(f"  {name}: {reason}") for name, reason in refused.items())
-                print("not for any of these problems (--verbose: in each table):", *rows, "", sep="\n")
+                print("can run none of these problems (--verbose lists them in each table):", *rows, "", sep="\n")
             print(*full_table(here, but=refused), "", sep="\n")
         for explanation in found:
             if explanation.choice is None:
                 print(*no_backend(explanation), "", sep="\n")
-    if kept:
-        print(*(f"kept in   {folder}" for folder in kept), sep="\n")
+    if folders:
+        print(*(f"stored in {folder}" for folder in folders), sep="\n")
     elif found:
         from attn_dispatch.settings import NO_HOME, cache_folder
 
         why = NO_HOME if cache_folder() == settings.NOWHERE else "no decision was measured and written"
-        print(f"kept      nothing: {why.removeprefix('nothing is stored: ')}")
+        print(f"stored    nothing: {why.removeprefix('nothing is stored: ')}")
 
 
-def _kept(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
-    """The folders that hold these decisions."""
+def _folders(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
+    """The folders in which these decisions are stored."""
     from attn_dispatch.machine.hardware import silicon
     from attn_dispatch.settings import cache_folder
     from attn_dispatch.spec.groups import group_of
