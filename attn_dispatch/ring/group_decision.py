@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +22,11 @@ from attn_dispatch.ring.rows.layout import deal
 from attn_dispatch.ring.sharded_problem import Shared
 from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
 from attn_dispatch.settings import cache_folder, mode
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.decision import Damaged, Decision, Row, decode, encode, time_of
 from attn_dispatch.store.folder import Store
+from attn_dispatch.tuning.candidates import Request
 
 NOTHING = "no rank sees another's rows: there is nothing to exchange"
 MOST_REASONS = 2  #: of ranks that say the same in other numbers
@@ -102,7 +102,7 @@ def explained(shared: Shared, exchange: str | None) -> Decision:
         return ranks.decision(exchange, "forced", {})
     if exchange is not None or not ranks.able:
         raise NoBackend(ranks.told(exchange))
-    kept = Store(cache_folder()).get(ranks.fingerprint, group_of(shared.problem.to_dict()), ranks.key)
+    kept = Store(cache_folder()).get(*ranks.request.address)
     if kept is not None and mode() != "off":
         return kept
     return ranks.decision(LOCAL if LOCAL in ranks.able else ranks.first, "heuristic", {})
@@ -155,9 +155,9 @@ class Ranks:
         digest = hashlib.sha256(json.dumps([what, layout.kind, even]).encode()).hexdigest()[:12]
         return f"ring-{layout.ranks}r-{len(hosts)}h-{layout.kind}-{digest}"
 
-    @property
-    def key(self) -> str:
-        return self.shared.problem.key(self.fingerprint)
+    @cached_property
+    def request(self) -> Request:
+        return Request(self.shared.problem, self.fingerprint)
 
     def told(self, exchange: str | None) -> str:
         """Why nothing can be done."""
@@ -176,8 +176,7 @@ class Ranks:
 
     def kept(self) -> Decision | None:
         """The latest that any rank has stored, if all can do it; a collective."""
-        plain = self.shared.problem.to_dict()
-        mine = Store(cache_folder()).get(self.fingerprint, group_of(plain), self.key)
+        mine = Store(cache_folder()).get(*self.request.address)
         said = self.shared.link.objects(None if mine is None or mine.source != "measured" else encode(mine))
         held = [each for each in map(_decoded, filter(None, said)) if self._holds(each)]
         if not held:
@@ -198,21 +197,8 @@ class Ranks:
         )
 
     def decision(self, chosen: str, source: str, rows: Mapping[str, Row], **more: Any) -> Decision:
-        plain = self.shared.problem.to_dict()
-        return Decision(
-            key=self.key,
-            silicon=self.fingerprint,
-            group=group_of(plain),
-            title=str(self.shared.problem),
-            problem=plain,
-            choice=NAME,
-            order=chosen,
-            source=source,
-            candidates=tuple(rows.get(name) or self._row(name, chosen, source) for name in EXCHANGES),
-            provenance=self._provenance(),
-            created=datetime.now(UTC).isoformat(timespec="microseconds"),
-            **more,
-        )
+        every = (rows.get(name) or self._row(name, chosen, source) for name in EXCHANGES)
+        return self.request.decision((NAME, chosen), source, every, provenance=self._provenance(), **more)
 
     def _row(self, name: str, chosen: str, source: str) -> Row:
         why = self._why_not(name)

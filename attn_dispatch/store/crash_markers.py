@@ -36,11 +36,11 @@ from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
 from attn_dispatch.store import files as sealed
+from attn_dispatch.store.address import SILICON
 
 FOLDER = "quarantine"
 MARK = re.compile(r"[0-9a-f]{20}-[0-9a-f]{12}\.mark")
 FOREIGN_S = 3600.0  #: seconds after which an unlocked marker of a process that cannot be looked up is dead
-SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 PROC = Path("/proc")
 MACHINE_ID = Path("/etc/machine-id")
 #: What schedulers, resource limits and people end processes with. A crash of the process's own is none of these.

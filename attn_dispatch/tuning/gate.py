@@ -20,11 +20,10 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import contact
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
@@ -73,6 +72,7 @@ class Gatekeeper:
     """
 
     example: Example
+    address: Address
     outside_s: float = field(init=False)
     _gate: Gate = field(init=False)
     _cases: tuple[HardCase, ...] = field(init=False)
@@ -101,7 +101,7 @@ class Gatekeeper:
 
     def prepare(self, candidate: Candidate, call: Callable[[], object]) -> Rejected | None:
         """What a backend does once on a machine; why it cannot be tried, if that fails."""
-        version, where = registry.version_of(candidate.backend), silicon(self.problem.device)
+        version, where = candidate.version, self.address.silicon
         limit_s = PREPARE_PATIENCE * timeout_s()
         try:
             with contact(cache_folder(), where, candidate.name, version, "what it prepares", patience_s=limit_s):
@@ -109,7 +109,7 @@ class Gatekeeper:
         except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text, hung = one_line(error), isinstance(error, guard.TimedOut)
             if hung:
-                self._quarantine(candidate, version, "hung", f"preparing: {text}")
+                self._quarantine(candidate, "hung", f"preparing: {text}")
             return Rejected("failed", text, kept_out=hung and candidate.name != registry.LAST_RESORT)
         return None
 
@@ -120,12 +120,11 @@ class Gatekeeper:
             BackendFailed: the device is lost, and no other candidate can run in this process.
             NoReference: there is no memory to work out what results should be.
         """
-        version = registry.version_of(candidate.backend)
-        where, title = silicon(self.problem.device), candidate.described(self.problem)
+        version, where, title = candidate.version, self.address.silicon, candidate.described(self.problem)
         needed = candidate.needed_bytes
         try:
             with contact(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
-                return self._admit(candidate, version, needed)
+                return self._admit(candidate, needed)
         except NoReference:
             raise
         except Exception as error:
@@ -134,16 +133,16 @@ class Gatekeeper:
             traceback.clear_frames(error.__traceback__)  # they hold what the kernel had allocated
             memory.release(self.problem.device)
             if kind != "hung" and guard.device_lost(self.problem.device):
-                self._quarantine(candidate, version, "died", f"the device was lost: {text}")
+                self._quarantine(candidate, "died", f"the device was lost: {text}")
                 raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
             if kind is not None:
-                self._quarantine(candidate, version, kind, text)
+                self._quarantine(candidate, kind, text)
             return Rejected("failed", text, kept_out=kind is not None and candidate.name != registry.LAST_RESORT)
 
-    def _admit(self, candidate: Candidate, version: str | None, needed: int) -> Admitted | Rejected:
-        failures, rate = self._hard_cases(candidate, version)
+    def _admit(self, candidate: Candidate, needed: int) -> Admitted | Rejected:
+        failures, rate = self._hard_cases(candidate)
         if failures:
-            return self._incorrect(candidate, version, failures)
+            return self._incorrect(candidate, failures)
         limit_s = timeout_s() + 10 * first_call_ms(candidate, self.problem) / 1e3
         limit_s += PATIENCE * rate * work(candidate, self.problem)
         builds = first_call_ms(candidate, self.problem) > 0
@@ -156,10 +155,10 @@ class Gatekeeper:
         verdict = self._gate.check(result)
         error = verdict.error if verdict.error < float("inf") else None
         if verdict.failures:
-            return self._incorrect(candidate, version, verdict.failures, first_ms, peak, error)
+            return self._incorrect(candidate, verdict.failures, first_ms, peak, error)
         lie = guard.lied(peak, needed, self.problem.device.type)
         if lie is not None:
-            self._quarantine(candidate, version, "memory", lie)
+            self._quarantine(candidate, "memory", lie)
             return Rejected("failed", lie, first_ms, peak, error, kept_out=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, verdict.error)
 
@@ -167,7 +166,7 @@ class Gatekeeper:
         """The hard cases that this version has not passed in this process, but for those that it refuses. What compiles
         for every problem is held to fewer of them.
         """
-        key = *candidate.id, registry.version_of(candidate.backend), class_key(self.problem)
+        key = *candidate.id, candidate.version, class_key(self.problem)
         if key in _passed:
             return []
         cases = self._taken_by(candidate)
@@ -176,9 +175,9 @@ class Gatekeeper:
     def _taken_by(self, candidate: Candidate) -> list[HardCase]:
         return [case for case in self._cases if not case.refused_by(*candidate.run_by)]
 
-    def _hard_cases(self, candidate: Candidate, version: str | None) -> tuple[list[str], float]:
+    def _hard_cases(self, candidate: Candidate) -> tuple[list[str], float]:
         """What is wrong, and the seconds that an operation takes in the slowest of them."""
-        key = *candidate.id, version, class_key(self.problem)
+        key = *candidate.id, candidate.version, class_key(self.problem)
         if key in _passed:
             return [], _passed[key]
         rate = 0.0
@@ -249,7 +248,6 @@ class Gatekeeper:
     def _incorrect(
         self,
         candidate: Candidate,
-        version: str | None,
         failures: list[str] | tuple[str, ...],
         first_ms: float | None = None,
         peak: int | None = None,
@@ -257,7 +255,7 @@ class Gatekeeper:
     ) -> Rejected:
         reason = "; ".join(failures)
         logger.warning("%s gives wrong results for %s: %s", candidate.title, self.problem, reason)
-        self._quarantine(candidate, version, "incorrect", reason, group_of(self.problem.to_dict()))
+        self._quarantine(candidate, "incorrect", reason, self.address.group)
         return Rejected("incorrect", reason, first_ms, peak, error)
 
     def _kind_of(self, error: Exception, needed: int) -> Kind | None:
@@ -269,20 +267,19 @@ class Gatekeeper:
             return "memory"
         return None
 
-    def _quarantine(self, candidate: Candidate, version: str | None, kind: Kind, reason: str, scope: str = "") -> None:
+    def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
         if candidate.name == registry.LAST_RESORT:
             return  # there is nothing else to fall back on
-        where = silicon(self.problem.device)
         entry = Entry(
             backend=candidate.name,
-            version=version,
-            silicon=where,
+            version=candidate.version,
+            silicon=self.address.silicon,
             kind=kind,
             scope=scope,
             reason=reason,
             title=candidate.described(self.problem),
         )
-        Quarantine(cache_folder(), where).add(entry)
+        Quarantine(cache_folder(), self.address.silicon).add(entry)
 
 
 def work(candidate: Candidate, problem: Problem) -> float:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from attn_dispatch.kernels import registry
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import Contact, contact
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate
+from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.clocks import CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
@@ -35,13 +33,17 @@ class Heat:
     with the ratio of their first call to the fastest's.
     """
 
-    problem: Problem
+    request: Request
     runners: dict[str, tuple[Candidate, Admitted]]
     incumbent: str
     budget_s: float | None
     aside: dict[str, float] = field(default_factory=dict[str, float])
     turns: Turns = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
+
+    @property
+    def problem(self) -> Problem:
+        return self.request.problem
 
     def run(self, example: Example, remaining_s: float | None) -> None:
         """Time them in turns, within what remains of the budget."""
@@ -120,9 +122,8 @@ class Heat:
     def _marker(self, name: str) -> Iterator[Contact]:
         """One marker for each, which counts only while it is this one's turn."""
         candidate = self.runners[name][0]
-        where, version = silicon(self.problem.device), registry.version_of(candidate.backend)
-        title = candidate.described(self.problem)
-        with contact(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()) as kept:
+        where, title = self.request.silicon, candidate.described(self.problem)
+        with contact(cache_folder(), where, candidate.name, candidate.version, title, patience_s=timeout_s()) as kept:
             kept.rest()
             yield kept
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend, explain, profile
-from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.settings import cache_folder
@@ -22,6 +21,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Drift, Row
 from attn_dispatch.store.folder import Store
+from attn_dispatch.tuning.candidates import Request
 from tests.support.calls import counted, forget, later, qkv, status
 from tests.support.planted import Planted
 
@@ -224,7 +224,7 @@ def test_other_surroundings_and_the_same_versions(house: House, monkeypatch: pyt
     assert counted(loaded=1)
     assert kept().environment != before
     asked: list[object] = []
-    monkeypatch.setattr(look_up, "candidates", asked.append)
+    monkeypatch.setattr(Request, "candidates", property(asked.append))
     house.restart()
     attend(*qkv())
     assert counted(loaded=1)

@@ -21,6 +21,7 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.tuning import tuner
+from attn_dispatch.tuning.candidates import Request
 from attn_dispatch.tuning.gate import COMPILED_CASES
 from attn_dispatch.tuning.hard_cases import hard_cases
 from tests.support.cases import Case
@@ -103,7 +104,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
 
 
 def measured(budget_s: float | None) -> Decision:
-    decision = tuner.decide(PROBLEM, budget_s)
+    decision = tuner.decide(Request.of(PROBLEM), budget_s)
     assert decision is not None
     return decision
 

@@ -167,11 +167,12 @@ def _missed(path: Path) -> dict[str, Any]:
     """The problems that were met where they could not be measured and are still not decided."""
     from attn_dispatch.decisions.look_up import read
     from attn_dispatch.store.problem_files import parse_record
+    from attn_dispatch.tuning.candidates import Request
 
     count, reason = 0, ""
     try:
         text = files.read(path, MOST_MISSED).decode()  # a pipe in its place would be waited for
-        count = sum(read(problem) is None for problem in parse_record(text, path))
+        count = sum(read(Request.of(problem)) is None for problem in parse_record(text, path))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, UnicodeDecodeError, AttnDispatchError) as error:
