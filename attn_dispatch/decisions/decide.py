@@ -10,6 +10,8 @@ import os
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attn_dispatch import settings
 from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.decisions.rate_limit import Pace
 from attn_dispatch.decisions.torch_state import _own_randomness, undisturbed, unsettled
 from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
@@ -54,19 +57,8 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
         return Explanation.of(decision or _forced(request, backend, order)[0])
-    if decision is not None:
-        decision = _with_drift(request, decision)
-    elif mode() != "off":
-        kept = look_up.look_up(request, -1.0)
-        if mode() == "locked" and not (kept and kept.holds_locked):
-            return Explanation.of(_refused_by_lock(request, _why_locked(kept)))
-        if kept is not None and kept.choice is not None:
-            decision = _told(kept)
-        else:
-            decision = _learned(request, evidence.predict(request), 0.0)
-    if decision is None:
-        return Explanation.of(unmeasured.static(request))
-    return Explanation.of(_as_of_now(decision, request.candidates))
+    decision = decide_by_mode(_Steps(request, explained=True)) if decision is None else _with_drift(request, decision)
+    return Explanation.of(_as_of_now(decision, request.candidates) if decision.choice else decision)
 
 
 def counters() -> dict[str, int]:
@@ -87,7 +79,9 @@ def decide(problem: Problem) -> Decision:
     decision = _decided.get(known)
     if decision is not None:
         return decision
-    decision = _static(request) if mode() == "off" else _make(request)
+    decision = decide_by_mode(_Steps(request))
+    if not decision.choice:
+        raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
     if decision.source in ("learned", "heuristic"):
         _counts[decision.source] += 1
     logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
@@ -105,14 +99,14 @@ def traced(problem: Problem) -> Decision:
     """
     with _disable_current_modes():  # what backends keep is about plain tensors
         request, setting = Request.of(problem), mode()
+        steps = _Steps(request)
         known = _decided.get((request.silicon, problem, None, None))
-        kept = look_up.look_up(request, -1.0) if known is None and setting != "off" else None
-        if known is None and setting == "locked":
-            _locked(problem, kept)
+        if known is None and setting == "locked" and steps.stored() is None:
+            steps.refused()
         decision = unmeasured.static(request, [_traceable(each, problem) for each in request.candidates])
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
-        if known is None and kept is None and setting == "tune":
+        if known is None and setting == "tune" and steps.kept is None:
             note_missed(cache_folder(), request.plain)
     _counts["heuristic"] += 1
     logger.info("%s: %s, while it is traced", problem, decision.choice)
@@ -134,30 +128,77 @@ def _traceable(each: Candidate, problem: Problem) -> Candidate:
     return ruled_out(each.backend, each.order, "unsupported", _UNTRACEABLE)
 
 
-def _make(request: Request) -> Decision:
-    """From what is stored, if it holds; else by measuring, where that is allowed; else from what is known."""
-    setting = mode()
-    kept = look_up.look_up(request, settings.budget_ms() if setting == "tune" else -1.0)
-    if kept is not None and kept.holds:
-        return _taken(kept)
-    if setting == "locked":
-        return _locked(request.problem, kept)
-    said = evidence.predict(request) if kept is None or kept.choice is None else None
-    if setting == "tune" and (kept is None or kept.changed):
-        decision = _learned(request, said, SURE) if kept is None else None
-        if decision is not None:
-            return decision
-        if _may_measure(request.problem):
-            decision = _measured(request, kept, said)
-            if decision is not None:
-                return decision
-            request = Request.of(request.problem)  # what failed in the trial may be in quarantine now
-            said = None if said is None else evidence.predict(request)
-        else:
-            note_missed(cache_folder(), request.plain)
-    if kept is not None and kept.choice is not None:
-        return _taken(kept)
-    return _learned(request, said, 0.0) or _static(request)
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """The ways to a decision on one device. `explained`: nothing is measured, counted or noted."""
+
+    request: Request
+    explained: bool = False
+
+    @cached_property
+    def kept(self) -> look_up.Found | None:
+        budget_ms = settings.budget_ms() if mode() == "tune" and not self.explained else -1.0
+        return look_up.look_up(self.request, budget_ms)
+
+    @cached_property
+    def said(self) -> Prediction | None:
+        """What neighbours say."""
+        return evidence.predict(self.request)
+
+    def stored(self) -> Decision | None:
+        """In locked mode what was chosen must be what was measured. That others have changed does not matter, and where
+        it lacks the memory for now, the best of what was measured stands in for it.
+        """
+        kept = self.kept
+        if kept is None or not (kept.holds_locked if mode() == "locked" else kept.holds):
+            return None
+        return self._taken(kept)
+
+    def refused(self) -> Decision:
+        why = "nothing is decided"
+        if self.kept is not None:
+            decided = titled(*self.kept.decision.chosen)
+            why = f"{decided}, as was decided, has another version now, or nothing measured can run"
+        if not self.explained:
+            command = "run 'attn-dispatch profile' on it first, or another mode"
+            raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.request.problem}; {command}")
+        text, found = f"locked mode, and {why}: `attn-dispatch profile` measures it", self.request.candidates
+        rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=text) for c in found)
+        return self.request.decision(None, "heuristic", rows)
+
+    def measured(self) -> Decision | None:
+        """Neighbours of nearly the same size that are sure; else a trial, where that is allowed."""
+        kept, said = self.kept, None
+        if self.explained or (kept is not None and not kept.changed):
+            return None
+        if kept is None:
+            said = self.said
+            if said is not None and said.in_bucket and said.confidence >= SURE:
+                return unmeasured.predicted(self.request, said)
+        if not _may_measure(self.request.problem):
+            note_missed(cache_folder(), self.request.plain)
+            return None
+        start = time.perf_counter()
+        first = None if said is None else (said.backend, said.order)
+        decision = measure(self.request, settings.budget_ms() / 1e3, kept, first)
+        _pace.spend(time.perf_counter() - start)
+        if decision is None:
+            again = _Steps(Request.of(self.request.problem))  # what failed in the trial may be in quarantine now
+            return again.predicted() or again.static()
+        keep(self.request.problem, decision)
+        return decision
+
+    def predicted(self) -> Decision | None:
+        """What of the stored one still holds; else what neighbours say."""
+        if self.kept is not None and self.kept.choice is not None:
+            return self._taken(self.kept)
+        return None if self.said is None else unmeasured.predicted(self.request, self.said)
+
+    def static(self) -> Decision:
+        return unmeasured.static(self.request)
+
+    def _taken(self, kept: look_up.Found) -> Decision:
+        return _told(kept) if self.explained else _taken(kept)
 
 
 def _taken(kept: look_up.Found) -> Decision:
@@ -222,32 +263,6 @@ def _row_now(each: Candidate, kept: Row | None, choice: Name) -> Row:
     return kept or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)
 
 
-def _locked(problem: Problem, kept: look_up.Found | None) -> Decision:
-    """In locked mode: what was chosen must be what was measured. That others have changed does not matter, and where
-    it lacks the memory for now, the best of what was measured stands in for it.
-    """
-    if kept is not None and kept.holds_locked:
-        return _taken(kept)
-    raise NotDecided(
-        f"ATTN_DISPATCH_MODE=locked and {_why_locked(kept)} for {problem}; run 'attn-dispatch profile' on it first, or "
-        "another mode"
-    )
-
-
-def _why_locked(kept: look_up.Found | None) -> str:
-    if kept is None:
-        return "nothing is decided"
-    return f"{titled(*kept.decision.chosen)}, as was decided, has another version now, or nothing measured can run"
-
-
-def _refused_by_lock(request: Request, reason: str) -> Decision:
-    """What attend() refuses, to be explained."""
-    text = f"locked mode, and {reason}: `attn-dispatch profile` measures it"
-    found = request.candidates
-    rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=text) for c in found)
-    return request.decision(None, "heuristic", rows)
-
-
 def _may_measure(problem: Problem) -> bool:
     """Whether a trial can be made now, and this minute's time for trials is not spent."""
     if unsettled(problem.device):
@@ -257,17 +272,6 @@ def _may_measure(problem: Problem) -> bool:
         logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
         return False
     return True
-
-
-def _measured(request: Request, kept: look_up.Found | None, said: Prediction | None) -> Decision | None:
-    """Measure what is not known, what is likely the fastest first."""
-    first = None if said is None or kept is not None else (said.backend, said.order)
-    start = time.perf_counter()
-    decision = measure(request, settings.budget_ms() / 1e3, kept, first)
-    _pace.spend(time.perf_counter() - start)
-    if decision is not None:
-        keep(request.problem, decision)
-    return decision
 
 
 def measure(
@@ -294,20 +298,6 @@ def measured_anew(problem: Problem, decision: Decision) -> None:
     for known in [known for known in _decided if known[:2] == (decision.silicon, problem)]:
         del _decided[known]
     keep(problem, decision)
-
-
-def _learned(request: Request, said: Prediction | None, least: float) -> Decision | None:
-    """What neighbours say. With `least`, only those of nearly the same size, and only where they are that sure."""
-    if said is None or said.confidence < least or (least and not said.in_bucket):
-        return None
-    return unmeasured.predicted(request, said)
-
-
-def _static(request: Request) -> Decision:
-    decision = unmeasured.static(request)
-    if not decision.choice:
-        raise NoBackend(unmeasured.no_backend(request.problem, decision.candidates))
-    return decision
 
 
 def force(problem: Problem, backend: str | None, order: str | None) -> Decision:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_dispatch import settings
+from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.ring.rows.layout import deal
@@ -62,27 +63,40 @@ def decide(
         raise NoBackend(ranks.told(None))
     if LOCAL in ranks.able:
         return ranks.decision(LOCAL, "heuristic", {})  # nothing is exchanged, and there is nothing to choose from
-    if mode() != "off" and not force:
-        kept = ranks.kept()
-        if kept is not None:
-            return kept
-    if mode() == "locked" and not force:
-        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {shared.problem}")
-    if mode() == "tune" or force:
-        decision = _measured(ranks, tensors, masks, settings.budget_ms() if budget_ms is None else budget_ms)
-        if decision is not None:
-            _keep(decision)
-            return decision
-    return ranks.decision(ranks.first, "heuristic", {})
+    return decide_by_mode(_Steps(ranks, tensors, masks, budget_ms), force=force)
 
 
-def _measured(ranks: Ranks, tensors: Tensors, masks: Mapping[str, Tensor], budget_ms: float) -> Decision | None:
-    """Measured together, or None where every candidate failed; the same on every rank, to the letter."""
-    rows, chosen, took_ms = Trial(ranks.shared, ranks.able, ranks.first, tensors, masks, budget_ms).rows()
-    if chosen is None:
-        return None
-    made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
-    return _decoded(ranks.shared.link.objects(encode(made))[0])
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """The ways to a decision of all ranks; each is a collective."""
+
+    ranks: Ranks
+    tensors: Tensors
+    masks: Mapping[str, Tensor]
+    budget_ms: float | None
+
+    def stored(self) -> Decision | None:
+        return self.ranks.kept()
+
+    def refused(self) -> Decision:
+        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {self.ranks.shared.problem}")
+
+    def measured(self) -> Decision | None:
+        """Measured together, or None where every candidate failed; the same on every rank, to the letter."""
+        ranks, budget_ms = self.ranks, settings.budget_ms() if self.budget_ms is None else self.budget_ms
+        rows, chosen, took_ms = Trial(ranks.shared, ranks.able, ranks.first, self.tensors, self.masks, budget_ms).rows()
+        if chosen is None:
+            return None
+        made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
+        decision = _decoded(ranks.shared.link.objects(encode(made))[0])
+        _keep(decision)
+        return decision
+
+    def predicted(self) -> None:
+        """Nothing is learned of other sizes."""
+
+    def static(self) -> Decision:
+        return self.ranks.decision(self.ranks.first, "heuristic", {})
 
 
 def explained(shared: Shared, exchange: str | None) -> Decision:
