@@ -30,6 +30,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import decode, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import read_record
+from attn_dispatch.tuning.candidates import Request
 
 LEAST_S = 0.05  #: seconds that a problem gets however little of the budget is left
 
@@ -89,12 +90,13 @@ def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation
 
 def _settle_alone(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     budget_ms = math.inf if share_s is None else share_s * 1e3
-    kept = look_up.look_up(problem, budget_ms)
+    request = Request.of(problem)
+    kept = look_up.look_up(request, budget_ms)
     if kept is not None and kept.holds and kept.decision.drift is None and not force:
         return Explanation.of(kept.decision)
     if kept is not None and (force or kept.decision.drift is not None):
         kept = look_up.Found(kept.decision, kept.choice)  # all of it
-    decision = decide.measure(problem, share_s, kept)
+    decision = decide.measure(request, share_s, kept)
     if decision is None:
         return decide.explain_problem(problem)
     dispatch.adopt(problem, decision)
@@ -179,7 +181,7 @@ def _dealt_out(problems: Sequence[Problem], link: Link, budget_s: float | None, 
             shown = progress and link.rank == 0
             done = profile([problems[index] for index in mine], budget_s=budget_s, force=force, progress=shown)
         link.barrier()  # two that measured at once on one processor would measure one another
-    decisions = [look_up.read(problems[index]) for index in mine]
+    decisions = [look_up.read(Request.of(problems[index])) for index in mine]
     said = link.objects(
         [(index, each, kept and encode(kept)) for index, each, kept in zip(mine, done, decisions, strict=True)]
     )

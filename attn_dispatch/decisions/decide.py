@@ -10,6 +10,8 @@ import os
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,21 +19,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attn_dispatch import settings
 from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.decisions.look_up import Name
+from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.decisions.rate_limit import Pace
 from attn_dispatch.decisions.torch_state import _own_randomness, undisturbed, unsettled
 from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import traceable
+from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from attn_dispatch.text import printable, titled
-from attn_dispatch.tuning.candidates import Candidate, candidates, environment_now, ruled_out
+from attn_dispatch.tuning.candidates import Candidate, Name, Request, environment_now, ruled_out
 
 SURE = 0.9  #: confidence from which a neighbour of nearly the same size is believed without measuring
 WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
@@ -51,21 +53,12 @@ _UNTRACEABLE = "no graph that holds for other inputs can be made of it"
 def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
     """`explain` for a problem."""
     unmeasured.check(backend, order)
-    decision = _decided.get((silicon(problem.device), problem, backend, order))
+    request = Request.of(problem)
+    decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
-        return Explanation.of(decision or unmeasured.forced(problem, backend, order, lambda: _known(problem))[0])
-    found = candidates(problem)
-    if decision is not None:
-        decision = _with_drift(problem, decision)
-    elif mode() != "off":
-        kept = look_up.look_up(problem, -1.0)
-        if mode() == "locked" and not (kept and kept.holds_locked):
-            return Explanation.of(_refused_by_lock(problem, found, _why_locked(kept)))
-        if kept is not None and kept.choice is not None:
-            decision = _told(kept)
-        else:
-            decision = _learned(problem, found, 0.0)
-    return Explanation.of(_as_of_now(decision, found) if decision is not None else unmeasured.static(problem, found))
+        return Explanation.of(decision or _forced(request, backend, order)[0])
+    decision = decide_by_mode(_Steps(request, explained=True)) if decision is None else _with_drift(request, decision)
+    return Explanation.of(_as_of_now(decision, request.candidates) if decision.choice else decision)
 
 
 def counters() -> dict[str, int]:
@@ -81,11 +74,14 @@ def decide(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can run it.
     """
-    known = silicon(problem.device), problem, None, None
+    request = Request.of(problem)
+    known = request.silicon, problem, None, None
     decision = _decided.get(known)
     if decision is not None:
         return decision
-    decision = _static(problem) if mode() == "off" else _make(problem)
+    decision = decide_by_mode(_Steps(request))
+    if not decision.choice:
+        raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
     if decision.source in ("learned", "heuristic"):
         _counts[decision.source] += 1
     logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
@@ -102,16 +98,16 @@ def traced(problem: Problem) -> Decision:
         NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can be traced on this problem.
     """
     with _disable_current_modes():  # what backends keep is about plain tensors
-        setting = mode()
-        known = _decided.get((silicon(problem.device), problem, None, None))
-        kept = look_up.look_up(problem, -1.0) if known is None and setting != "off" else None
-        if known is None and setting == "locked":
-            _locked(problem, kept)
-        decision = unmeasured.static(problem, [_traceable(each, problem) for each in candidates(problem)])
+        request, setting = Request.of(problem), mode()
+        steps = _Steps(request)
+        known = _decided.get((request.silicon, problem, None, None))
+        if known is None and setting == "locked" and steps.stored() is None:
+            steps.refused()
+        decision = unmeasured.static(request, [_traceable(each, problem) for each in request.candidates])
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
-        if known is None and kept is None and setting == "tune":
-            note_missed(cache_folder(), problem.to_dict())
+        if known is None and setting == "tune" and steps.kept is None:
+            note_missed(cache_folder(), request.plain)
     _counts["heuristic"] += 1
     logger.info("%s: %s, while it is traced", problem, decision.choice)
     return decision
@@ -132,23 +128,77 @@ def _traceable(each: Candidate, problem: Problem) -> Candidate:
     return ruled_out(each.backend, each.order, "unsupported", _UNTRACEABLE)
 
 
-def _make(problem: Problem) -> Decision:
-    """From what is stored, if it holds; else by measuring, where that is allowed; else from what is known."""
-    setting = mode()
-    kept = look_up.look_up(problem, settings.budget_ms() if setting == "tune" else -1.0)
-    if kept is not None and kept.holds:
-        return _taken(kept)
-    if setting == "locked":
-        return _locked(problem, kept)
-    found = candidates(problem)
-    if setting == "tune" and (kept is None or kept.changed):
-        sure = _learned(problem, found, SURE) if kept is None else None
-        decision = sure or _measured(problem, kept, found)
-        if decision is not None:
-            return decision
-    if kept is not None and kept.choice is not None:
-        return _taken(kept)
-    return _learned(problem, found, 0.0) or _static(problem)
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """The ways to a decision on one device. `explained`: nothing is measured, counted or noted."""
+
+    request: Request
+    explained: bool = False
+
+    @cached_property
+    def kept(self) -> look_up.Found | None:
+        budget_ms = settings.budget_ms() if mode() == "tune" and not self.explained else -1.0
+        return look_up.look_up(self.request, budget_ms)
+
+    @cached_property
+    def said(self) -> Prediction | None:
+        """What neighbours say."""
+        return evidence.predict(self.request)
+
+    def stored(self) -> Decision | None:
+        """In locked mode what was chosen must be what was measured. That others have changed does not matter, and where
+        it lacks the memory for now, the best of what was measured stands in for it.
+        """
+        kept = self.kept
+        if kept is None or not (kept.holds_locked if mode() == "locked" else kept.holds):
+            return None
+        return self._taken(kept)
+
+    def refused(self) -> Decision:
+        why = "nothing is decided"
+        if self.kept is not None:
+            decided = titled(*self.kept.decision.chosen)
+            why = f"{decided}, as was decided, has another version now, or nothing measured can run"
+        if not self.explained:
+            command = "run 'attn-dispatch profile' on it first, or another mode"
+            raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.request.problem}; {command}")
+        text, found = f"locked mode, and {why}: `attn-dispatch profile` measures it", self.request.candidates
+        rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=text) for c in found)
+        return self.request.decision(None, "heuristic", rows)
+
+    def measured(self) -> Decision | None:
+        """Neighbours of nearly the same size that are sure; else a trial, where that is allowed."""
+        kept, said = self.kept, None
+        if self.explained or (kept is not None and not kept.changed):
+            return None
+        if kept is None:
+            said = self.said
+            if said is not None and said.in_bucket and said.confidence >= SURE:
+                return unmeasured.predicted(self.request, said)
+        if not _may_measure(self.request.problem):
+            note_missed(cache_folder(), self.request.plain)
+            return None
+        start = time.perf_counter()
+        first = None if said is None else (said.backend, said.order)
+        decision = measure(self.request, settings.budget_ms() / 1e3, kept, first)
+        _pace.spend(time.perf_counter() - start)
+        if decision is None:
+            again = _Steps(Request.of(self.request.problem))  # what failed in the trial may be in quarantine now
+            return again.predicted() or again.static()
+        keep(self.request.problem, decision)
+        return decision
+
+    def predicted(self) -> Decision | None:
+        """What of the stored one still holds; else what neighbours say."""
+        if self.kept is not None and self.kept.choice is not None:
+            return self._taken(self.kept)
+        return None if self.said is None else unmeasured.predicted(self.request, self.said)
+
+    def static(self) -> Decision:
+        return unmeasured.static(self.request)
+
+    def _taken(self, kept: look_up.Found) -> Decision:
+        return _told(kept) if self.explained else _taken(kept)
 
 
 def _taken(kept: look_up.Found) -> Decision:
@@ -181,9 +231,9 @@ def _row_told(row: Row, kept: look_up.Found) -> Row:
     return row
 
 
-def _with_drift(problem: Problem, decision: Decision) -> Decision:
+def _with_drift(request: Request, decision: Decision) -> Decision:
     """What live calls took is noted on disk only, by whichever process saw it."""
-    kept = look_up.read(problem) if decision.source == "measured" else None
+    kept = look_up.read(request) if decision.source == "measured" else None
     if kept is None or kept.created != decision.created:
         return decision
     return msgspec.structs.replace(decision, drift=kept.drift)
@@ -213,90 +263,41 @@ def _row_now(each: Candidate, kept: Row | None, choice: Name) -> Row:
     return kept or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)
 
 
-def _locked(problem: Problem, kept: look_up.Found | None) -> Decision:
-    """In locked mode: what was chosen must be what was measured. That others have changed does not matter, and where
-    it lacks the memory for now, the best of what was measured stands in for it.
-    """
-    if kept is not None and kept.holds_locked:
-        return _taken(kept)
-    raise NotDecided(
-        f"ATTN_DISPATCH_MODE=locked and {_why_locked(kept)} for {problem}; run 'attn-dispatch profile' on it first, or "
-        "another mode"
-    )
-
-
-def _why_locked(kept: look_up.Found | None) -> str:
-    if kept is None:
-        return "nothing is decided"
-    return f"{titled(*kept.decision.chosen)}, as was decided, has another version now, or nothing measured can run"
-
-
-def _refused_by_lock(problem: Problem, found: list[Candidate], why: str) -> Decision:
-    """What attend() refuses, to be explained."""
-    reason = f"locked mode, and {why}: `attn-dispatch profile` measures it"
-    rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=reason) for c in found)
-    return unmeasured.unmeasured(problem, None, "heuristic", rows)
-
-
-def _measured(problem: Problem, kept: look_up.Found | None, found: list[Candidate]) -> Decision | None:
-    """Measure what is not known, where and when that is allowed."""
+def _may_measure(problem: Problem) -> bool:
+    """Whether a trial can be made now, and this minute's time for trials is not spent."""
     if unsettled(problem.device):
         logger.warning("not measured while a graph is captured or traced, or inside torch.func: %s", problem)
-    elif not _pace.allows(settings.trial_seconds()):
+        return False
+    if not _pace.allows(settings.trial_seconds()):
         logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
-    else:
-        said = evidence.predict(problem, found) if kept is None else None
-        first = None if said is None else (said.backend, said.order)
-        start = time.perf_counter()
-        decision = measure(problem, settings.budget_ms() / 1e3, kept, first)
-        _pace.spend(time.perf_counter() - start)
-        if decision is not None:
-            keep(problem, decision)
-        return decision
-    note_missed(cache_folder(), problem.to_dict())
-    return None
+        return False
+    return True
 
 
 def measure(
-    problem: Problem, budget_s: float | None, kept: look_up.Found | None, first: Name | None = None
+    request: Request, budget_s: float | None, kept: look_up.Found | None, first: Name | None = None
 ) -> Decision | None:
     """Measure; what changed alone, where a decision is there to start from. Arguments as for `tuner.decide`."""
     from attn_dispatch.tuning import tuner  # what measures is loaded when there is something to measure
 
     prior, changed = (None, None) if kept is None else (kept.decision, kept.changed or None)
-    with undisturbed(problem.device), _own_randomness(problem):
-        return tuner.decide(problem, budget_s, prior=prior, changed=changed, first=first)
+    with undisturbed(request.problem.device), _own_randomness(request.problem):
+        return tuner.decide(request, budget_s, prior=prior, changed=changed, first=first)
 
 
 def keep(problem: Problem, decision: Decision) -> None:
     """Store a new measurement and go by it in this process."""
     Store(cache_folder()).put(decision)
     evidence.note(decision)
-    _decided[silicon(problem.device), problem, None, None] = decision
+    _decided[decision.silicon, problem, None, None] = decision
     _counts["measured"] += 1
 
 
 def measured_anew(problem: Problem, decision: Decision) -> None:
     """`keep` by request: what was forced in part goes by it from now on too."""
-    where = silicon(problem.device)
-    for known in [known for known in _decided if known[:2] == (where, problem)]:
+    for known in [known for known in _decided if known[:2] == (decision.silicon, problem)]:
         del _decided[known]
     keep(problem, decision)
-
-
-def _learned(problem: Problem, found: list[Candidate], least: float) -> Decision | None:
-    """What neighbours say. With `least`, only those of nearly the same size, and only where they are that sure."""
-    said = evidence.predict(problem, found)
-    if said is None or said.confidence < least or (least and not said.in_bucket):
-        return None
-    return unmeasured.predicted(problem, said, found)
-
-
-def _static(problem: Problem) -> Decision:
-    decision = unmeasured.static(problem, candidates(problem))
-    if not decision.choice:
-        raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
-    return decision
 
 
 def force(problem: Problem, backend: str | None, order: str | None) -> Decision:
@@ -308,10 +309,11 @@ def force(problem: Problem, backend: str | None, order: str | None) -> Decision:
         InvalidInput: there is no such backend. NoBackend: none can run it so. BackendFailed: it cannot say.
     """
     unmeasured.check(backend, order)
-    known = silicon(problem.device), problem, backend, order
+    request = Request.of(problem)
+    known = request.silicon, problem, backend, order
     decision = _decided.get(known)
     if decision is None:
-        decision, error = unmeasured.forced(problem, backend, order, lambda: _known(problem))
+        decision, error = _forced(request, backend, order)
         if error is not None:
             raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {error!r}") from error
         if not decision.choice:
@@ -323,7 +325,12 @@ def force(problem: Problem, backend: str | None, order: str | None) -> Decision:
     return decision
 
 
-def _known(problem: Problem) -> Decision | None:
-    """What was measured of a problem, here or in another process."""
-    decision = _decided.get((silicon(problem.device), problem, None, None))
-    return decision if decision is not None or mode() == "off" else look_up.read(problem)
+def _forced(request: Request, backend: str | None, order: str | None) -> tuple[Decision, Exception | None]:
+    """What was measured, here or in another process, is asked for where it can make a difference."""
+    found, error = unmeasured.left_by(request, backend, order)
+    measured = None
+    if sum(each.row is None for each in found) > 1:
+        measured = _decided.get((request.silicon, request.problem, None, None))
+        if measured is None and mode() != "off":
+            measured = look_up.read(request)
+    return unmeasured.forced(request, found, measured), error

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from attn_dispatch.learning import predict as learned
 from attn_dispatch.learning import thresholds
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store, shipped
-from attn_dispatch.tuning.candidates import Candidate, versions
+from attn_dispatch.tuning.candidates import Request
 
 # Decisions of a group as they were first read, and those made since: by silicon and group.
 _evidence: dict[tuple[str, str], learned.Evidence] = {}
 
 
-def predict(problem: Problem, found: list[Candidate]) -> learned.Prediction | None:
+def predict(request: Request) -> learned.Prediction | None:
     """What evidence from other sizes says of a problem that was never measured."""
-    where, plain = silicon(problem.device), problem.to_dict()
-    known = evidence(where, group_of(plain))
-    able = [each.id for each in found if each.row is None]
-    said = learned.predict(plain, known, able, versions()) if able else None
+    able = [each.id for each in request.able]
+    if not able:
+        return None
+    plain, known = request.plain, evidence(request.address.silicon, request.address.group)
+    versions = {each.name: each.version for each in request.candidates}
+    said = learned.predict(plain, known, able, versions)
     if said is None or said.in_bucket or said.order == NATURAL:
         return said
     # Far from what was measured an order is taken only above the length from which it has been seen to pay.
     worth = thresholds.allowed(plain, known)
-    return learned.predict(plain, known, [each for each in able if each[1] in worth], versions())
+    return learned.predict(plain, known, [each for each in able if each[1] in worth], versions)
 
 
 def evidence(where: str, group: str) -> learned.Evidence:

@@ -15,15 +15,11 @@ import msgspec
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import say_once
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store, shipped
-from attn_dispatch.tuning.candidates import Candidate, can_run, candidates, environment_now
-
-Name = tuple[str, str]  #: of a candidate: backend and order
+from attn_dispatch.tuning.candidates import Candidate, Name, Request, environment_now
 
 TIMED = ("chosen", "slower", "tie")
 PASSING = ("over_memory", "quarantined", "incorrect")  #: what a candidate may be for a while
@@ -52,13 +48,13 @@ class Found:
         return self.choice is not None and self.decision.chosen not in self.changed
 
 
-def look_up(problem: Problem, budget_ms: float) -> Found | None:
+def look_up(request: Request, budget_ms: float) -> Found | None:
     """The decision on disk, or the shipped one.
 
     Args:
         budget_ms: candidates that were not measured for want of time count as changed where this would be enough.
     """
-    decision = read(problem)
+    decision = read(request)
     if decision is None:
         return None
     waiting = _waiting(decision, budget_ms)
@@ -66,35 +62,33 @@ def look_up(problem: Problem, budget_ms: float) -> Found | None:
     passing = any(row.status in PASSING for row in decision.candidates)
     if not waiting and not passing and decision.environment == environment_now():
         with suppress(InvalidInput):  # a backend that is registered elsewhere
-            if can_run(problem, *decision.chosen):
+            if request.can_run(*decision.chosen):
                 return Found(decision, decision.chosen)
-    return _compare(problem, decision, waiting)
+    return _compare(request, decision, waiting)
 
 
-def read(problem: Problem) -> Decision | None:
-    """What is kept under the problem's key, as it is, if it is this problem's."""
-    where, plain = silicon(problem.device), problem.to_dict()
-    key, group = problem.key(where), group_of(plain)
-    mine = Store(cache_folder()).get(where, group, key)
-    if mine is not None and _same(problem, mine, where, key):
+def read(request: Request) -> Decision | None:
+    """What is kept at the problem's address, as it is, if it is this problem's."""
+    mine = Store(cache_folder()).get(*request.address)
+    if mine is not None and _same(request, mine):
         return mine
-    given = shipped(where).get(key)
-    return given if given is not None and _same(problem, given, where, key) else None
+    given = shipped(request.silicon).get(request.address.key)
+    return given if given is not None and _same(request, given) else None
 
 
-def _same(problem: Problem, decision: Decision, where: str, key: str) -> bool:
+def _same(request: Request, decision: Decision) -> bool:
     """A file's name is a hash; what it says it decides must have that hash too."""
     try:
-        told = Problem.from_dict(decision.problem, problem.device).key(where)
+        told = Problem.from_dict(decision.problem, request.problem.device).key(request.silicon)
     except ValueError:
         told = ""
-    if told != key:
+    if told != request.address.key:
         say_once(f"ignored the decision {decision.key}: it is for another problem than it says")
-    return told == key
+    return told == request.address.key
 
 
-def _compare(problem: Problem, decision: Decision, waiting: set[Name]) -> Found:
-    able = {each.id: each for each in candidates(problem) if each.row is None}
+def _compare(request: Request, decision: Decision, waiting: set[Name]) -> Found:
+    able = {each.id: each for each in request.able}
     rows = {row.id: row for row in decision.candidates}
     changed = {name for name in able if not _current(rows.get(name), able[name])}
     choice = best_of(decision, holding(decision, able.values()))
@@ -118,7 +112,7 @@ def best_of(decision: Decision, rows: Mapping[Name, Row]) -> Name | None:
 
 def _current(row: Row | None, candidate: Candidate) -> bool:
     """Whether a row says something of the backend as it is now. What could not run then was not measured."""
-    if row is None or row.version != registry.version_of(candidate.backend):
+    if row is None or row.version != candidate.version:
         return False
     # What gave wrong results is in quarantine; where it can run, that was lifted. The last resort never is kept out.
     wrong = row.status == "incorrect" and candidate.name == registry.LAST_RESORT

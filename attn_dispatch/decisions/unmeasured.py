@@ -6,67 +6,43 @@ known, else by the static choice; nothing is measured for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
 
 from attn_dispatch.decisions import look_up
-from attn_dispatch.decisions.look_up import Name
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, forced_orders, orders_of
 from attn_dispatch.learning import predict
-from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.spec import orders
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.text import one_line, titled
-from attn_dispatch.tuning.candidates import Candidate, candidates, heuristic, refused, ruled_out
-
-Known = Callable[[], Decision | None]  #: a decision with measured rows, asked for where it can make a difference
+from attn_dispatch.tuning.candidates import Candidate, Name, Request, heuristic, refused, ruled_out
 
 
-def unmeasured(problem: Problem, choice: Name | None, source: str, rows: Iterable[Row]) -> Decision:
-    """A decision that is kept in this process only."""
-    where, plain = silicon(problem.device), problem.to_dict()
-    backend, order = choice or ("", "")
-    return Decision(
-        key=problem.key(where),
-        silicon=where,
-        group=group_of(plain),
-        title=str(problem),
-        problem=plain,
-        choice=backend,
-        order=order,
-        source=source,
-        candidates=tuple(rows),
-        provenance=provenance(problem.device),
-        created=datetime.now(UTC).isoformat(timespec="microseconds"),
-    )
+def static(request: Request, found: Sequence[Candidate] | None = None) -> Decision:
+    """By the order of preference, of all candidates or of these; without a choice where none can run."""
+    found = request.candidates if found is None else found
+    first = heuristic(found)
+    chosen = None if first is None else first.id
+    return request.decision(chosen, "heuristic", (_row(each, chosen, None) for each in found))
 
 
-def static(problem: Problem, found: Sequence[Candidate]) -> Decision:
-    """By the order of preference; without a choice where none can run."""
-    chosen = heuristic(found)
-    rows = (_row(each, None if chosen is None else chosen.id, None) for each in found)
-    return unmeasured(problem, None if chosen is None else chosen.id, "heuristic", rows)
-
-
-def predicted(problem: Problem, said: predict.Prediction, found: Iterable[Candidate]) -> Decision:
+def predicted(request: Request, said: predict.Prediction) -> Decision:
     """What neighbours say; evidence to come may know better."""
-    rows = [_predicted(each, said) for each in found]
-    decision = unmeasured(problem, (said.backend, said.order), "learned", rows)
-    return msgspec.structs.replace(decision, confidence=said.confidence, evidence=said.evidence)
+    rows = (_predicted(each, said) for each in request.candidates)
+    chosen = said.backend, said.order
+    return request.decision(chosen, "learned", rows, confidence=said.confidence, evidence=said.evidence)
 
 
 def _predicted(each: Candidate, said: predict.Prediction) -> Row:
     if each.row is not None:
         return each.row
-    version = registry.version_of(each.backend)
+    version = each.version
     if each.id == (said.backend, said.order):
         reason = f"by {len(said.evidence)} measured neighbours, confidence {said.confidence:.2f}"
         return Row(backend=each.name, order=each.order, status="chosen", reason=reason, version=version)
@@ -83,24 +59,28 @@ def check(backend: object, order: object) -> None:
         raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {backend!r}")
 
 
-def forced(problem: Problem, backend: str | None, order: str | None, known: Known) -> tuple[Decision, Exception | None]:
-    """The decision for a backend, an order or both; and what the backend raised when it was asked.
+def forced(request: Request, found: Sequence[Candidate], measured: Decision | None) -> Decision:
+    """The decision among these, which the caller left; without a choice where none can run.
 
-    Without a choice where that cannot run the problem. A backend that is named is not held to the memory that is free,
-    nor kept in quarantine.
+    Args:
+        measured: a decision with measured rows, where there is one.
     """
-    if backend is None:
-        found, error = list(_in_order(problem, order or NATURAL)), None
-    else:
-        found, error = _of_backend(problem, backend, order)
     able = [each for each in found if each.row is None]
-    measured = known() if len(able) > 1 else None
     holding = {} if measured is None else look_up.holding(measured, able)
     choice = None if measured is None else look_up.best_of(measured, holding)
     first = heuristic(able)
     if choice is None and first is not None:
         choice = first.id
-    return unmeasured(problem, choice, "forced", (_row(c, choice, holding.get(c.id)) for c in found)), error
+    return request.decision(choice, "forced", (_row(each, choice, holding.get(each.id)) for each in found))
+
+
+def left_by(request: Request, backend: str | None, order: str | None) -> tuple[list[Candidate], Exception | None]:
+    """The candidates that a caller leaves who forces a backend, an order or both; and what the backend raised when it
+    was asked. A backend that is named is not held to the memory that is free, nor kept in quarantine.
+    """
+    if backend is None:
+        return list(_in_order(request, order or NATURAL)), None
+    return _of_backend(request.problem, backend, order)
 
 
 def no_backend(problem: Problem, rows: Iterable[Row], backend: str | None = None, order: str | None = None) -> str:
@@ -128,21 +108,22 @@ def _of_backend(problem: Problem, name: str, order: str | None) -> tuple[list[Ca
             return [_another_order(backend, problem, order, offered)], None
     except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way
         return [ruled_out(backend, order or NATURAL, "failed", one_line(error))], error
-    return [Candidate(backend, each, None) for each in (offered if order is None else (order,))], None
+    version = registry.version_of(backend)
+    return [Candidate(backend, each, version) for each in (offered if order is None else (order,))], None
 
 
-def _in_order(problem: Problem, order: str) -> Iterator[Candidate]:
+def _in_order(request: Request, order: str) -> Iterator[Candidate]:
     """One candidate of every backend."""
-    for _, group in groupby(candidates(problem), key=lambda each: each.name):
+    for _, group in groupby(request.candidates, key=lambda each: each.name):
         known = list(group)
         backend, row = known[0].backend, known[0].row
         same = next((each for each in known if each.order == order), None)
         if same is not None:
             yield same
         elif row is not None:
-            yield Candidate(backend, order, msgspec.structs.replace(row, order=order))
+            yield Candidate(backend, order, row.version, msgspec.structs.replace(row, order=order))
         else:
-            yield _another_order(backend, problem, order, [each.order for each in known])
+            yield _another_order(backend, request.problem, order, [each.order for each in known])
 
 
 def _another_order(backend: Backend, problem: Problem, order: str, offered: Sequence[str]) -> Candidate:
@@ -159,7 +140,7 @@ def _row(each: Candidate, choice: Name | None, measured: Row | None) -> Row:
     chosen = each.id == choice
     if measured is None:
         status = "chosen" if chosen else "not_measured"
-        return Row(backend=each.name, order=each.order, status=status, version=registry.version_of(each.backend))
+        return Row(backend=each.name, order=each.order, status=status, version=each.version)
     # What it was in the whole race is told against another one.
     alone = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
     if not chosen or measured.status == "chosen":

@@ -10,23 +10,24 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from attn_dispatch import settings
+from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.ring.rows.layout import deal
 from attn_dispatch.ring.sharded_problem import Shared
 from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
 from attn_dispatch.settings import cache_folder, mode
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.decision import Damaged, Decision, Row, decode, encode, time_of
 from attn_dispatch.store.folder import Store
+from attn_dispatch.tuning.candidates import Request
 
 NOTHING = "no rank sees another's rows: there is nothing to exchange"
 MOST_REASONS = 2  #: of ranks that say the same in other numbers
@@ -62,27 +63,40 @@ def decide(
         raise NoBackend(ranks.told(None))
     if LOCAL in ranks.able:
         return ranks.decision(LOCAL, "heuristic", {})  # nothing is exchanged, and there is nothing to choose from
-    if mode() != "off" and not force:
-        kept = ranks.kept()
-        if kept is not None:
-            return kept
-    if mode() == "locked" and not force:
-        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {shared.problem}")
-    if mode() == "tune" or force:
-        decision = _measured(ranks, tensors, masks, settings.budget_ms() if budget_ms is None else budget_ms)
-        if decision is not None:
-            _keep(decision)
-            return decision
-    return ranks.decision(ranks.first, "heuristic", {})
+    return decide_by_mode(_Steps(ranks, tensors, masks, budget_ms), force=force)
 
 
-def _measured(ranks: Ranks, tensors: Tensors, masks: Mapping[str, Tensor], budget_ms: float) -> Decision | None:
-    """Measured together, or None where every candidate failed; the same on every rank, to the letter."""
-    rows, chosen, took_ms = Trial(ranks.shared, ranks.able, ranks.first, tensors, masks, budget_ms).rows()
-    if chosen is None:
-        return None
-    made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
-    return _decoded(ranks.shared.link.objects(encode(made))[0])
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """The ways to a decision of all ranks; each is a collective."""
+
+    ranks: Ranks
+    tensors: Tensors
+    masks: Mapping[str, Tensor]
+    budget_ms: float | None
+
+    def stored(self) -> Decision | None:
+        return self.ranks.kept()
+
+    def refused(self) -> Decision:
+        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {self.ranks.shared.problem}")
+
+    def measured(self) -> Decision | None:
+        """Measured together, or None where every candidate failed; the same on every rank, to the letter."""
+        ranks, budget_ms = self.ranks, settings.budget_ms() if self.budget_ms is None else self.budget_ms
+        rows, chosen, took_ms = Trial(ranks.shared, ranks.able, ranks.first, self.tensors, self.masks, budget_ms).rows()
+        if chosen is None:
+            return None
+        made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
+        decision = _decoded(ranks.shared.link.objects(encode(made))[0])
+        _keep(decision)
+        return decision
+
+    def predicted(self) -> None:
+        """Nothing is learned of other sizes."""
+
+    def static(self) -> Decision:
+        return self.ranks.decision(self.ranks.first, "heuristic", {})
 
 
 def explained(shared: Shared, exchange: str | None) -> Decision:
@@ -102,7 +116,7 @@ def explained(shared: Shared, exchange: str | None) -> Decision:
         return ranks.decision(exchange, "forced", {})
     if exchange is not None or not ranks.able:
         raise NoBackend(ranks.told(exchange))
-    kept = Store(cache_folder()).get(ranks.fingerprint, group_of(shared.problem.to_dict()), ranks.key)
+    kept = Store(cache_folder()).get(*ranks.request.address)
     if kept is not None and mode() != "off":
         return kept
     return ranks.decision(LOCAL if LOCAL in ranks.able else ranks.first, "heuristic", {})
@@ -155,9 +169,9 @@ class Ranks:
         digest = hashlib.sha256(json.dumps([what, layout.kind, even]).encode()).hexdigest()[:12]
         return f"ring-{layout.ranks}r-{len(hosts)}h-{layout.kind}-{digest}"
 
-    @property
-    def key(self) -> str:
-        return self.shared.problem.key(self.fingerprint)
+    @cached_property
+    def request(self) -> Request:
+        return Request(self.shared.problem, self.fingerprint)
 
     def told(self, exchange: str | None) -> str:
         """Why nothing can be done."""
@@ -176,8 +190,7 @@ class Ranks:
 
     def kept(self) -> Decision | None:
         """The latest that any rank has stored, if all can do it; a collective."""
-        plain = self.shared.problem.to_dict()
-        mine = Store(cache_folder()).get(self.fingerprint, group_of(plain), self.key)
+        mine = Store(cache_folder()).get(*self.request.address)
         said = self.shared.link.objects(None if mine is None or mine.source != "measured" else encode(mine))
         held = [each for each in map(_decoded, filter(None, said)) if self._holds(each)]
         if not held:
@@ -198,21 +211,8 @@ class Ranks:
         )
 
     def decision(self, chosen: str, source: str, rows: Mapping[str, Row], **more: Any) -> Decision:
-        plain = self.shared.problem.to_dict()
-        return Decision(
-            key=self.key,
-            silicon=self.fingerprint,
-            group=group_of(plain),
-            title=str(self.shared.problem),
-            problem=plain,
-            choice=NAME,
-            order=chosen,
-            source=source,
-            candidates=tuple(rows.get(name) or self._row(name, chosen, source) for name in EXCHANGES),
-            provenance=self._provenance(),
-            created=datetime.now(UTC).isoformat(timespec="microseconds"),
-            **more,
-        )
+        every = (rows.get(name) or self._row(name, chosen, source) for name in EXCHANGES)
+        return self.request.decision((NAME, chosen), source, every, provenance=self._provenance(), **more)
 
     def _row(self, name: str, chosen: str, source: str) -> Row:
         why = self._why_not(name)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: fields of a pattern; others are its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
 DIGITS = 12
+KEY_DIGITS = 20
 USUAL = {"offsets": "mod", "heads": "all", "edges": "clip"}  #: default fields of a pattern, left out of titles
 
 
@@ -34,6 +36,20 @@ def group_of(problem: Mapping[str, Any]) -> str:
     """
     text = json.dumps(describe(problem), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def key_of(problem: Mapping[str, Any], silicon: str) -> str:
+    """20 hexadecimal digits that name the problem on one silicon.
+
+    The values of scale and dropout_p cannot change which backend is valid or fast, only their presence can.
+
+    Raises:
+        KeyError, TypeError: it is not a problem.
+    """
+    default = problem["scale"] == math.pow(problem["head_dim"], -0.5)
+    plain = {**problem, "scale": default, "dropout_p": problem["dropout_p"] > 0}
+    text = json.dumps([silicon, plain], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 
 def pattern_class(pattern: Mapping[str, Any]) -> dict[str, Any]:

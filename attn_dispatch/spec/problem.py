@@ -5,8 +5,6 @@ Only `Problem.of` checks arguments; backends receive checked inputs.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import reprlib
 import sys
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.groups import key_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.strides import is_stride_class, stride_class
@@ -186,15 +185,8 @@ class Problem:
         return problem
 
     def key(self, silicon: str) -> str:
-        """20 hexadecimal digits: the name of this problem's decision on this silicon.
-
-        Of scale and dropout_p only their presence counts: their values do not change which backend is valid or fast.
-        """
-        plain = self.to_dict()
-        plain["scale"] = self.default_scale
-        plain["dropout_p"] = self.dropout_p > 0
-        text = json.dumps([silicon, plain], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:20]
+        """20 hexadecimal digits: the name of this problem's decision on this silicon, see `groups.key_of`."""
+        return key_of(self.to_dict(), silicon)
 
     def __str__(self) -> str:
         kv = "" if (self.k_len, self.kv_heads) == (self.q_len, self.heads) else f" k, v [{self.k_len}, {self.kv_heads}]"

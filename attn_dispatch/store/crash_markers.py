@@ -35,11 +35,11 @@ import msgspec
 from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
+from attn_dispatch.store.address import SILICON
 
 FOLDER = "quarantine"
 MARKER_NAME = re.compile(r"[0-9a-f]{20}-[0-9a-f]{12}\.mark")
 FOREIGN_EXPIRY_S = 3600.0  #: age in seconds at which an unlocked marker of an unknown process counts as abandoned
-SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 PROC = Path("/proc")
 MACHINE_ID = Path("/etc/machine-id")
 #: Signals by which schedulers, resource limits and users end processes; a crash raises none of them.

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from attn_dispatch.store.address import Address
+
 SCHEMA = 2
 CHECKSUM_DIGITS = 32  #: hexadecimal digits
 MAX_BYTES = 1 << 24  #: bytes of one encoded decision, far above any real one
-KEY = re.compile(r"[0-9a-f]{20}")
-GROUP = re.compile(r"[0-9a-f]{12}")
-SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 NEVER = datetime.min.replace(tzinfo=UTC)
 # OverflowError and ValueError: an integer too long to convert to a number or back.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
@@ -111,6 +109,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
         """The chosen candidate: backend and order."""
         return self.choice, self.order
 
+    @property
+    def address(self) -> Address:
+        """Where it is kept."""
+        return Address(self.silicon, self.group, self.key)
+
 
 MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
 NOT_NEGATIVE = (*MEASURED, "break_even", "rounds", "error")
@@ -196,7 +199,7 @@ def from_plain(plain: dict[str, Any]) -> Decision:
 
 def check(decision: Decision) -> None:
     """Check that a decision is consistent in itself. Raises ValueError (Damaged is one)."""
-    if not address_fits(decision.silicon, decision.group, decision.key):
+    if not decision.address.is_valid:
         raise Damaged("its address is not valid")
     chosen = [row.id for row in decision.candidates if row.status == "chosen"]
     if chosen != [decision.chosen]:
@@ -217,11 +220,6 @@ def _check_numbers(row: Row) -> None:
     known = [value for value in (row.low_ms, row.median_ms, row.high_ms) if value is not None]
     if known != sorted(known):
         raise Damaged(f"its times of {row.backend} contradict each other")
-
-
-def address_fits(silicon: str, group: str, key: str) -> bool:
-    """Whether these form a valid address in the store, which cannot lead outside it."""
-    return bool(KEY.fullmatch(key) and GROUP.fullmatch(group) and SILICON.fullmatch(silicon))
 
 
 def time_of(text: str | None) -> datetime:

@@ -25,20 +25,9 @@ from msgspec.structs import replace
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
+from attn_dispatch.store.address import GROUP, KEY, SILICON, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
-from attn_dispatch.store.decision import (
-    GROUP,
-    KEY,
-    MAX_BYTES,
-    SCHEMA,
-    SILICON,
-    Damaged,
-    Decision,
-    address_fits,
-    decode,
-    encode,
-    time_of,
-)
+from attn_dispatch.store.decision import MAX_BYTES, SCHEMA, Damaged, Decision, decode, encode, time_of
 from attn_dispatch.store.merge import merge
 from attn_dispatch.text import printable
 
@@ -73,14 +62,14 @@ class Store:
         Raises:
             ValueError: an argument is not a fingerprint, a group or a key; paths cannot leave the folder.
         """
-        if not address_fits(silicon, group, key):
+        if not Address(silicon, group, key).is_valid:
             raise ValueError(f"not a store address: {silicon!r}, {group!r}, {key!r}")
         return self.root / silicon / group / f"{key}.json"
 
     def get(self, silicon: str, group: str, key: str) -> Decision | None:
         """The stored decision, or None."""
         path = self.path(silicon, group, key)
-        found = _read(path, silicon, group, key)
+        found = _read(path, Address(silicon, group, key))
         if found is not None:
             _touch(path)
         return found
@@ -91,7 +80,7 @@ class Store:
         Raises:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
-        path = self.path(decision.silicon, decision.group, decision.key)
+        path = self.path(*decision.address)
         if self.folder == NOWHERE:
             return None
         try:
@@ -112,12 +101,12 @@ class Store:
             OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
         most = max_cache_bytes()
-        path = self.path(decision.silicon, decision.group, decision.key)
+        path = self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
         files.refuse_links(self.folder, path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent):
-            there = _read(path, decision.silicon, decision.group, decision.key)
+            there = _read(path, decision.address)
             content = _merged_content(decision, there)
             unchanged = there is not None and content == encode(there)
             if unchanged:
@@ -134,11 +123,11 @@ class Store:
 
         Where it cannot be written, it stays unchanged.
         """
-        path = self.path(decision.silicon, decision.group, decision.key)
+        path = self.path(*decision.address)
         with suppress(OSError, Damaged):
             files.refuse_links(self.folder, path.parent)
             with files.locked(path.parent):
-                there = _read(path, decision.silicon, decision.group, decision.key)
+                there = _read(path, decision.address)
                 if there is not None and there.created == decision.created:
                     files.write(path, encode(replace(there, **changes)))
 
@@ -147,9 +136,9 @@ class Store:
         folder = self.path(silicon, group, ANY_KEY).parent
         found = []
         for name in _names(folder):
-            key = name.removesuffix(".json")
-            if key != name and address_fits(silicon, group, key):
-                found.append(_read(f"{folder}/{name}", silicon, group, key))
+            address = Address(silicon, group, name.removesuffix(".json"))
+            if address.key != name and address.is_valid:
+                found.append(_read(f"{folder}/{name}", address))
         return [each for each in found if each is not None]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
@@ -162,10 +151,10 @@ class Store:
         folder = f"{self.root}/{silicon}"
         names = [(name, group) for group in _names(folder) for name in _names(f"{folder}/{group}")]
         for name, group in sorted(names):
-            key = name.removesuffix(".json")
-            if key != name and address_fits(silicon, group, key):
+            address = Address(silicon, group, name.removesuffix(".json"))
+            if address.key != name and address.is_valid:
                 path = f"{folder}/{group}/{name}"
-                found = _read(path, silicon, group, key)
+                found = _read(path, address)
                 if found is not None:
                     yield Path(path), found
 
@@ -230,14 +219,14 @@ def _names(folder: Path | str) -> list[str]:
         return []
 
 
-def _read(path: Path | str, silicon: str, group: str, key: str) -> Decision | None:
+def _read(path: Path | str, address: Address) -> Decision | None:
     try:
         found = decode(files.read(path, MAX_BYTES))
     except (OSError, Damaged) as error:
         if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) not in NOT_A_FOLDER:
             say_once(f"ignored {path}: {error}")
         return None
-    if (found.silicon, found.group, found.key) != (silicon, group, key):
+    if found.address != address:
         say_once(f"ignored {path}: it holds another problem's decision")
         return None
     return found

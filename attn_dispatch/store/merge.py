@@ -29,7 +29,7 @@ def merge(a: Decision, b: Decision) -> Decision:
     Raises:
         ValueError: their addresses differ.
     """
-    if (a.silicon, a.group, a.key) != (b.silicon, b.group, b.key):
+    if a.address != b.address:
         raise ValueError(f"decisions of different problems: {a.silicon} {a.key} and {b.silicon} {b.key}")
     rows = _join(_rows(a), _rows(b))
     sides = _latest(a, b)

@@ -21,7 +21,8 @@ import msgspec
 from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
-from attn_dispatch.store.crash_markers import SILICON, Abandoned, abandoned, digest, listed, place_of, refuse_links
+from attn_dispatch.store.address import SILICON
+from attn_dispatch.store.crash_markers import Abandoned, abandoned, digest, listed, place_of, refuse_links
 from attn_dispatch.text import printable
 
 Kind = Literal["died", "hung", "incorrect", "memory"]

@@ -20,11 +20,10 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
@@ -81,6 +80,7 @@ class Gate:
     """
 
     example: Example
+    address: Address
     outside_s: float = field(init=False)
     _oracle: Oracle = field(init=False)
     _cases: tuple[HardCase, ...] = field(init=False)
@@ -109,7 +109,7 @@ class Gate:
 
     def prepare(self, candidate: Candidate, call: Callable[[], object]) -> Rejected | None:
         """Run a backend's `prepare`, which it needs once per machine; the rejection if that fails, else None."""
-        version, where = registry.version_of(candidate.backend), silicon(self.problem.device)
+        version, where = candidate.version, self.address.silicon
         limit_s = PREPARE_LIMIT * timeout_s()
         try:
             with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()", patience_s=limit_s):
@@ -117,7 +117,7 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text, hung = one_line(error), isinstance(error, guard.TimedOut)
             if hung:
-                self._quarantine(candidate, version, "hung", f"preparing: {text}")
+                self._quarantine(candidate, "hung", f"preparing: {text}")
             return Rejected("failed", text, quarantined=hung and candidate.name != registry.LAST_RESORT)
         return None
 
@@ -128,12 +128,11 @@ class Gate:
             BackendFailed: the device is lost, and no other candidate can run in this process.
             NoReference: there is too little memory to evaluate the expected results.
         """
-        version = registry.version_of(candidate.backend)
-        where, title = silicon(self.problem.device), candidate.described(self.problem)
+        version, where, title = candidate.version, self.address.silicon, candidate.described(self.problem)
         needed = candidate.needed_bytes
         try:
             with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
-                return self._admit(candidate, version, needed)
+                return self._admit(candidate, needed)
         except NoReference:
             raise
         except Exception as error:
@@ -142,16 +141,16 @@ class Gate:
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
             if kind != "hung" and guard.device_lost(self.problem.device):
-                self._quarantine(candidate, version, "died", f"the device was lost: {text}")
+                self._quarantine(candidate, "died", f"the device was lost: {text}")
                 raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
             if kind is not None:
-                self._quarantine(candidate, version, kind, text)
+                self._quarantine(candidate, kind, text)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
 
-    def _admit(self, candidate: Candidate, version: str | None, needed: int) -> Admitted | Rejected:
-        failures, rate = self._hard_case_failures(candidate, version)
+    def _admit(self, candidate: Candidate, needed: int) -> Admitted | Rejected:
+        failures, rate = self._hard_case_failures(candidate)
         if failures:
-            return self._incorrect(candidate, version, failures)
+            return self._incorrect(candidate, failures)
         limit_s = timeout_s() + 10 * first_call_ms(candidate, self.problem) / 1e3
         limit_s += SLOWDOWN_LIMIT * rate * work(candidate, self.problem)
         builds = first_call_ms(candidate, self.problem) > 0
@@ -164,10 +163,10 @@ class Gate:
         checked = self._oracle.check(result)
         error = checked.error if checked.error < float("inf") else None
         if checked.failures:
-            return self._incorrect(candidate, version, checked.failures, first_ms, peak, error)
+            return self._incorrect(candidate, checked.failures, first_ms, peak, error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
-            self._quarantine(candidate, version, "memory", excess)
+            self._quarantine(candidate, "memory", excess)
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
@@ -176,7 +175,7 @@ class Gate:
 
         A backend that compiles for every problem gets only the first `COMPILED_CASES`.
         """
-        key = *candidate.id, registry.version_of(candidate.backend), class_key(self.problem)
+        key = *candidate.id, candidate.version, class_key(self.problem)
         if key in _passed:
             return []
         cases = self._taken_by(candidate)
@@ -185,9 +184,9 @@ class Gate:
     def _taken_by(self, candidate: Candidate) -> list[HardCase]:
         return [case for case in self._cases if not case.refused_by(*candidate.run_by)]
 
-    def _hard_case_failures(self, candidate: Candidate, version: str | None) -> tuple[list[str], float]:
+    def _hard_case_failures(self, candidate: Candidate) -> tuple[list[str], float]:
         """Run the hard cases due; their failures, and the seconds per operation in the slowest one."""
-        key = *candidate.id, version, class_key(self.problem)
+        key = *candidate.id, candidate.version, class_key(self.problem)
         if key in _passed:
             return [], _passed[key]
         rate = 0.0
@@ -257,7 +256,6 @@ class Gate:
     def _incorrect(
         self,
         candidate: Candidate,
-        version: str | None,
         failures: list[str] | tuple[str, ...],
         first_ms: float | None = None,
         peak: int | None = None,
@@ -265,7 +263,7 @@ class Gate:
     ) -> Rejected:
         reason = "; ".join(failures)
         logger.warning("%s gives wrong results for %s: %s", candidate.title, self.problem, reason)
-        self._quarantine(candidate, version, "incorrect", reason, group_of(self.problem.to_dict()))
+        self._quarantine(candidate, "incorrect", reason, self.address.group)
         return Rejected("incorrect", reason, first_ms, peak, error)
 
     def _kind_of(self, error: Exception, needed: int) -> Kind | None:
@@ -277,20 +275,19 @@ class Gate:
             return "memory"
         return None
 
-    def _quarantine(self, candidate: Candidate, version: str | None, kind: Kind, reason: str, scope: str = "") -> None:
+    def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
         if candidate.name == registry.LAST_RESORT:
             return  # there is nothing else to fall back on
-        where = silicon(self.problem.device)
         entry = Entry(
             backend=candidate.name,
-            version=version,
-            silicon=where,
+            version=candidate.version,
+            silicon=self.address.silicon,
             kind=kind,
             scope=scope,
             reason=reason,
             title=candidate.described(self.problem),
         )
-        Quarantine(cache_folder(), where).add(entry)
+        Quarantine(cache_folder(), self.address.silicon).add(entry)
 
 
 def work(candidate: Candidate, problem: Problem) -> float:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from attn_dispatch.kernels import registry
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate
+from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.clocks import CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
@@ -38,13 +36,17 @@ class Race:
     the fastest one's.
     """
 
-    problem: Problem
+    request: Request
     runners: dict[str, tuple[Candidate, Admitted]]
     incumbent: str
     budget_s: float | None
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
+
+    @property
+    def problem(self) -> Problem:
+        return self.request.problem
 
     def run(self, example: Example, remaining_s: float | None) -> None:
         """Time the candidates round by round, within what remains of the budget (seconds)."""
@@ -98,6 +100,8 @@ class Race:
             return
         times = {name: admitted.call_ms for name, (_, admitted) in self.runners.items()}
         least = min(times.values())
+        if least <= 0:
+            return  # the clock is too coarse to show a call
         for name in sorted(times, key=lambda name: -times[name]):
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
             if rounds >= ENOUGH_ROUNDS or ratio < NEAR_RATIO or (rounds >= FEW_ROUNDS and ratio < FAR_RATIO):
@@ -123,7 +127,7 @@ class Race:
     def _marker(self, name: str) -> Iterator[CrashMarker]:
         """A crash marker for one candidate, paused except while that candidate is being sampled."""
         candidate = self.runners[name][0]
-        where, version = silicon(self.problem.device), registry.version_of(candidate.backend)
+        where, version = self.request.silicon, candidate.version
         title = candidate.described(self.problem)
         with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()) as marker:
             marker.pause()

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -20,26 +19,22 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.hardware import provenance, silicon
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import choice, intervals
-from attn_dispatch.tuning.candidates import Candidate, candidates, environment_now, heuristic
+from attn_dispatch.tuning.candidates import Candidate, Name, Request, environment_now, heuristic, now
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
 from attn_dispatch.tuning.oracle import NoReference, reference
 from attn_dispatch.tuning.race import ENOUGH_ROUNDS, Race
-
-Name = tuple[str, str]  #: of a candidate: backend and order
 
 FAR_LESS = 4  #: times less work than the static choice's, from which a candidate is tried before it
 GENEROUS = 2.0  #: how many times the incumbent's rate a candidate is believed capable of, before it is tried
 
 
 def decide(
-    problem: Problem,
+    request: Request,
     budget_s: float | None,
     *,
     prior: Decision | None = None,
@@ -63,12 +58,13 @@ def decide(
         BackendFailed: a candidate left the device unusable.
     """
     # The reference works on a few widened rows: the example is all that is held beside one candidate's call.
-    found = candidates(problem, beside=example_bytes(problem))
+    problem = request.problem
+    found = request.beside(example_bytes(problem))
     first = first if prior is None else prior.chosen
     runners = _runners(problem, found, prior, changed, first)
     if not runners:
         return None
-    trial = _Trial(problem, found, runners, budget_s, prior)
+    trial = _Trial(request, found, runners, budget_s, prior)
     try:
         trial.run()
         chosen = trial.choose()
@@ -118,7 +114,7 @@ def _anchor(prior: Decision, names: Collection[Name]) -> list[Name]:
 class _Trial:
     """One trial; its tables are by the candidates' titles."""
 
-    problem: Problem
+    request: Request
     found: list[Candidate]
     runners: list[Candidate]
     budget_s: float | None
@@ -132,10 +128,14 @@ class _Trial:
     race: Race | None = None
     chosen: Candidate | None = None
 
+    @property
+    def problem(self) -> Problem:
+        return self.request.problem
+
     def run(self) -> None:
         with reference():
             example = make(self.problem)
-        gate = Gate(example)
+        gate = Gate(example, self.request.address)
         self.outside_s += gate.outside_s
         for candidate in self.runners:
             if candidate.title in self.rows:
@@ -259,7 +259,7 @@ class _Trial:
             return
         admitted = [each for each in self.found if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        self.race = Race(self.problem, runners, incumbent, self.budget_s)
+        self.race = Race(self.request, runners, incumbent, self.budget_s)
         self.race.run(example, self._remaining_s())
 
     def choose(self) -> Candidate | None:
@@ -268,19 +268,10 @@ class _Trial:
         return self.chosen
 
     def decision(self, chosen: Candidate) -> Decision:
-        where, plain = silicon(self.problem.device), self.problem.to_dict()
-        return Decision(
-            key=self.problem.key(where),
-            silicon=where,
-            group=group_of(plain),
-            title=str(self.problem),
-            problem=plain,
-            choice=chosen.name,
-            order=chosen.order,
-            source="measured",
-            candidates=tuple(self._final_rows()),
-            provenance=provenance(self.problem.device),
-            created=_now(),
+        return self.request.decision(
+            chosen.id,
+            "measured",
+            self._final_rows(),
             budget_ms=None if self.budget_s is None else _finite(self.budget_s * 1e3),
             elapsed_ms=_ms(time.perf_counter() - self.start),
             environment=environment_now(),
@@ -363,9 +354,9 @@ def _row(candidate: Candidate, status: str, reason: str, **measured: float | Non
         order=candidate.order,
         status=status,
         reason=printable(reason),
-        version=registry.version_of(candidate.backend),
+        version=candidate.version,
         workspace_bytes=candidate.workspace_bytes,
-        measured=_now(),
+        measured=now(),
         **measured,  # type: ignore[arg-type]
     )
 
@@ -376,7 +367,3 @@ def _ms(seconds: float) -> float:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")

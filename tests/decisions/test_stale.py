@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend, explain, profile
-from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.settings import cache_folder
@@ -22,8 +20,11 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Drift, Row
 from attn_dispatch.store.folder import Store
+from attn_dispatch.tuning.candidates import Request
+from tests.support import virtual_clock
 from tests.support.calls import counted, forget, later, qkv, status
 from tests.support.planted import Planted
+from tests.support.virtual_clock import VirtualClock
 
 MS = 1e-3
 BUDGET_MS = 3000.0  #: enough to measure all of them on a busy machine; a race that is resolved takes a tenth of it
@@ -39,9 +40,10 @@ class Paced(Planted):
     """The reference, that takes as long as it is told."""
 
     takes_s: float = 0.0
+    clock: VirtualClock = field(default_factory=VirtualClock)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
-        time.sleep(self.takes_s)
+        self.clock.sleep(self.takes_s)
         return super().run(q, k, v, problem, **tensors)
 
 
@@ -50,13 +52,15 @@ class House:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.backends: dict[str, Paced] = {}
+        self.clock = VirtualClock()
+        virtual_clock.install(self.clock, monkeypatch)
         monkeypatch.setattr(registry, "names", lambda: tuple(self.backends))
         for name, takes_ms in (("a", 4), ("b", 6), ("c", 7)):
             self.add(name, takes_ms)
 
     def add(self, name: str, takes_ms: float, edition: str = "1") -> None:
         registry._added.pop(name, None)
-        backend = Paced(name=name, edition=edition, takes_s=takes_ms * MS)
+        backend = Paced(name=name, edition=edition, takes_s=takes_ms * MS, clock=self.clock)
         registry._added[name] = self.backends[name] = backend
 
     def remove(self, name: str) -> None:
@@ -224,7 +228,7 @@ def test_other_surroundings_and_the_same_versions(house: House, monkeypatch: pyt
     assert counted(loaded=1)
     assert kept().environment != before
     asked: list[object] = []
-    monkeypatch.setattr(look_up, "candidates", asked.append)
+    monkeypatch.setattr(Request, "candidates", property(asked.append))
     house.restart()
     attend(*qkv())
     assert counted(loaded=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,10 @@ from attn_dispatch.cli import main
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
+from tests.support import virtual_clock
 from tests.support.calls import counted, forget
 from tests.support.planted import Planted
+from tests.support.virtual_clock import VirtualClock
 
 MS = 1e-3
 CROSSES = 100  #: tokens from which Hilbert order is the faster one
@@ -35,6 +36,7 @@ class Crossing(Planted):
     """Natural order takes 4 ms; Hilbert order twice that of short sequences, and a quarter of long ones."""
 
     name: str = "crossing"
+    clock: VirtualClock = field(default_factory=VirtualClock)
     handed: list[str] = field(default_factory=list[str])
 
     def orders(self, problem: Problem) -> tuple[str, ...]:
@@ -44,7 +46,7 @@ class Crossing(Planted):
         order = tensors.pop("order", "natural")
         self.handed.append(order)
         hilbert_ms = 8 if problem.q_len < CROSSES else 1
-        time.sleep((4 if order == "natural" else hilbert_ms) * MS)
+        self.clock.sleep((4 if order == "natural" else hilbert_ms) * MS)
         return super().run(q, k, v, problem, **tensors)
 
 
@@ -57,6 +59,7 @@ def test_lengths_on_either_side_of_what_was_learned(
     monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = Crossing()
+    virtual_clock.install(backend.clock, monkeypatch)
     registry._added[backend.name] = backend
     monkeypatch.setattr(registry, "names", lambda: (backend.name,))
     for side in SIDES:

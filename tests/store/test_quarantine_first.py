@@ -21,7 +21,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import crash_markers, files, quarantine
 from attn_dispatch.store.crash_markers import MarkerContent, place_of
 from attn_dispatch.store.quarantine import Entry, Quarantine
-from attn_dispatch.tuning.candidates import candidates
+from attn_dispatch.tuning.candidates import Request
 from tests.support.calls import qkv
 from tests.support.fakes import SILICON
 from tests.support.quarantines import entry, markers, path_of
@@ -172,7 +172,7 @@ def test_it_is_shown_until_when(clock: Clock, capsys: pytest.CaptureFixture[str]
     where = silicon("cpu")
     die(cache_folder(), START, where=where, backend="sdpa", version=registry.version_of(sdpa))
     problem = Problem.of(*qkv(32), Dense())
-    (row,) = (each.row for each in candidates(problem) if each.name == "sdpa")
+    (row,) = (each.row for each in Request.of(problem).candidates if each.name == "sdpa")
     assert row is not None
     assert row.status == "quarantined"
     assert "quarantined until 2026-01-01 13:00 UTC" in row.reason
@@ -181,4 +181,4 @@ def test_it_is_shown_until_when(clock: Clock, capsys: pytest.CaptureFixture[str]
     assert "until (UTC)" in shown
     assert "2026-01-01 12:00   2026-01-01 13:00" in shown
     clock.now += HOUR
-    assert all(each.row is None for each in candidates(problem) if each.name == "sdpa")
+    assert all(each.row is None for each in Request.of(problem).candidates if each.name == "sdpa")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch.store import decision as names
+from attn_dispatch.store import address as names
 from attn_dispatch.store import files, problem_files
 from attn_dispatch.store.crash_markers import crash_marker, place_of
 from attn_dispatch.store.decision import encode

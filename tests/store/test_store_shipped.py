@@ -10,6 +10,7 @@ import torch
 
 from attn_dispatch import settings
 from attn_dispatch.decisions import look_up
+from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
@@ -17,7 +18,7 @@ from attn_dispatch.store import folder
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
-from attn_dispatch.tuning import candidates
+from attn_dispatch.tuning.candidates import Request
 from tests.support.entries import KEY, OTHER, WHOLE, decision
 from tests.support.fakes import SILICON
 
@@ -83,11 +84,11 @@ def test_the_real_package_is_looked_into() -> None:
 
 def rows(choice: str) -> tuple[Row, ...]:
     """Of every backend that there is now."""
-    versions = candidates.versions().items()
     status = {choice: "chosen"}
+    versions = {name: registry.version_of(registry.load(name)) for name in registry.names()}
     return tuple(
-        Row(backend=name, order="natural", status=status.get(name, "not_measured"), version=version)
-        for name, version in versions
+        Row(backend=name, order="natural", status=status.get(name, "not_measured"), version=versions[name])
+        for name in versions
     )
 
 
@@ -102,10 +103,10 @@ def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
         "problem": problem.to_dict(),
     }
     ship(package, decision(choice="manual", candidates=rows("manual"), **common), silicon=where)
-    found = look_up.read(problem)
+    found = look_up.read(Request.of(problem))
     assert found is not None
     assert (found.choice, found.source) == ("manual", "shipped")
     Store(settings.cache_folder()).put(decision(choice="sdpa_mask", candidates=rows("sdpa_mask"), **common))
-    found = look_up.read(problem)
+    found = look_up.read(Request.of(problem))
     assert found is not None
     assert (found.choice, found.source) == ("sdpa_mask", "measured")

@@ -1,8 +1,7 @@
-"""One backend with orders and one without, which take as long as they are told, and what is kept of them."""
+"""One backend with orders and one without, whose calls take a given time of a virtual clock."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,10 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
+from tests.support import virtual_clock
 from tests.support.calls import close, forget, formula
 from tests.support.planted import Planted
+from tests.support.virtual_clock import VirtualClock
 
 MS = 1e-3
 OTHER = ("other", "natural")
@@ -30,6 +31,7 @@ class Paced(Planted):
     """One without orders. `handed` is what came by keyword."""
 
     takes_ms: float = 4
+    clock: VirtualClock = field(default_factory=VirtualClock)
     handed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     reasons: list[Refusal] = field(default_factory=list[Refusal])
 
@@ -38,7 +40,7 @@ class Paced(Planted):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Any:
         self.handed.append(tensors)
-        time.sleep(self.takes_ms * MS)
+        self.clock.sleep(self.takes_ms * MS)
         return super().run(q, k, v, problem, **tensors)
 
 
@@ -80,7 +82,9 @@ class House:
     """One backend with orders and one without, alone; `restart` is what a new process would know."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.other, self.tiled = Paced(name="other"), Ordered()
+        clock = VirtualClock()
+        virtual_clock.install(clock, monkeypatch)
+        self.other, self.tiled = Paced(name="other", clock=clock), Ordered(clock=clock)
         for backend in (self.other, self.tiled):
             registry._added[backend.name] = backend
         monkeypatch.setattr(registry, "names", lambda: ("other", "tiled"))

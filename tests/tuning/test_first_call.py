@@ -20,8 +20,10 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.tuning import tuner
-from attn_dispatch.tuning.gate import COMPILED_CASES
+from attn_dispatch.tuning.candidates import Request
+from attn_dispatch.tuning.gate import COMPILED_CASES, Admitted
 from attn_dispatch.tuning.hard_cases import hard_cases
+from attn_dispatch.tuning.race import Race
 from tests.support import virtual_clock
 from tests.support.cases import Case
 from tests.support.virtual_clock import VirtualClock
@@ -119,7 +121,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
 
 
 def measured(budget_s: float | None) -> Decision:
-    decision = tuner.decide(PROBLEM, budget_s)
+    decision = tuner.decide(Request.of(PROBLEM), budget_s)
     assert decision is not None
     return decision
 
@@ -340,3 +342,10 @@ def test_no_remark_without_a_median() -> None:
 def explained(report: CandidateReport) -> list[str]:
     plain = Explanation("b", "natural", "measured", "0", (), "problem", "device")
     return replace(plain, candidates=(report,)).rows()[0]
+
+
+def test_a_clock_too_coarse_to_show_a_call_leaves_nothing_out() -> None:
+    unseen_call: Any = (None, Admitted(0.0, 0.0, None, 0.0))
+    race = Race(Request.of(PROBLEM), {"a": unseen_call, "b": unseen_call}, "a", 1.0)
+    race._skip_slowest(0.5)
+    assert race.skipped == {}

@@ -167,11 +167,12 @@ def _missed(path: Path) -> dict[str, Any]:
     """Count and file of the recorded problems that calls could not measure and that have no decision yet."""
     from attn_dispatch.decisions.look_up import read
     from attn_dispatch.store.problem_files import parse_record
+    from attn_dispatch.tuning.candidates import Request
 
     count, reason = 0, ""
     try:
         text = files.read(path, MOST_MISSED).decode()  # does not block where the path is a pipe
-        count = sum(read(problem) is None for problem in parse_record(text, path))
+        count = sum(read(Request.of(problem)) is None for problem in parse_record(text, path))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, UnicodeDecodeError, AttnDispatchError) as error:
