@@ -29,7 +29,7 @@ ERRORS = {
 PLACES = {
     "example": (tuner, "make", 1),
     "reference": (oracle._Sample, "evaluate", 1),
-    "tolerance": (oracle._Sample, "slack", 1),
+    "tolerance": (oracle._Sample, "rounding_errors", 1),
     "hard cases": (hard_cases, "_case", 1),
     "comparison": (oracle, "_error", 12),
     "another call": (oracle._Sample, "of", 2),
