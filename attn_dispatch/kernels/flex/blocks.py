@@ -209,8 +209,7 @@ def _axis(pattern: Neighborhood, axis: int, low: Tensor, high: Tensor) -> tuple[
         some = (k_high >= lowest) & (k_low < highest + width)
         whole = (k_low >= highest) & (k_high < lowest + width)
     else:
-        back = width - 1 if pattern.edges == "shift" else half
-        front = 0 if pattern.is_causal[axis] else half
+        back, front = pattern.axes[axis].sides
         some = (q_low - k_high <= back) & (k_low - q_high <= front)
         whole = (q_high - k_low <= back) & (k_high - q_low <= front)
     return some, whole if step == 1 else torch.zeros_like(whole)

@@ -137,7 +137,7 @@ def _neighborhood(pattern: Neighborhood) -> Count:
 def _axis(pattern: Neighborhood, axis: int) -> Callable[[Tensor, Tensor], Tensor]:
     size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
     causal, shift = pattern.is_causal[axis], pattern.edges == "shift"
-    half = (width - 1) // 2
+    half, (back, front) = (width - 1) // 2, pattern.axes[axis].sides
 
     def near(x: Tensor, y: Tensor) -> Tensor:
         query, key = x // step, y // step
@@ -146,8 +146,7 @@ def _axis(pattern: Neighborhood, axis: int) -> Callable[[Tensor, Tensor], Tensor
             low = (query - half).clamp(min=0).minimum(members - width)
             found = (key >= low) & (key < low + width)
         else:
-            reach = width - 1 if shift else half
-            found = (query - key <= reach) & (key - query <= (0 if causal else half))
+            found = (query - key <= back) & (key - query <= front)
         return found if step == 1 else found & (x % step == y % step)
 
     return near

@@ -116,11 +116,8 @@ def _coordinate(pattern: Neighborhood, axis: int, positions: Tensor) -> Tensor:
 
 def _reach(pattern: Neighborhood, axis: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the last coordinate that a tile's queries could see."""
-    width, step = pattern.window[axis], pattern.dilation[axis]
-    far = (width // 2 if pattern.edges == "clip" else width - 1) * step
-    ahead = 0 if pattern.is_causal[axis] else far
-    behind = (width - 1) * step if pattern.is_causal[axis] else far
-    return (x.amin(1) - behind).clamp(min=0), (x.amax(1) + ahead).clamp(max=pattern.grid[axis] - 1)
+    step, (back, front) = pattern.dilation[axis], pattern.axes[axis].sides
+    return (x.amin(1) - back * step).clamp(min=0), (x.amax(1) + front * step).clamp(max=pattern.grid[axis] - 1)
 
 
 def _packed(near: Tensor) -> Tensor:
