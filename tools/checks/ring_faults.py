@@ -240,7 +240,7 @@ def _raise(error: Exception) -> None:
 
 @cache
 def gates() -> list[Gate]:
-    """The expected results in all rows, computed once for all ranks."""
+    """What should come out, in every row; worked out once, for all ranks."""
     path = os.environ.get("RING_FAULT_GATES")
     if path:
         found: list[Gate] = pickle.loads(Path(path).read_bytes())

@@ -85,7 +85,7 @@ def checked(example: Example, able: Mapping[str, tuple[str, str]]) -> tuple[dict
         RuntimeError: a result is wrong.
     """
     gate = Gate.of(example)
-    for order in BOTH:  # tables are built once: their time is not that of an order
+    for order in BOTH:  # by one thread, and done once: not what an order costs
         tables_of(example.problem, order, tile_size(example.problem, order))
     first_ms: dict[str, float] = {}
     errors: dict[str, float] = {}
