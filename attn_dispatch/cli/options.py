@@ -174,7 +174,7 @@ def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
     if (args.segments is None) != (args.dilations is None):
         raise InvalidInput("--segments and --dilations go together: one number of each for a branch")
     if args.segments and (args.grid or args.window):
-        raise InvalidInput("--segments and --dilations give one pattern, --grid and --window another: use one of them")
+        raise InvalidInput("--segments and --dilations give one pattern, --grid and --window another: give one of them")
     if args.grid and not args.window:
         raise InvalidInput("--grid needs --window, the width of the neighborhood: one number, or one for each axis")
     if args.window and not args.grid:

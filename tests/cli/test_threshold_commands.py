@@ -305,7 +305,7 @@ def test_profile_leaves_thresholds_out_unless_asked(asked: list[Problem], capsys
         (("--lengths", "1k:4k", "--window", "9"), "--grid H,W with --window, or --segments"),
         (("--grid", "8,8", "--window", "3", "--lengths", "1k"), "at least 2 lengths"),
         (("--grid", "8,8", "--window", "3", "--lengths", "1024,1025"), "at least 2 lengths"),
-        (("--from", "x"), "leave --from away"),
+        (("--from", "x"), "remove --from"),
     ],
 )
 def test_what_cannot_tell_a_threshold(

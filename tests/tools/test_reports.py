@@ -44,7 +44,7 @@ def test_what_a_tile_meets(
     if not masks:
         monkeypatch.setattr(tables, "MASK_BYTES", 0)
     tables.forget_tables()
-    found = paired.met(paired.problem_of(pattern, tokens), order, tile=8)
+    found = paired.read_by_tile(paired.problem_of(pattern, tokens), order, tile=8)
     tables.forget_tables()
     met, keys = counted(pattern, tokens, order, 8)
     assert found["key_tiles"] == pytest.approx(met)

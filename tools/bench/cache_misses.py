@@ -28,9 +28,9 @@ from attn_dispatch.spec.problem import Problem
 from tools.lib.common import parser, write
 
 HEADS, HEAD_DIM, WINDOW = 4, 64, 13
-L1, L2 = 32768, 1 << 20  #: bytes: a core's own
+L1, L2 = 32768, 1 << 20  #: bytes per core
 WAYS, LINE = 8, 64
-#: What valgrind can run: it knows no wider vectors.
+#: valgrind supports no wider vectors.
 FLAGS = (
     "-O2",
     "-std=c++17",
@@ -93,7 +93,7 @@ def misses(program: Path, asked: Problem, order: str, data: Path) -> dict[str, A
     return {
         **{name: with_it[name] - without[name] for name in with_it},
         "keys_per_tile": len(tables.listed) / len(tables.tiles),
-        # K and V of every key that a tile lists.
+        # K and V of every key listed by a tile.
         "lines_per_tile": 2 * len(tables.listed) / len(tables.tiles) * HEAD_DIM * 4 // LINE,
     }
 

@@ -30,7 +30,7 @@ SHAPE = (1, 16, 2, 16)
 
 
 class Nothing:
-    """A backend that does nothing, so that nothing but attend() is timed."""
+    """A backend that does nothing, so that only attend() is timed."""
 
     name = "nothing"
 
@@ -48,7 +48,7 @@ class Nothing:
 
 
 def overhead(name: str, call: str, **arguments: Any) -> dict[str, float]:
-    """Microseconds that attend() adds: paired runs in turns, each the mean of many calls.
+    """Microseconds that attend() adds: interleaved pairs of runs, each the mean of many calls.
 
     Args:
         call: the call of attend, as one would write it, of what is in `arguments` and q, k, v and `name`.
@@ -72,8 +72,8 @@ def overhead(name: str, call: str, **arguments: Any) -> dict[str, float]:
     }
 
 
-# Collected before, since going through all that torch holds takes as long as everything else together, and falls due
-# in one of the two or the other by how much each happened to allocate.
+# Garbage is collected before timing: a collection takes as long as all else together, and would otherwise fall into one
+# run or the other.
 READY = """
 import gc, time, torch
 from attn_dispatch import Dense, Problem, attend, counters, explain
@@ -109,13 +109,13 @@ def warm_first(pairs: int = 15) -> dict[str, Any]:
 
 
 def fresh(code: str) -> str:
-    """What a new process prints."""
+    """The output of a new process."""
     return python(READY.format(shape=SHAPE) + code)
 
 
 @cache
 def compiled() -> str:
-    """A folder for compiled modules, as an installation has them, whatever this process was told."""
+    """A folder for compiled modules, as in an installation, independent of this process's settings."""
     return tempfile.mkdtemp()
 
 

@@ -1,4 +1,4 @@
-"""One problem, measured without a limit, and what explain() says of it.
+"""One problem measured without a time limit, and its explain() text.
 
 python -m tools.bench.explain
 """

@@ -1,4 +1,4 @@
-"""What Hilbert order is worth: neighbourhoods in both orders, forward and backward, beside what else computes them.
+"""Speed-ups of Hilbert order: neighbourhoods in both orders, forward and backward, and other implementations.
 
     python -m tools.bench.hilbert [plane volume training sequence permutation tiles]
 
@@ -28,7 +28,7 @@ from tools.lib.common import parser, ratio, timing, write
 
 HEADS, HEAD_DIM = 4, 64
 DENSE_TOKENS = 2048
-HOPELESS = 6.0  #: times as long as the fastest: timed once more after warming up, and no more
+HOPELESS = 6.0  #: times the fastest: beyond it, a candidate is timed only once after warm-up
 RIVALS_UP_TO = 16_384  #: tokens; past it a mask of every pair would not fit, and compiling takes as long as all else
 SIDES = (32, 64, 128, 256)
 TILES = (32, 64, 128)
@@ -42,7 +42,7 @@ def inputs(tokens: int, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def calls_of(pattern: Pattern, tokens: int, needs_grad: bool, names: dict[str, tuple[str, ...]]) -> Calls:
-    """A call of each backend in each of its orders."""
+    """A call for each backend and order."""
     q, k, v = inputs(tokens, needs_grad)
     problem = Problem.of(q, k, v, pattern)
     found: Calls = {}
@@ -113,7 +113,7 @@ def pairs(pattern: Neighborhood) -> int:
 
 
 def own_pairs(name: str, problem: Problem, order: str) -> int:
-    """Pairs per head that a backend works out."""
+    """Query-key pairs per head that a backend computes."""
     if name == "native":
         from attn_dispatch.kernels.native.steps import tiles_of
 
@@ -128,7 +128,7 @@ def own_pairs(name: str, problem: Problem, order: str) -> int:
 
 def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
     ours = [name for name in calls if name.split()[0] in OURS]
-    # Without rivals the dense call, which is a short one, would be all that is timed more than once.
+    # Without rivals only the dense call, a short one, would be timed more than once.
     hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
     found = time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless, keep=ours)
     return dict(found.timings)
@@ -146,7 +146,7 @@ def gain(found: dict[str, Timing], name: str) -> dict[str, float]:
 
 
 def against(found: dict[str, Timing], rival: str) -> dict[str, float]:
-    """How many times as long a rival takes in its best order as our best does."""
+    """The time of a rival in its best order over that of our best."""
     theirs = [one.median_ms for name, one in found.items() if name.startswith(rival)]
     ours = {name: one.median_ms for name, one in found.items() if name.split()[0] in OURS}
     if not theirs:
@@ -155,7 +155,7 @@ def against(found: dict[str, Timing], rival: str) -> dict[str, float]:
 
 
 def tile_sizes(side: int, rounds: int) -> dict[str, Any]:
-    """The tiles backend in tiles of several sizes."""
+    """The tiles backend with several tile sizes."""
     pattern, tokens = Neighborhood((side, side), (13,)), side * side
     q, k, v = inputs(tokens, False)
     problem = Problem.of(q, k, v, pattern)
@@ -179,7 +179,7 @@ def tile_sizes(side: int, rounds: int) -> dict[str, Any]:
 
 
 def permuting(side: int, rounds: int) -> dict[str, Any]:
-    """What a copy of q, k and v in order, and of out back, would take: neither of our backends makes one."""
+    """The time of permuting q, k and v, and out back; our backends do not copy."""
     pattern, tokens = Neighborhood((side, side), (13,)), side * side
     q, k, v = inputs(tokens, False)
     problem = Problem.of(q, k, v, pattern)
@@ -217,7 +217,7 @@ SEQUENCES: dict[str, Callable[[int], Pattern]] = {
 
 
 def sequence(kind: str, tokens: int, rounds: int, needs_grad: bool = False) -> dict[str, Any]:
-    """One dimension: the tiles backend in both orders, and the fastest that there is."""
+    """One dimension: the tiles backend in both orders, and the fastest backend."""
     pattern = SEQUENCES[kind](tokens)
     names = {"tiles": BOTH, "native": (NATURAL,), "sdpa": (NATURAL,)}
     found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)

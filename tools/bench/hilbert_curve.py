@@ -1,4 +1,4 @@
-"""Nanoseconds per point of the curve on one thread, in turns with the packages that are installed.
+"""Nanoseconds per point of the curve on one thread, interleaved with the installed packages.
 
     pip install numpy-hilbert-curve hilbertcurve
     python -m tools.bench.hilbert_curve
@@ -52,7 +52,7 @@ THEIRS: dict[str, Callable[[Grid], Any]] = {"numpy-hilbert-curve": numpy_hilbert
 
 
 def checked(name: str, grid: Grid) -> None:
-    """What is timed has to be a curve through the grid.
+    """Check that the timed result is a curve through the grid.
 
     Raises:
         ValueError: it is none.

@@ -1,4 +1,4 @@
-"""How near the kernels come to what dense attention reaches here: rates, training, rivals, ragged lengths.
+"""Rates of the kernels relative to dense attention: rates, training, rivals, ragged lengths.
 
     python -m tools.bench.kernels [rates training rivals ragged plain]
 
@@ -23,7 +23,7 @@ from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
 
 HEADS, HEAD_DIM, SEGMENT = 8, 64, 2048
-HOPELESS = 12.0  #: times as long as the fastest: timed once more after warming up, and no more
+HOPELESS = 12.0  #: times the fastest: beyond it, a candidate is timed only once after warm-up
 PATTERNS = (
     Dilated((2048,), (1,)),
     Dilated((2048,), (2,)),
@@ -50,7 +50,7 @@ def tensors(
 
 
 def backends(problem: Problem, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, ...]) -> Calls:
-    """A call of every backend of these that can run the problem."""
+    """A call for each of these backends that can run the problem."""
     found = {name: registry.load(name) for name in names}
     able = {name: backend for name, backend in found.items() if not backend.refusals(problem)}
     return {name: partial(backend.run, q, k, v, problem) for name, backend in able.items()}
@@ -104,7 +104,7 @@ def rates(pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int, needs_
 
 
 def rivals(pattern: Dilated, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Against what else computes this pattern at 8,192 tokens: a dense mask, and FlexAttention compiled."""
+    """Against a dense mask and compiled FlexAttention at 8,192 tokens."""
     q, k, v = tensors(8192, dtype)
     problem = Problem.of(q, k, v, pattern)
     found = turns(backends(problem, q, k, v, (*CPU_BACKENDS, "sdpa_mask", "flex")), rounds, HOPELESS)
@@ -124,7 +124,7 @@ def rivals(pattern: Dilated, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
 
 
 def ragged(odd: Dilated, odd_tokens: int, even: Dilated, even_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Time per operation of an uneven shape, over that of the even one."""
+    """Time per operation of an uneven shape over that of an even one."""
     calls: Calls = {}
     for kind, pattern, tokens in (("odd", odd, odd_tokens), ("even", even, even_tokens)):
         q, k, v = tensors(tokens, dtype)
@@ -144,7 +144,7 @@ def ragged(odd: Dilated, odd_tokens: int, even: Dilated, even_tokens: int, dtype
 
 
 def plain(tokens: int, segment: int, rate: int) -> dict[str, Any]:
-    """The plain formula against the kernels, warm, batch 2."""
+    """The plain formula (`manual`) against the kernels, warm, batch 2."""
     q, k, v = tensors(tokens, torch.float32, batch=2)
     pattern = Dilated((segment,), (rate,))
     found = turns(backends(Problem.of(q, k, v, pattern), q, k, v, ("manual", *CPU_BACKENDS)), 3)

@@ -36,7 +36,7 @@ LONG, LONGEST = 425_984, 2_097_152
 def against_mask(
     pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int, backward: bool = False
 ) -> dict[str, Any]:
-    """sdpa's branches, sdpa_mask, PyTorch's attention handed the whole mask, and dense attention, in turns."""
+    """sdpa's branches, sdpa_mask, PyTorch's attention with the whole mask, and dense attention, interleaved."""
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype).requires_grad_(backward) for _ in range(3))
     problem, dense = Problem.of(q, k, v, pattern), Problem.of(q, k, v, Dense(pattern.is_causal))
     mask = torch.empty(1, HEADS, tokens, tokens, dtype=dtype)
@@ -78,7 +78,7 @@ def against_mask(
 
 
 def trained(call: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
-    """The call and its backward pass."""
+    """A call with its backward pass."""
 
     def run() -> Any:
         result = call()
@@ -100,7 +100,7 @@ def long_forward(tokens: int, dtype: torch.dtype, backend: str, pattern: Dilated
         return out
 
     def twice() -> torch.Tensor:
-        timed()  # its memory is the second one's
+        timed()  # memory is measured in the second call
         return timed()
 
     free = available_bytes(cpu)
@@ -125,7 +125,7 @@ def long_forward(tokens: int, dtype: torch.dtype, backend: str, pattern: Dilated
 
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Dilated, out: torch.Tensor) -> dict[str, Any]:
-    """Rows and heads of out that were compared with float64, the largest error and what it may be.
+    """Rows and heads of out that were compared with float64, the largest error and the tolerance.
 
     Raises:
         RuntimeError: it is larger.
@@ -139,7 +139,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Dilated,
 
 
 def long_alone(tokens: int, dtype: str, backend: str, segments: tuple[int, ...] = PATTERN.segment_lengths) -> Any:
-    """`long_forward` in a process of its own; the segments have the rates of `PATTERN`."""
+    """`long_forward` in a new process; the segments have the rates of `PATTERN`."""
     command = [sys.executable, "-m", "tools.bench.longnet", "long", "--tokens", str(tokens)]
     command += ["--dtype", dtype, "--backend", backend, "--segments", *map(str, segments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -159,7 +159,7 @@ def main() -> None:
         dtype = getattr(torch, arguments.dtype)
         print(json.dumps(long_forward(arguments.tokens, dtype, arguments.backend, pattern)))
         return
-    # First, and each in a process of its own: what others keep of freed memory is not theirs.
+    # First, each in a new process: freed memory that earlier calls retain would be counted.
     long = [
         long_alone(arguments.tokens, "float32", "sdpa"),
         long_alone(arguments.tokens, "float32", "native"),

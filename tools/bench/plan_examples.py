@@ -1,4 +1,4 @@
-"""What `attn-dispatch plan` prints for the README's example. Counted, nothing is measured.
+"""The output of `attn-dispatch plan` for the README's example. Counted, not measured.
 
 python -m tools.bench.plan_examples
 """

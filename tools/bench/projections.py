@@ -31,12 +31,12 @@ GB = 10**9
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 SEGMENTS, RATES = (2048, 4096, 8192), (1, 2, 4)
 DTYPES = (torch.float16, torch.float32)
-KEYS = 2048  #: that a query sees in a branch over the whole sequence
+KEYS = 2048  #: keys that a query sees in a branch over the whole sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What backends ask of a device, and the memory that it is sold with.
+    """Properties of a device that backends read, and its nominal memory.
 
     Args:
         index: of its own, since what is worked out is kept by problem, and a problem names its device.
@@ -58,7 +58,7 @@ DEVICES = {device.index: device for device in (GTX_1080, A100)}
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A row of the reports: so many tokens on so many devices, of which each takes so much."""
+    """A row of the reports: tokens, devices and memory per device."""
 
     device: Device
     ranks: int
@@ -81,27 +81,27 @@ Patterns = Callable[[int], Dilated]  #: from the length of the whole sequence
 
 
 def near(tokens: int) -> Dilated:
-    """The reports' own."""
+    """The reports' pattern."""
     return Dilated(SEGMENTS, RATES)
 
 
 def far(tokens: int) -> Dilated:
-    """With one more branch, over the whole sequence."""
+    """The reports' pattern with one more branch, over the whole sequence."""
     return Dilated((*SEGMENTS, tokens), (*RATES, tokens // KEYS))
 
 
 @contextmanager
 def made_up() -> Iterator[None]:
-    """As if both kinds of device were here, with what torch brings along and nothing else."""
+    """Simulate both kinds of device, with no packages but torch."""
     with ExitStack() as stack:
         for name in ("capability", "properties"):
-            stack.enter_context(mock.patch(f"torch.cuda.get_device_{name}", getattr(_Asked, name)))
+            stack.enter_context(mock.patch(f"torch.cuda.get_device_{name}", getattr(_CudaProperties, name)))
         stack.enter_context(mock.patch("attn_dispatch.kernels.branches.backend._installed", return_value=None))
         yield
 
 
-class _Asked:
-    """What torch.cuda would say."""
+class _CudaProperties:
+    """Replacements for torch.cuda's queries."""
 
     @staticmethod
     def capability(device: Any) -> tuple[int, int]:
@@ -119,7 +119,7 @@ def problem(device: Device, pattern: Pattern, tokens: int, dtype: torch.dtype, b
 
 
 def least(found: list[Forecast]) -> Forecast:
-    """The exchange that takes the least memory; of equal ones, the one that ships least."""
+    """The exchange with the least memory; among equals, that which sends least."""
     able = [each for each in found if each.memory is not None]
     return min(able, key=lambda each: (each.memory.peak_bytes if each.memory else 0, each.shipped_bytes))
 
@@ -147,7 +147,7 @@ def longest(row: Reported, patterns: Patterns, dtype: torch.dtype, backward: boo
 
 
 def projected(row: Reported, patterns: Patterns, dtype: torch.dtype) -> dict[str, Any]:
-    """One row, forward and forward with backward."""
+    """One row, forward and forward + backward."""
     found: dict[str, Any] = {
         "device": row.device.name, "ranks": row.ranks, "reported": row.title, "tokens": row.tokens,
         "reported_gb": row.gb, "dtype": str(dtype).removeprefix("torch."), "pattern": str(patterns(row.tokens)),
@@ -168,7 +168,7 @@ def projected(row: Reported, patterns: Patterns, dtype: torch.dtype) -> dict[str
 
 
 def kernel(row: Reported, patterns: Patterns, dtype: torch.dtype) -> str:
-    """Who solves a device's own part."""
+    """The backend for a device's own part."""
     tokens = row.tokens // row.ranks
     pattern = patterns(row.tokens).simplify(tokens, tokens, HEADS)
     return str(solver(problem(row.device, pattern, tokens, dtype, False)).name)

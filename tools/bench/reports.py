@@ -1,4 +1,4 @@
-"""The early reports on Hilbert + dilated attention on a GTX 1080 (July 2025): their single-device experiments, again.
+"""The early reports on Hilbert + dilated attention on a GTX 1080 (July 2025): single-device experiments, repeated.
 
     python -m tools.bench.reports [000 001 002 003 004]
     python -m tools.bench.reports --shrink 16     with lengths, segments and grids that much smaller: a quick look
@@ -40,11 +40,11 @@ SINGLE, DILATED = "single segment", "dilation 2"
 KINDS = (SINGLE, "multi-segment", DILATED, "multi-dilation")
 MEMORY = {"003": {32768: 0.5, 65536: 1.0, 131_072: 2.0, 262_144: 4.0}, "004": {8192: 0.08, 16384: 0.92, 32768: 1.08}}
 COUNTED = (8192, 16384)  #: tokens
-SIDES, WINDOW = (64, 128), 13  #: of grids
+SIDES, WINDOW = (64, 128), 13  #: tokens, of grids
 
 
 def shrunk(pattern: Pattern, shrink: int) -> Pattern:
-    """Segments so many times shorter."""
+    """Segments divided by a factor."""
     assert isinstance(pattern, Dilated)
     return Dilated(tuple(length // shrink for length in pattern.segment_lengths), pattern.dilation_rates)
 
@@ -113,7 +113,7 @@ def taken(tokens: int, shrink: int) -> dict[str, Any]:
 
 
 def fused() -> str:
-    """The faster one of those that need no mask, by `python -m tools.bench.kernels`; it needs a compiler."""
+    """The faster of the backends without a mask, by `python -m tools.bench.kernels`; it needs a compiler."""
     refused = registry.load("native").refusals(problem_of(PATTERN, 8192))
     return "sdpa" if refused else "native"
 

@@ -1,4 +1,4 @@
-"""A sequence over many devices: what is shipped, who works how much, memory, time, and what faults do. gloo, CPU.
+"""A sequence over many devices: bytes sent, balance of work, memory, time and faults. gloo, CPU.
 
     python -m tools.bench.ring [PART ...] [--rounds N] [--shrink N] [--faults N]
 
@@ -23,7 +23,7 @@ COUNTED: dict[str, Callable[[], Any]] = {
     "traffic": ring_counts.traffic,
     "shipped": ring_counts.all_shipped,
     "balance": ring_counts.balance,
-    "faults": ring_faults.run,  # so many
+    "faults": ring_faults.run,  # by number of faults
 }
 #: By rounds and shrink.
 MEASURED: dict[str, Callable[[int, int], Any]] = {
@@ -40,7 +40,7 @@ def main() -> None:
     arguments.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--shrink", type=int, default=1)
-    arguments.add_argument("--faults", type=int, default=200, help="how many are injected")
+    arguments.add_argument("--faults", type=int, default=200, help="number of injected faults")
     options = arguments.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:

@@ -1,4 +1,4 @@
-"""The early reports' experiments over several devices (003), again: LongNet, with and without Hilbert order.
+"""The early reports' experiments over several devices (003), repeated: LongNet, with and without Hilbert order.
 
     torchrun --standalone --nproc_per_node=2 -m tools.bench.ring_reports --tokens 32768 [--hilbert]
     python -m tools.bench.ring_reports --all          every one of them, to tools/results/ring_reports.json
@@ -38,7 +38,7 @@ DRAWS = 4
 
 
 def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
-    """One call after another, on every rank of this torchrun."""
+    """Calls in sequence, on every rank of this torchrun."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("ATTN_DISPATCH_MODE", "off")
     dist.init_process_group("gloo")
@@ -83,7 +83,7 @@ def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
 
 
 def all_of_them(lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Each by a torchrun of its own."""
+    """Each in a separate torchrun."""
     found = []
     for tokens in lengths:
         for ranks in RANKS:
@@ -98,8 +98,8 @@ def all_of_them(lengths: tuple[int, ...]) -> list[dict[str, Any]]:
 
 def main() -> None:
     arguments = parser(__doc__, "ring_reports.json")
-    arguments.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="of the whole sequence")
-    arguments.add_argument("--hilbert", action="store_true", help="kept in Hilbert order")
+    arguments.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of the whole sequence")
+    arguments.add_argument("--hilbert", action="store_true", help="permute the sequence into Hilbert order")
     arguments.add_argument("--all", action="store_true", help="start torchrun for every length, 2 and 4 ranks")
     options = arguments.parse_args()
     if options.all:

@@ -43,7 +43,7 @@ def profile_command(longest: int) -> list[str]:
 
 
 def route_all(longest: int) -> dict[str, Any]:
-    """The second process: what explain() says of each problem, and the counters after calling attend() on all."""
+    """The second process: explain() of each problem, and the counters after calling attend() on all."""
     rows = []
     for dtype in DTYPES:
         for length in lengths(longest):
@@ -86,7 +86,7 @@ def lengths(longest: int) -> list[int]:
 def main() -> None:
     options = parser(__doc__, "routes.json")
     options.add_argument("--longest", type=int, default=32768)
-    options.add_argument("--route", action="store_true", help="be the second process")
+    options.add_argument("--route", action="store_true", help="run as the second process")
     arguments = options.parse_args()
     if arguments.route:
         print(json.dumps(route_all(arguments.longest)))

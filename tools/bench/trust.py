@@ -1,4 +1,4 @@
-"""How far the tuner can be trusted: stable winners, a store that loses nothing, choices for shapes never measured.
+"""How far the tuner can be trusted: stable winners, a store that loses nothing, choices for unmeasured shapes.
 
     python -m tools.bench.trust
 
@@ -35,7 +35,7 @@ MANY = 10_000
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A cache folder for this figure alone."""
+    """A separate cache folder for this figure."""
     before = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder
@@ -46,7 +46,7 @@ def own_folder() -> Iterator[Path]:
 
 
 def storm(problems: int = MANY) -> dict[str, Any]:
-    """attend() on many problems, each once, as a server with ever other requests meets them."""
+    """attend() on many problems, each once, as in a server whose requests all differ."""
     generator = torch.Generator().manual_seed(0)
     before = counters()
     start = time.perf_counter()

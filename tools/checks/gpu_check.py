@@ -1,4 +1,4 @@
-"""Everything that needs a CUDA device, in one go: conformance, timings, and a profile that can be shipped.
+"""All checks that need a CUDA device: conformance, timings, and a profile that can be shipped.
 
     python -m tools.checks.gpu_check --output FOLDER [--minutes 8]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 
-FIRST_S, LATER_S = 20.0, 3.0  #: for each problem: the first ones with room for compilers
+FIRST_S, LATER_S = 20.0, 3.0  #: seconds per problem; the first ones include compiling
 
 
 def first_problems() -> list[Any]:
@@ -70,7 +70,7 @@ def problems() -> list[Any]:
 
 
 def rates(problem: Any, row: dict[str, Any]) -> dict[str, float]:
-    """TFLOP/s of every candidate that was timed, in the arithmetic of the pattern: visiting more earns nothing."""
+    """TFLOP/s of every timed candidate, by the arithmetic of the pattern: computing more pairs does not raise it."""
     from attn_dispatch.backends import native
 
     work = native.flops(problem)
@@ -90,7 +90,7 @@ def conformance(output: Path) -> int:
 
 
 def measure(output: Path, seconds: float) -> dict[str, Any]:
-    """Decide as many problems as fit, and keep them as results and as a profile."""
+    """Decide as many problems as the time allows, and write them as results and as a profile."""
     import torch
 
     from attn_dispatch import profile
@@ -109,7 +109,7 @@ def measure(output: Path, seconds: float) -> dict[str, Any]:
         try:
             (row,) = (one.to_dict() for one in profile([problem], budget_s=min(left, most_s), progress=False))
             rows.append({**row, "tflops": rates(problem, row)} if most_s == FIRST_S else row)
-        except Exception as error:  # noqa: BLE001 - one kernel that breaks the device must not lose the rest
+        except Exception as error:  # noqa: BLE001 - a kernel that breaks the device must not lose other results
             rows.append({"problem": str(problem), "failed": f"{type(error).__name__}: {error}"})
         (output / "routes.json").write_text(json.dumps(rows, indent=1))
     where = silicon(torch.device("cuda", 0))

@@ -1,7 +1,7 @@
 """The peak memory that `attn-dispatch plan` predicts, against that of real ranks on this machine's CPU.
 
     python -m tools.checks.plan_memory            # all of it, some minutes, to tools/results/plan_memory.json
-    python -m tools.checks.plan_memory window     # the cases whose name starts so; the others stay as they were
+    python -m tools.checks.plan_memory window     # cases whose names start so; others stay unchanged
 
 Every figure is of the rank that takes most: resident memory above what was there before q, k and v were made.
 """
@@ -35,7 +35,7 @@ from tools.lib.tables import table
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
-WARM = 512  #: tokens of a call before, which loads what is loaded once
+WARM = 512  #: tokens of a warm-up call, for what is loaded once
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def work(rank: int, port: int, case: Case, exchange: str, backward: bool, folder
 
 
 def run(case: Case, tokens: int, exchange: str, backward: bool, times: int = 1) -> None:
-    """Several times, since buffers stay from one call to the next."""
+    """Several calls, since buffers persist between calls."""
     batch, _, heads, head_dim = case.shape
     length = deal(tokens, case.ranks)[dist.get_rank()]
     sizes = (heads, case.kv_heads, case.kv_heads)
@@ -149,7 +149,7 @@ def main() -> None:
     arguments = parser(__doc__, "plan_memory.json")
     arguments.add_argument("cases", nargs="*", metavar="CASE")
     options = arguments.parse_args()
-    torch.set_num_threads(1)  # as ranks have it: scratch memory goes by threads
+    torch.set_num_threads(1)  # as in ranks: scratch memory depends on threads
     before = json.loads(options.output.read_text())["runs"] if options.output.exists() else []
     runs = {case.name: [one for one in before if one["case"] == case.name] for case in CASES}
     for case in CASES:

@@ -44,11 +44,11 @@ from tools.lib.ranks import join
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 3, 512, 3, 32
 TIMEOUT_S, GRACE_S = 5.0, 5.0
-START_S = 120.0  #: for new processes to be there, and for their first call
-TRIAL_TIMEOUT_S = 60.0  #: where ranks work for longer than that before they meet
-PAUSE_S = 0.5  #: that a rank is stopped for, where it goes on in time
-REPEATS, SPAN_S = 8, 0.4  #: calls in which a fault from outside falls, and the time within which it does
-BUDGET_MS = "100"  #: for trials
+START_S = 120.0  #: seconds for starting processes and their first call
+TRIAL_TIMEOUT_S = 60.0  #: in trials, where ranks work longer between collectives
+PAUSE_S = 0.5  #: seconds that a rank is stopped where it continues in time
+REPEATS, SPAN_S = 8, 0.4  #: calls during which an external fault happens, and the seconds within which it does
+BUDGET_MS = "100"  #: of trials
 CASES: tuple[tuple[Pattern, str, str], ...] = (
     (Dense(is_causal=True), ZIGZAG, "ring"),
     (Dense(), CONTIGUOUS, "gather"),
@@ -58,7 +58,7 @@ CASES: tuple[tuple[Pattern, str, str], ...] = (
     (Neighborhood((16, 32), (5, 7)), CONTIGUOUS, "ring"),
     (Dense(), CONTIGUOUS, "ulysses"),
 )
-#: How many of 200 faults are of each kind.
+#: Number of faults of each kind, of 200.
 SHARES = {"kill": 40, "stop": 25, "pause": 20, "mismatch": 45, "memory": 25, "exception": 25, "trial": 20}
 IN_PARTS = ("memory", "exception", "trial")
 STATUSES = ("right", "not a number", "wrong")  #: of a call that returned, the worst last
@@ -67,7 +67,7 @@ MISMATCHES = ("causal", "scale", "dtype", "heads", "batch", "order", "lse", "inv
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to whom in a call.
+    """A fault of one rank in a call.
 
     Args:
         kind: one of `SHARES`, or "none".
@@ -91,12 +91,12 @@ class Fault:
 
 
 def faults(count: int, seed: int) -> list[Fault]:
-    """So many, in the proportions of `SHARES`, in random order."""
+    """`count` faults in the proportions of `SHARES`, in random order."""
     draw = random.Random(seed)
     whole = sum(SHARES.values())
     kinds = [kind for kind, share in SHARES.items() for _ in range(max(1, round(share * count / whole)))]
     draw.shuffle(kinds)
-    kinds.sort(key="trial".__eq__)  # last: they have a group of their own
+    kinds.sort(key="trial".__eq__)  # last: they use a separate group
     return [_fault(kind, draw) for kind in kinds]
 
 
@@ -118,21 +118,21 @@ def _fault(kind: str, draw: random.Random) -> Fault:
 
 
 def serve(rank: int, folder: str, timeout_s: float, pipe: Connection) -> None:
-    """Answer calls until there is no one to ask for them."""
+    """Answer calls until the parent closes the connection."""
     torch.set_num_threads(1)
     os.environ["ATTN_DISPATCH_BUDGET_MS"] = BUDGET_MS
     join(rank, RANKS, folder, timeout_s)
     with suppress(EOFError):
         while True:
             number, fault = pipe.recv()
-            # Empty each time, so that there is a trial each time.
+            # An empty folder each time, so that each call has a trial.
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["ATTN_DISPATCH_CACHE_DIR"] = cache
                 pipe.send((number, _answer(rank, fault)))
 
 
 def _answer(rank: int, fault: Fault) -> tuple[str, str]:
-    """One of `STATUSES`, or "raised"; and what was."""
+    """One of `STATUSES`, or "raised", with the error."""
     os.environ["ATTN_DISPATCH_MODE"] = "tune" if fault.kind == "trial" else "off"
     if fault.kind == "trial":
         link.forget()
@@ -142,7 +142,7 @@ def _answer(rank: int, fault: Fault) -> tuple[str, str]:
         with _struck(fault, rank) if not fault.late else nullcontext():
             for _ in range(REPEATS if outside else 1):
                 worst = max(worst, _call(rank, fault), key=lambda each: STATUSES.index(each[0]))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what is asked for
+    except Exception as error:  # noqa: BLE001 - any error is a result here
         return "raised", type(error).__name__
     return worst
 
@@ -175,7 +175,7 @@ def _call(rank: int, fault: Fault) -> tuple[str, str]:
 
 
 def _other(what: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, arguments: dict[str, Any]) -> Any:
-    """The same call, but for one thing."""
+    """The same call with one argument changed."""
     if what == "causal":
         pattern = Dense(is_causal=pattern != Dense(is_causal=True))
     elif what == "scale":
@@ -197,7 +197,7 @@ def _other(what: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, argumen
 
 @contextmanager
 def _struck(fault: Fault, rank: int) -> Iterator[None]:
-    """What happens to the victim from within."""
+    """The fault inside the victim's process."""
     if fault.at is None or rank != fault.victim:
         yield
     elif fault.kind in IN_PARTS:
@@ -210,7 +210,7 @@ def _struck(fault: Fault, rank: int) -> Iterator[None]:
 
 
 def _before(call: Callable[..., Any], at: int, strike: Callable[[], None]) -> Callable[..., Any]:
-    """The function, with something else before its `at`-th call."""
+    """The function, with an action before its `at`-th call."""
     calls = iter(range(2**62))
 
     def struck(*arguments: Any) -> Any:
@@ -254,7 +254,7 @@ def gates() -> list[Oracle]:
 
 @dataclass
 class Group:
-    """Ranks, until a fault is their end."""
+    """A group of ranks, until a fault ends it."""
 
     folder: str
     timeout_s: float = 0.0
@@ -284,7 +284,7 @@ class Group:
         self.ranks, self.pipes = [], []
 
     def answers(self, fault: Fault) -> list[tuple[str, str]]:
-        """What each rank gave; "silent" where it did not in time, "dead" where it is no more."""
+        """The result of each rank; "silent" after the time-out, "dead" if its process has ended."""
         timeout_s = TRIAL_TIMEOUT_S if fault.kind == "trial" else TIMEOUT_S
         if not self.ranks or (fault.kind != "none" and timeout_s != self.timeout_s):
             self.start(timeout_s)
@@ -337,7 +337,7 @@ def _stopped(pid: int) -> bool:
 
 
 def unexpected(fault: Fault, answers: list[tuple[str, str]]) -> str:
-    """What should not be, if anything: a hang, a wrong result, a failure that is not told or not survived."""
+    """Unexpected outcomes: a hang, a wrong result, a failure that is not reported or not survived."""
     for rank, (status, what) in enumerate(answers):
         victim = rank == fault.victim
         if status == "silent":
@@ -356,7 +356,7 @@ def unexpected(fault: Fault, answers: list[tuple[str, str]]) -> str:
 
 
 def run(count: int = 200, seed: int = 0) -> dict[str, Any]:
-    """Inject so many faults; what came of them, by kind."""
+    """Inject faults; returns the outcomes by kind."""
     told: dict[str, Counter[str]] = {}
     faulty, groups, after = [], 0, 0
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
@@ -398,7 +398,7 @@ def run(count: int = 200, seed: int = 0) -> dict[str, Any]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--faults", type=int, default=200, help="how many are injected")
+    options.add_argument("--faults", type=int, default=200, help="number of injected faults")
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
     found = run(arguments.faults, arguments.seed)

@@ -1,4 +1,4 @@
-"""How far the choice can be trusted: re-tunings on a simulated clock, where the right answer is known.
+"""Stability of the choice: re-tunings on a simulated clock, where the right answer is known.
 
 python -m tools.checks.trust_choice [--quick]
 """
@@ -34,7 +34,7 @@ Tune = Callable[[Costs, str | None, int], str]
 
 @dataclass
 class Tuner:
-    """One re-tuning: a race, then the choice. Keeps count of what it took."""
+    """One re-tuning: timing, then the choice. Counts the calls."""
 
     machine: Mapping[str, Any] = field(default_factory=lambda: {"noise": NOISE})
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -44,7 +44,7 @@ class Tuner:
     def __call__(self, costs: Costs, incumbent: str | None, seed: int) -> str:
         keep = () if incumbent is None else (incumbent,)
         machine = Machine(seed=seed, **self.machine)
-        # Another seed for the order, or it would hang together with the noise.
+        # Another seed for the order, so that it does not correlate with the noise.
         turns = machine.race(dict(costs), seed=seed + ORDER_SEED, keep=keep, **self.options)
         self.rounds.append(turns.rounds)
         self.seconds.append(turns.elapsed_s)
@@ -63,7 +63,7 @@ class Tuner:
 
 
 def naive(costs: Costs, incumbent: str | None, seed: int) -> str:
-    """What most tuners do: the least mean of five samples in a row."""
+    """As in most tuners: the least mean of five samples in a row."""
     machine = Machine(NOISE, seed)
     means = {}
     for name, cost_ms in costs.items():

@@ -86,7 +86,7 @@ def miss(problem: dict[str, Any], evidence: Evidence, times: dict[tuple[str, str
 
 
 def calibration(misses: Iterable[Miss]) -> list[dict[str, Any]]:
-    """What was claimed against how often it came true, by how much was claimed."""
+    """Claimed confidence against the share of right predictions, by confidence."""
     known = list(misses)
     found = []
     for low, high in pairwise(CONFIDENCES):
@@ -118,7 +118,7 @@ def speed(count: int) -> dict[str, float]:
 
 
 def real(budget_s: float = REAL_BUDGET_S) -> dict[str, Any]:
-    """Measured into a folder of its own, then each decision predicted from the others of its group."""
+    """Measured into a separate folder, then each decision predicted from the others of its group."""
     cpu = torch.device("cpu")
     shapes = [(1, length, HEADS, HEAD_DIM) for length in lengths(REAL_OCTAVES, 2)]
     problems = [problem_of(shape, pattern, dtype, cpu) for pattern in PATTERNS for dtype in DTYPES for shape in shapes]
@@ -155,7 +155,7 @@ def lengths(octaves: tuple[int, int], per_octave: int) -> list[int]:
 
 
 def summary(group: GroupRegret) -> dict[str, Any]:
-    """Without the names of what was made up or thrown away."""
+    """Without the names of synthetic or discarded parts."""
     gone = ("silicon", "group", "worst_key")
     return {name: value for name, value in group.to_dict().items() if name not in gone}
 

@@ -26,7 +26,7 @@ from attn_dispatch.store.decision import Damaged, Decision, Drift, Row, canonica
 from attn_dispatch.store.folder import Store
 
 SILICON, TIME = "cpu-made-up", "2025-01-01T00:00:00.000000+00:00"
-SHARED = 4  #: every so many decisions is a row of one that all processes write
+SHARED = 4  #: every SHARED-th decision is a row of one that all processes write
 KILL_S = 0.03  #: mean time from one kill to the next
 KILLS_EACH = 25  #: of a process, on average; later ones may finish
 
@@ -44,7 +44,7 @@ def figures(quick: bool = False) -> dict[str, Any]:
 
 @dataclass
 class Writer:
-    """A child that puts decisions and tells of each when it is kept."""
+    """A child process that stores decisions and reports each once it is stored."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -57,7 +57,7 @@ class Writer:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
 
     def hear(self) -> bool:
-        """Note what it says; whether it will say more."""
+        """Read a report; returns whether more will follow."""
         assert self.process is not None
         assert self.process.stdout is not None
         text = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -67,7 +67,7 @@ class Writer:
 
 
 def kill_writers(folder: Path, processes: int, each: int, seed: int = 0) -> dict[str, int]:
-    """Kill writers at random moments and start them again until all is written; what they told of must be there."""
+    """Kill writers at random moments and restart them until all is written; every reported decision must exist."""
     random = Random(seed)
     writers = [Writer(number) for number in range(processes)]
     kills = _drive(folder, writers, each, random)
@@ -112,7 +112,7 @@ def _drive(folder: Path, writers: list[Writer], each: int, random: Random) -> in
 
 
 def _end(writer: Writer) -> None:
-    """Reap it. What it died of must be the kill, if it died."""
+    """Reap the process. If it died, the kill must be the cause."""
     assert writer.process is not None
     with writer.process as process:
         code = process.wait()
@@ -122,7 +122,7 @@ def _end(writer: Writer) -> None:
 
 
 def child(folder: Path, writer: int, first: int, count: int) -> None:
-    """Put, then tell: nothing may be told of that is not kept."""
+    """Store, then report: every reported decision must be stored."""
     for number in range(first, count):
         if Store(folder).put(made(writer, number)) is None:
             sys.exit("a decision was not kept")
@@ -190,7 +190,7 @@ def mutate_files(count: int, seed: int = 0) -> dict[str, int]:
             wrong += decode(content) != originals[index]
         except Damaged:
             pass
-        except Exception:  # noqa: BLE001 - what is counted here
+        except Exception:  # noqa: BLE001 - counted
             crashes += 1
     return {"mutations": count, "crashes": crashes, "wrong_accepted": wrong}
 
@@ -215,7 +215,7 @@ def drop(random: Random, content: bytes, other: bytes) -> bytes:
 
 
 def splice(random: Random, content: bytes, other: bytes) -> bytes:
-    """The head of one and the tail of another, as two writers without renaming would leave it."""
+    """The head of one and the tail of another, as two writers without atomic renames would leave it."""
     return content[: random.randrange(len(content))] + other[random.randrange(len(other)) :]
 
 
@@ -263,7 +263,7 @@ def number(random: Random, content: bytes, other: bytes) -> bytes:
 
 
 def sign(random: Random, content: bytes, other: bytes) -> bytes:
-    """What makes no sense, with a checksum that fits."""
+    """Senseless values with a matching checksum."""
     plain = to_plain(decode(content))
     name, values = random.choice(list(SENSELESS.items()))
     plain[name] = random.choice(values)
@@ -271,7 +271,7 @@ def sign(random: Random, content: bytes, other: bytes) -> bytes:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every holder and name of a value inside."""
+    """Every container and key of a nested value."""
     for name in value if isinstance(value, dict) else range(len(value)):
         yield value, name
         if isinstance(value[name], dict | list):

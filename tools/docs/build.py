@@ -1,4 +1,4 @@
-"""Write what is generated in README.md and docs/: between `<!-- NAME: ... -->` and `<!-- /NAME -->`, and the plot.
+"""Write the generated blocks of README.md and docs/, between `<!-- NAME: ... -->` and `<!-- /NAME -->`, and the plot.
 
 python -m tools.docs.build            write
 python -m tools.docs.build --check    fail where a file would change
@@ -63,20 +63,20 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def names(text: str) -> list[str]:
-    """The blocks of a page."""
+    """The names of a page's blocks."""
     return [match[1] for match in BLOCK.finditer(text)]
 
 
 def filled(text: str, contents: Mapping[str, str]) -> str:
-    """A page with the contents of its blocks as they should be."""
+    """A page with its blocks replaced by `contents`."""
     return BLOCK.sub(lambda block: f"<!-- {block[1]}: {MADE_BY} -->\n{contents[block[1]]}\n<!-- /{block[1]} -->", text)
 
 
 def made() -> dict[Path, str]:
-    """Every file with a generated part, and its text as it should be.
+    """Every file with a generated part, and its generated text.
 
     Raises:
-        KeyError: a page has a block that there is not.
+        KeyError: a page has a block of an unknown name.
     """
     contents = {name: make() for name, make in BLOCKS.items()}
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
@@ -85,7 +85,7 @@ def made() -> dict[Path, str]:
 
 
 def stale(files: Mapping[Path, str]) -> list[str]:
-    """The names of the files that hold something else."""
+    """The names of the files whose content differs."""
     return [path.name for path, text in files.items() if not path.exists() or path.read_text() != text]
 
 

@@ -13,7 +13,7 @@ from attn_dispatch.cli import COMMANDS, main
 from tools.lib.tables import table
 
 WIDTH = 120  #: characters of a line
-UNWRAPPED = "100000"  #: argparse wraps lines in ways that differ by Python version; here they are wrapped once, alike
+UNWRAPPED = "100000"  #: argparse's wrapping differs between Python versions; lines are wrapped here instead
 #: What the README shows of each command.
 EXAMPLES = {
     "profile": "profile --shape 1,8k,8,64 --segments 2k,4k,8k --dilations 1,2,4 --causal",
@@ -42,7 +42,7 @@ def page() -> str:
 
 
 def help_of(*command: str) -> str:
-    """The same text under every version of Python, whatever the terminal's width."""
+    """`--help` text that depends neither on the Python version nor on the terminal's width."""
     printed = io.StringIO()
     with mock.patch.dict(os.environ, COLUMNS=UNWRAPPED, NO_COLOR="1"), redirect_stdout(printed), suppress(SystemExit):
         main([*command, "--help"])
@@ -50,7 +50,7 @@ def help_of(*command: str) -> str:
 
 
 def _wrapped(line: str) -> str:
-    """A usage line between its options; an option with its text below itself."""
+    """Wrap a usage line between options, and an option's text below its start."""
     indent = " " * len(re.match(r" *(?:-\S.*?  +|\S+  +|)", line)[0])  # type: ignore[index]
     if line.startswith("usage: "):
         indent = " " * len("usage: ")

@@ -1,4 +1,4 @@
-"""Tables of tools/results/ that no other module here writes: LongNet, kernels, trust and what a call adds."""
+"""Tables of tools/results/ for docs/results/figures.md: LongNet, kernels, robustness and the overhead of a call."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ragged(found: Any) -> str:
 
 
 def plain(found: Any) -> str:
-    """The range of manual's time over the kernels'."""
+    """The range of manual's time over that of each kernel."""
     parts = []
     for name in ("sdpa", "native"):
         ratios = [one["manual_over"][name]["median"] for one in found["plain"]]
@@ -96,11 +96,11 @@ def others(longnet: Any, dispatch: Any, routes: Any) -> str:
     ):
         hit = dispatch[name]
         added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
-        rows.append((f"what `attend()` adds on a hit to the call {about}", added, again))
+        rows.append((f"overhead of `attend()` on a hit over the call {about}", added, again))
     warm = dispatch["warm_first_ms"]
     added = f"{warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to {warm['high_ms']:.1f}) to {warm['direct_ms']:.1f} ms"
     rows.append(
-        ("what the first `attend()` of a process adds, its decision on disk, to the first direct call", added, again)
+        ("overhead of a process's first `attend()`, its decision on disk, over the first direct call", added, again)
     )
     imported = f"{dispatch['import_attend_after_torch_ms']:.0f} ms"
     rows.append(("`from attn_dispatch import attend`, after torch", imported, again))
@@ -110,14 +110,14 @@ def others(longnet: Any, dispatch: Any, routes: Any) -> str:
 def trust(found: Any) -> str:
     close, naive, grey = found["choice"]["close"], found["choice"]["close_naive"], found["choice"]["grey_zone"]
     killed, mutated = found["store"]["killed"], found["store"]["mutated"]
-    rows = [("what may go wrong", "seen"), ("---", "---")]
+    rows = [("check", "result"), ("---", "---")]
     about = f"{found['choice']['retunings']} re-tunings of 5 candidates 0.5 % apart, 3 % noise"
     flips = f"{close['independent_flips']:.1%} other winners, none more than {close['worst']:.1%} off the best"
     rows.append((about, f"{flips} (least mean of 5 runs: {naive['independent_flips']:.0%} other winners)"))
     proven = ", ".join(f"{gain} faster {share:.0%}" for gain, share in grey["noise 3%, calls of 1 ms"].items())
-    rows.append(("how often a faster challenger is proven to be so, 3 % noise, calls of 1 ms", proven))
+    rows.append(("how often a faster challenger is proven faster, 3 % noise, calls of 1 ms", proven))
     for one in found["learned"]["planted"]:
-        about = f"choices for sizes never measured, planted surfaces with crossovers, {one['per_octave']} per octave"
+        about = f"choices for unmeasured sizes, synthetic cost surfaces with crossovers, {one['per_octave']} per octave"
         rows.append((about, regrets(one["unseen"]) + "; leave-one-out " + regrets(one["leave_one_out"])))
     rows.append(("the same, leave-one-out on measurements of this machine", regrets(found["learned"]["real"]["total"])))
     about = f"{killed['processes']} processes, {killed['decisions']:,} decisions, {killed['kills']} kills"
@@ -125,7 +125,7 @@ def trust(found: Any) -> str:
     about = f"{mutated['mutations']:,} damaged and forged decision files"
     rows.append((about, f"{mutated['crashes']} crashes, {mutated['wrong_accepted']} wrong ones accepted"))
     storm = found["storm"]
-    about = f"{storm['problems']:,} problems in turn, each met once"
+    about = f"{storm['problems']:,} problems in sequence, each called once"
     rows.append((about, f"{storm['measured']} measured, {storm['learned']:,} learned, in {storm['seconds']:.0f} s"))
     inspect = found["inspect"]
     about = f"`attn-dispatch inspect` over {inspect['decisions']:,} decisions; `inspect --help`"
@@ -146,14 +146,14 @@ def figures() -> str:
     about = (
         f"{longnet['pattern']}, batch 1, 8 heads of 64, by `python -m tools.bench.longnet`: medians of interleaved "
         f"runs with 95 % intervals. Dense attention does {ratio:.1f} times the arithmetic (a mask saves none of it: "
-        f"{2 * ratio:.1f} times against causal), and with the mask it takes {cost:.2f} times as long as without: that "
+        f"{2 * ratio:.1f} times against causal), and takes {cost:.2f} times as long with a mask as without: that "
         "bounds the ratios here."
     )
     rates = (
-        "By `python -m tools.bench.kernels`: the rate at which the arithmetic of a pattern is done, as a share of the "
-        "rate of PyTorch's dense attention (of the same kind, causal or not) at 8,192 tokens, in the same run."
+        "By `python -m tools.bench.kernels`: the rate of a pattern's arithmetic, as a share of that of "
+        " PyTorch's dense attention (of the same kind, causal or not) at 8,192 tokens, in the same run."
     )
-    simulated = "By `python -m tools.bench.trust`; winners and planted surfaces on a simulated clock."
+    simulated = "By `python -m tools.bench.trust`; winners and synthetic cost surfaces on a simulated clock."
     parts = (
         f"{machine(longnet)}. On CUDA: not measured.",
         "## LongNet against a mask",
@@ -168,7 +168,7 @@ def figures() -> str:
         "## Robustness of choices and of the store",
         simulated,
         trust(load("trust")),
-        "## Long sequences, and what a call adds",
+        "## Long sequences, and the overhead of a call",
         others(longnet, dispatch, load("routes")),
     )
     return "\n\n".join(parts)

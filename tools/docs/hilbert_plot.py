@@ -1,4 +1,4 @@
-"""What Hilbert order is worth, drawn: tools/results/hilbert.json as an SVG, by `python -m tools.docs.build`."""
+"""The speed-ups of Hilbert order in tools/results/hilbert.json as an SVG, by `python -m tools.docs.build`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from attn_dispatch.spec.orders import HILBERT, NATURAL
 WIDTH, HEIGHT = 860, 420
 COLOURS = {"tiles": "#0072b2", "native": "#d55e00", "flex": "#009e73", "sdpa_mask": "#777777"}
 DASHED = 'stroke-dasharray="5 4"'
-APART = 7  #: pixels between backends at the same length, where their intervals would hide one another
-ROOM = 1.06  #: beyond the highest and the lowest
+APART = 7  #: pixels between backends at the same length, so that their intervals do not overlap
+ROOM = 1.06  #: factor between the outermost values and the panel's edges
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
 
 Point = tuple[float, float, float, float]  #: tokens, and a value with its interval
@@ -50,7 +50,7 @@ class Panel:
         yield text(self.left + self.width / 2, bottom + 40, "tokens", "middle")
 
     def curve(self, points: Sequence[Point], colour: str, style: str = "", aside: float = 0) -> Iterator[str]:
-        """Marks joined by a line, with a bar for each interval that there is."""
+        """Marks joined by a line, with a bar for each interval."""
         if not points:
             return
         ends = [(self.across(tokens) + aside, self.up(value)) for tokens, value, _, _ in points]
@@ -101,7 +101,7 @@ def svg(found: Any) -> str:
     return "\n".join((
         f'<svg xmlns="http://www.w3.org/2000/svg" {about}>',
         f"<title>{title}</title>",
-        f'<rect {size} fill="#ffffff"/>',  # or it would be unreadable on a dark page
+        f'<rect {size} fill="#ffffff"/>',  # readable on a dark page
         text(left.left, 24, title, "start", 'font-size="14"'),
         *parts,
         text(left.left, HEIGHT - 12, note, "start"),
@@ -120,7 +120,7 @@ def gained(rows: Any, name: str) -> list[Point]:
 
 
 def bounds(curves: Iterable[Sequence[Point]]) -> tuple[float, float]:
-    """Of all intervals."""
+    """The lowest and the highest end of all intervals."""
     values = [value for points in curves for point in points for value in point[2:]]
     return min(values), max(values)
 

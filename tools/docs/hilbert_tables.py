@@ -1,4 +1,4 @@
-"""Tables of what token orders gain, from tools/results/."""
+"""Tables of the speed-ups of token orders, from tools/results/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ORDERED = ("tiles", "native", "flex")
 
 
 def hilbert(found: Any, misses: Any, curves: Any) -> str:
-    """All of them, below one another."""
+    """All tables of the page."""
     about = (
         "By `python -m tools.bench.hilbert`: float32, 4 heads of 64, milliseconds in natural / in Hilbert order, and "
         f"the gain (paired, with its 95 % interval). {machine(found)}."
@@ -44,9 +44,9 @@ def sizes(found: Any) -> str:
     ]
     copies = found["permutation"][0]
     return (
-        "What an order gains depends on the tile: in tiles of 64 queries and 64 keys, as block-sparse kernels have "
-        f"them, `tiles` gains {'; '.join(parts)}. `native` leaves out key by key, which helps rows of a grid most. "
-        "Neither copies q, k or v into order; copies, and out put back, would take "
+        "The gain of an order depends on the tile size: with tiles of 64 queries and 64 keys, as in block-sparse "
+        f"kernels, `tiles` gains {'; '.join(parts)}. `native` skips single keys, which helps rows of a grid most. "
+        "Neither copies q, k or v into order; copying them, and out back, would take "
         f"{copies['times']['copies']['median_ms']:.0f} ms at {copies['tokens']:,} tokens."
     )
 
@@ -62,7 +62,7 @@ def both(times: Any, name: str, gain: Any) -> str:
 
 
 def sequences(found: Any) -> str:
-    """One dimension."""
+    """Sequences of one dimension."""
     gains = [one["gain"] for one in found["sequence"]]
     wins = sum(gain["low"] > 1 + MARGIN for gain in gains)
     least, most = min(gain["median"] for gain in gains), max(gain["median"] for gain in gains)
@@ -70,12 +70,12 @@ def sequences(found: Any) -> str:
     return (
         "Sequences without a grid, folded into a square for the curve: dense, segments and dilations at "
         f"{tokens[0]:,} to {tokens[-1]:,} tokens, forward and with backward. Hilbert order pays in {wins} of "
-        f"{len(gains)} (`tiles`: gains of {least:.2f} to {most:.2f}): it is not tried there unless it is forced."
+        f"{len(gains)} (`tiles`: gains of {least:.2f} to {most:.2f}): it is not a candidate there unless forced."
     )
 
 
 def cache(misses: Any) -> str:
-    head = ("tokens, 13 x 13", "keys that a tile of 64 lists", "first-level misses", "second-level misses")
+    head = ("tokens, 13 x 13", "keys listed by a tile of 64", "first-level misses", "second-level misses")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for one in misses["rows"]:
         cells = [
@@ -84,7 +84,7 @@ def cache(misses: Any) -> str:
         ]
         rows.append((f"{one['tokens']:,}", *cells))
     about = (
-        "Why: what `native` reads, natural / Hilbert order, one head, forward, counted by valgrind's cache simulation "
+        "The reason: reads of `native`, natural / Hilbert order, one head, forward, by valgrind's cache simulation "
         f"({misses['l1_bytes'] >> 10} KiB and {misses['l2_bytes'] >> 20} MiB), by `python -m tools.bench.cache_misses`."
     )
     return f"{about}\n\n{table(rows)}"

@@ -40,11 +40,11 @@ def about(found: Any) -> str:
     return (
         "The early reports on Hilbert + dilated attention on a GTX 1080 (July 2025), their single-device experiments "
         f"run again by `python -m tools.bench.reports` on {name}, {cpu['threads']} threads: another kind of machine, "
-        "whose times are not to be compared with the reported ones; gains are. float32, batch 1, "
-        f"{found['heads']} heads of {found['head_dim']} where nothing else is said. With Hilbert order means the same "
+        "so that gains can be compared with the reported ones, times cannot. float32, batch 1, "
+        f"{found['heads']} heads of {found['head_dim']} unless stated otherwise. With Hilbert order means the same "
         "function of the same tokens, by the same backend; the fastest is that of `tiles`, `native` and `sdpa`. Every "
-        "result was checked against float64 on rows drawn, and order against order on all. Gains are paired, with "
-        "their 95 % interval, which of fewer than 6 pairs is their range."
+        "result was checked against float64 on sampled rows, and both orders against each other on all rows. "
+        "Gains are paired, with 95 % intervals; with fewer than 6 pairs the interval is the range."
         f"{smaller}"
     )
 
@@ -100,7 +100,7 @@ def manual(found: Any) -> Iterator[Section]:
     yield (
         "002. How many times as long the plain formula (`manual`) takes, batch 2, as PyTorch's attention with a mask "
         f"(`sdpa_mask`) and as the fastest, for rates {rates}. First calls are those of a fresh process, `manual` "
-        "first; with a mask it is built in them, which is not done again. "
+        "first; the first call with a mask builds it, later ones do not. "
         f"Reported: {found['reported_ratio']}, from one cold call."
     ), rows  # fmt: skip
 
@@ -112,7 +112,7 @@ def memory_and_lines(found: Any) -> Iterator[Section]:
         name = f"{one['kind']}: {one['pattern']}" if "kind" in one else one["pattern"]
         rows.append((name, f"{one['tokens']:,}", *(both(one, what) for what in ("key_tiles", "cache_lines"))))
     yield (
-        "003. What a tile of 64 queries meets of one head's keys, in tiles of 64 and in lines of 64 bytes: counted, "
+        "003. The keys of one head that a tile of 64 queries reads, in tiles of 64 and in lines of 64 bytes: counted, "
         "not timed. Expected there: 25 to 40 % fewer lines in Hilbert order. A sequence is folded into a square."
     ), rows  # fmt: skip
 
@@ -197,7 +197,7 @@ def both(one: Any, what: str) -> str:
 
 
 def simulated(misses: Any) -> str:
-    """What a cache makes of it, on grids."""
+    """Simulated cache misses on grids."""
     parts = [
         f"{one['tokens']:,} tokens {one['fewer']['l1_misses']:.0%} and {one['fewer']['l2_misses']:.0%}"
         for one in misses["rows"]

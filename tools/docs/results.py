@@ -1,4 +1,4 @@
-"""The files in tools/results/: how each is read, the machine it was made on, and which page shows it."""
+"""The files in tools/results/: reading them, the machine each was measured on, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tools.lib.common import RESULTS
 from tools.lib.tables import table
 
-#: Pages of docs/results/, with a title and the files that each shows; a file is made by the module of its name.
+#: Pages of docs/results/, with title and the files each shows; the module of the same name makes a file.
 PAGES = {
     "figures": ("LongNet, kernels, robustness, cost of a call", ("longnet", "kernels", "trust", "routes", "dispatch")),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
@@ -17,7 +17,7 @@ PAGES = {
     "projections": ("the early reports' projections; counted, not measured", ("projections",)),
     "reports": ("the early reports' experiments, run again", ("reports",)),
 }
-MODULES = {"plan": "plan_examples"}  #: of tools/bench, where the name is another one
+MODULES = {"plan": "plan_examples"}  #: of tools/bench, where the name differs
 
 
 def load(name: str) -> Any:
@@ -36,7 +36,7 @@ def _threads(found: Any) -> str:
 
 
 def index() -> str:
-    """A row for each file: its page, the command that makes it, and where and when that was run."""
+    """A row for each file: its page, its command, and the machine and date of the run."""
     head = ("page", "file in tools/results/", "made by", "machine", "date")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for page, (title, names) in PAGES.items():

@@ -23,8 +23,8 @@ def markdown(found: Any, reports: Any = None) -> str:
 
 
 ABOUT = (
-    "By `python -m tools.bench.ring`: ranks are processes of one machine without a GPU, and talk over gloo; what two "
-    "cores cannot show is counted. 8 heads of 64 where nothing else is said."
+    "By `python -m tools.bench.ring`: ranks are processes of one machine without a GPU, connected by gloo; what two "
+    "cores cannot show is counted. 8 heads of 64 unless stated otherwise."
 )
 
 
@@ -40,13 +40,13 @@ def traffic(found: Any) -> Iterator[Section]:
         ("pattern, 1,048,576 tokens", "ranks", "shipped", "needed", "shipped / needed", "of a dense ring's", "a rank")
     ]
     for one in found:
-        ratio = "nothing is" if one["shipped_over_needed"] is None else f"{one['shipped_over_needed']:.2f}"
+        ratio = "nothing needed" if one["shipped_over_needed"] is None else f"{one['shipped_over_needed']:.2f}"
         sizes = (megabytes(one["shipped_bytes"]), megabytes(one["needed_bytes"]))
         share, most = f"{one['share_of_dense_ring']:.2%}", megabytes(one["most_received_bytes"])
         rows.append((one["pattern"], str(one["ranks"]), *sizes, ratio, share, f"at most {most}"))
     yield (
         "Bytes of k and v that a forward pass ships between all ranks, fp16 or bf16, by the library's own lists for "
-        "every rank; needed are the rows that some query sees, worked out apart from them. Counted, not run."
+        "every rank; needed are the rows that some query sees, computed independently. Counted, not run."
     ), rows  # fmt: skip
 
 
@@ -55,8 +55,8 @@ def shipped(found: Any) -> Iterator[Section]:
     ranks = ", ".join(str(each) for each in sorted({one["ranks"] for one in found}))
     nothing = sum(not any(one["needed"].values()) and not any(one["shipped"].values()) for one in found)
     yield (
-        f"What {ranks} real ranks sent, forward and backward, over what the pattern's multiplicity asks for, pair by "
-        f"pair, at {found[0]['tokens']:,} tokens, dense and dilated, contiguous and zigzag, `ring` and `gather`: "
+        f"Bytes that {ranks} real ranks sent, forward and backward, over those the pattern's multiplicity needs, pair "
+        f"by pair, at {found[0]['tokens']:,} tokens, dense and dilated, contiguous and zigzag, `ring` and `gather`: "
         f"{min(ratios):.4f} to {max(ratios):.4f} in {len(found)} runs, {nothing} of which need and send nothing."
     ), []  # fmt: skip
 
@@ -64,11 +64,11 @@ def shipped(found: Any) -> Iterator[Section]:
 def balance(found: Any) -> Iterator[Section]:
     rows: Rows = [("causal, 1,048,576 tokens", "ranks", "contiguous", "zigzag")]
     rows += [(one["pattern"], str(one["ranks"]), *(f"{one[k]:.3f}" for k in ("contiguous", "zigzag"))) for one in found]
-    yield "Work of the rank that has most over the mean, in pairs of query and key, counted.", rows
+    yield "Work of the rank with the most over the mean, in query-key pairs, counted.", rows
 
 
 def faults(found: Any) -> Iterator[Section]:
-    rows: Rows = [("fault", "injected", "what ranks answered, the victim aside", "the victim")]
+    rows: Rows = [("fault", "injected", "results of the other ranks", "the victim")]
     for kind, what in FAULTS.items():
         if kind in found["by_kind"]:
             answers = found["answers"][kind]
@@ -76,9 +76,9 @@ def faults(found: Any) -> Iterator[Section]:
     yield (
         f"{found['faults']} faults injected into {found['ranks']} ranks, on random ranks at random moments, from fixed "
         f"seeds; the group's time-out is {found['timeout_s']:.0f} s, and {found['grace_s']:.0f} s of grace are given. "
-        f"Hangs: {found['hangs']}. Wrong results: {found['wrong']}. Otherwise not as it should be: "
+        f"Hangs: {found['hangs']}. Wrong results: {found['wrong']}. Other unexpected results: "
         f"{len(found['unexpected']) - found['hangs'] - found['wrong']}. After {found['right_afterwards']} faults the "
-        "group went on, and its next call was right."
+        "group continued, and its next call was right."
     ), rows  # fmt: skip
 
 
@@ -165,8 +165,8 @@ def long(found: Any) -> Iterator[Section]:
         rows.append((one["pattern"], f"{one['tokens']:,}", *times, *sizes))
     rows_of_heads = " and ".join(str(one["check"]["rows_of_heads"]) for one in found)
     yield (
-        f"Over {found[0]['ranks']} ranks of one thread on this machine's cores; {rows_of_heads} rows drawn agree with "
-        "float64."
+        f"Over {found[0]['ranks']} ranks of one thread on this machine's cores; {rows_of_heads} sampled rows agree "
+        "with float64."
     ), rows  # fmt: skip
 
 
@@ -184,7 +184,7 @@ MADE = {
 
 def again(found: Any) -> Section:
     """The early reports' torchrun experiments."""
-    rows: Rows = [("tokens", "ranks", "kept in", "forward", "tokens/s", "peak of a rank", "q, k, v and out", "sent")]
+    rows: Rows = [("tokens", "ranks", "order", "forward", "tokens/s", "peak of a rank", "q, k, v and out", "sent")]
     for one in found["runs"]:
         sizes = (megabytes(one[name]) for name in ("peak_bytes", "qkv_out_bytes", "shipped_bytes"))
         times = (f"{one['seconds']:.2f} s", f"{one['tokens_per_s']:,.0f}")
@@ -193,7 +193,7 @@ def again(found: Any) -> Section:
         f"The early reports' experiments over several devices (003), {found['pattern']}, float32, batch 1, each by one "
         "command, `torchrun --standalone --nproc_per_node=2 -m tools.bench.ring_reports --tokens 32768 --hilbert`, all "
         "by `python -m tools.bench.ring_reports --all`. There GPUs, here processes of one CPU over gloo. In Hilbert "
-        "order means that the sequence is kept in it before it is sharded. Results agree with float64 on rows drawn."
+        "order means that the sequence is permuted before it is sharded. Results agree with float64 on sampled rows."
     ), rows  # fmt: skip
 
 

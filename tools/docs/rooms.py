@@ -1,4 +1,4 @@
-"""The rooms of attn_dispatch/, as their own docstrings describe them."""
+"""The rooms of attn_dispatch/, from their docstrings."""
 
 from __future__ import annotations
 

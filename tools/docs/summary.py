@@ -1,4 +1,4 @@
-"""What the README shows of tools/results/: five rows about LongNet, and an excerpt of an explanation."""
+"""The README's tables from tools/results/: five rows about LongNet, and an excerpt of an explanation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _slower(times: Any) -> str:
 
 
 def explained() -> str:
-    """The first lines of `explain`, and the rows of a few backends, cut where they are too wide."""
+    """The first lines of `explain`, and the rows of a few backends, cut to WIDTH."""
     lines = load("explain")["text"].splitlines()
     table_at = next(number for number, line in enumerate(lines) if line.startswith("backend "))
     rows = [line for line in lines[table_at + 1 :] if line.split()[0] in SHOWN]

@@ -1,4 +1,4 @@
-"""Which backend takes what: asked of the backends' own refusals, as if every package and a CUDA device were there.
+"""What each backend supports, by its own refusals, as if every package and a CUDA device were present.
 
 python -m tools.docs.support
 """
@@ -18,7 +18,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.shapes import problem_of
 
 CAPABILITY, SHARED_BYTES = (9, 0), 232_448  #: an H100's
-#: Refusals that say what is missing here, not what a backend can do.
+#: Codes of refusals about this machine, not about the backend.
 ABSENT = {"not_installed", "platform", "version", "capability"}
 HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512, 1024)
 LENGTH = 256
@@ -34,7 +34,7 @@ PATTERNS = {
 
 
 def problems(device: str, pattern: Pattern) -> dict[str, Problem]:
-    """One problem for each column of the table: the patterns, and of one of them everything else."""
+    """One problem for each column of the table: the patterns, and all other properties with `pattern`."""
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     plain = problem_of((1, LENGTH, 4, 64), pattern, torch.bfloat16, where)
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -74,7 +74,7 @@ def _row(name: str, device: str) -> Iterator[str]:
 
 
 def _head_dims(name: str, asked: dict[str, Problem], takes: dict[str, bool]) -> str:
-    """The largest of a few that it takes, of a problem that it takes."""
+    """The largest supported of HEAD_DIMS, for a supported problem."""
     problem = next(asked[column] for column, taken in takes.items() if taken)
     largest = max((d for d in HEAD_DIMS if _takes(name, replace(problem, head_dim=d))), default=0)
     return "any" if largest == HEAD_DIMS[-1] else f"to {largest}"

@@ -1,4 +1,4 @@
-"""The environment variables that are read, with their defaults from attn_dispatch/settings.py."""
+"""The environment variables that are read, with defaults from attn_dispatch/settings.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from attn_dispatch.settings import Number
 from tools.lib.tables import table
 
 NUMBERS = {value.variable: value for value in vars(settings).values() if isinstance(value, Number)}
-#: Of the others: the default and what it may be.
+#: The default and the allowed values of the other variables.
 OTHERS = {
     "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
     "ATTN_DISPATCH_CACHE_DIR": ("the user's cache folder", "a folder"),
@@ -35,7 +35,7 @@ MEANING = {
     "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored",
     "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",
     "CXX": "the C++ compiler of `native`, and of `flex` on a CPU",
-    "CUDA_HOME": "read by CUDA packages; a change makes versions be compared again",
+    "CUDA_HOME": "read by CUDA packages; after a change versions are compared again",
     "TRITON_INTERPRET": "Triton's interpreter: the `triton` backends then take CPU tensors",
     "ATEN_CPU_CAPABILITY": "PyTorch's instruction sets; `flex` refuses the CPU under `default`",
     "WORLD_SIZE": 'number of ranks, for `profile` and for `mesh="world"`',

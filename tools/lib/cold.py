@@ -1,9 +1,9 @@
-"""One dilated problem, batch 2, in this fresh process: every backend's first call, then warm calls in turns.
+"""One dilated problem, batch 2, in this fresh process: every backend's first call, then interleaved warm calls.
 
     python -m tools.lib.cold TOKENS SEGMENT RATE
 
-Prints one line of JSON. First calls come in the order of `NAMES`, as in a script that calls each once; their results
-are those that are checked.
+Prints one line of JSON. First calls run in the order of `NAMES`, as in a script that calls each once; their results
+are checked.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def measured(tokens: int, segment: int, rate: int) -> dict[str, Any]:
 
 
 def checked(example: Example, outs: dict[str, Tensor]) -> dict[str, Any]:
-    """How far each is from float64.
+    """The error of each result against float64.
 
     Raises:
-        RuntimeError: further than rounding explains.
+        RuntimeError: an error exceeds its tolerance.
     """
     gate = Oracle.of(example)
     errors = {}

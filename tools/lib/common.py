@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: the machine and the versions they were taken with."""
+"""Parser, output and timing fields that all benchmarks share; results name the machine and versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parser(description: str | None, default: str) -> argparse.ArgumentParser:
 
 
 def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
-    """Write figures with the machine they belong to, and say where."""
+    """Write figures with the machine they were measured on, and print the path."""
     where = torch.device(device)
     whole = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -17,7 +17,7 @@ HEAD = ("name", "takes about", "writes to tools/results/", "what it does")
 
 
 class Program(NamedTuple):
-    """What the source of a program says of it; "-" where it does not."""
+    """Fields from the source of a program; "-" where it has none."""
 
     name: str
     takes: str
@@ -49,7 +49,7 @@ def main(room: str, arguments: Sequence[str] | None = None) -> None:
     """List the programs, or import the named one and call its `main()` with the other arguments in `sys.argv`."""
     found = programs(room)
     parser = argparse.ArgumentParser(
-        prog=f"python -m tools.{room}", description=f"Run NAME of tools/{room}/; without it, list what there is."
+        prog=f"python -m tools.{room}", description=f"Run NAME of tools/{room}/; without it, list the programs."
     )
     parser.add_argument("name", nargs="?", choices=[each.name for each in found], metavar="NAME")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of NAME; --help shows them")

@@ -1,4 +1,4 @@
-"""One problem by the same backend in natural and in Hilbert order, beside the fastest: checked, then timed in turns."""
+"""One problem by the same backend in natural and in Hilbert order, and the fastest: checked, then timed interleaved."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ CANDIDATES = {
     "native natural": ("native", NATURAL),
     "sdpa natural": ("sdpa", NATURAL),
 }
-ENOUGH_S = 10.0  #: of rounds, after which no further one is begun
+ENOUGH_S = 10.0  #: seconds of rounds, after which no further one starts
 FEWEST, MOST = 2, 5  #: rounds
 TILE = 64  #: tokens; of block-sparse kernels
 LINE_BYTES = 64
-AT_ONCE = 256  #: pairs of tiles whose counts are held at once
+AT_ONCE = 256  #: pairs of tiles counted at a time
 
 
 def problem_of(pattern: Pattern, tokens: int, backward: bool = False, batch: int = 1) -> Problem:
-    """float32, on this machine's CPU."""
+    """A problem in float32 on the CPU."""
     q = torch.empty(batch, tokens, HEADS, HEAD_DIM, device="meta", requires_grad=backward)
     return Problem.of(q, q, q, pattern, device="cpu")
 
@@ -79,7 +79,7 @@ def rounds_for(round_s: float) -> int:
 
 
 def checked(example: Example, able: Mapping[str, tuple[str, str]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Each candidate's first call, in milliseconds, and how far it is from float64, and Hilbert order from natural.
+    """Each candidate's first call in milliseconds, and the errors against float64 and between both orders.
 
     Raises:
         RuntimeError: a result is wrong.
@@ -106,10 +106,10 @@ def checked(example: Example, able: Mapping[str, tuple[str, str]]) -> tuple[dict
 
 
 def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: Mapping[str, float]) -> Any:
-    """The largest between two results, in every row. Both may be off by the tolerance, to either side.
+    """The largest difference between two results over all rows; at most twice the tolerance.
 
     Raises:
-        RuntimeError: there is a larger one.
+        RuntimeError: a difference is larger.
     """
     found = {name: float((one[name] - other[name]).abs().max()) for name in tolerance}
     for name, difference in found.items():
@@ -121,8 +121,8 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor], toleranc
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-def met(problem: Problem, order: str, tile: int = TILE) -> dict[str, float]:
-    """Key tiles and cache lines of K and V that a tile of queries meets: the mean of all tiles and heads."""
+def read_by_tile(problem: Problem, order: str, tile: int = TILE) -> dict[str, float]:
+    """Key tiles and cache lines of K and V that a tile of queries reads: the mean over all tiles and heads."""
     tiles = keys = queries = 0
     for table in tables_of(problem, order, tile):
         seen = keys_seen(table)
@@ -134,7 +134,7 @@ def met(problem: Problem, order: str, tile: int = TILE) -> dict[str, float]:
 
 
 def keys_seen(table: TileTable) -> Tensor:
-    """How many keys of a tile any query of the other sees, int64 [pairs]."""
+    """The number of keys of a tile that any query of the other tile sees, int64 [pairs]."""
     if table.masks is not None:
         return table.masks.any(1).sum(1)[table.mask]
     some = zip(torch.split(table.queries(), AT_ONCE), torch.split(table.keys, AT_ONCE))
@@ -142,9 +142,9 @@ def keys_seen(table: TileTable) -> Tensor:
 
 
 def lines(pattern: Pattern, tokens: int) -> dict[str, Any]:
-    """`met` in both orders, and by what share there are fewer in Hilbert order: negative where there are more."""
+    """`read_by_tile` in both orders, and the relative reduction by Hilbert order; negative for an increase."""
     problem = problem_of(pattern, tokens)
-    natural, hilbert = met(problem, NATURAL), met(problem, HILBERT)
+    natural, hilbert = read_by_tile(problem, NATURAL), read_by_tile(problem, HILBERT)
     fewer = {name: 1 - hilbert[name] / natural[name] for name in natural}
     entry = {"pattern": str(pattern), "tokens": tokens, NATURAL: natural, HILBERT: hilbert, "fewer": fewer}
     print(entry, flush=True)

@@ -1,4 +1,4 @@
-"""Made-up backends whose times are known exactly, and decisions as the tuner would have made of them."""
+"""Synthetic backends with known times, and the decisions that the tuner would make from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_dispatch.store.decision import Decision, Row
 
 Name = tuple[str, str]
 SILICON = "cpu-made-up-8c-8t"
-ROWS = 4  #: batch * heads at which the flips are planted
+ROWS = 4  #: batch * heads at which the crossovers lie
 PROBLEM: dict[str, Any] = {
     "pattern": {"kind": "Dense", "is_causal": False},
     "batch": 1,
@@ -57,7 +57,7 @@ def problem_at(length: int, batch: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def surface(seed: int, backends: int = 5) -> dict[Name, Planted]:
-    """Backends of which each wins over a range of lengths; at 4 rows they flip at lengths 64 * 2 ** (1 to 7)."""
+    """Backends that each win over a range of lengths; at 4 rows they cross over at lengths 64 * 2 ** (1 to 7)."""
     chance = random.Random(seed)
     flips = sorted(64 * 2 ** chance.uniform(1, 7) for _ in range(backends - 1))
     last = Planted(0.01, 0.01 / 256**2, chance.uniform(1.9, 2.2), chance.uniform(0.8, 1.0))
@@ -78,7 +78,7 @@ def times_at(planted: Mapping[Name, Planted], problem: Mapping[str, Any]) -> dic
 def measured(
     planted: Mapping[Name, Planted], problems: Iterable[dict[str, Any]], seed: int, noise: float = 0.03
 ) -> list[Decision]:
-    """The decisions after measuring with this relative noise."""
+    """The decisions after measurements with this relative noise."""
     chance = random.Random(seed)
     return [
         decision(p, {name: t * math.exp(chance.gauss(0, noise)) for name, t in times_at(planted, p).items()})

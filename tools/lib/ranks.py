@@ -1,4 +1,4 @@
-"""Processes of this machine that share a sequence, over gloo: started, given shards, checked on rows drawn."""
+"""Rank processes on this machine over gloo: start them, shard a sequence, check sampled rows."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ PATIENCE_S = 600.0  #: time-out of the group, seconds
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """For processes that are started meanwhile: glibc gives freed blocks of 256 KiB and more back to the system.
+    """Processes started within this context return freed blocks of 256 KiB and more to the system at once.
 
-    What it keeps of them otherwise, after a pass, counts as resident memory too, another time another amount.
+    Otherwise glibc retains a varying amount of them, which counts as resident memory.
     """
     with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(2**18)):
         yield
 
 
 def together(work: Callable[..., Any], ranks: int, *arguments: Any, threads: int = 1) -> list[Any]:
-    """What `work(*arguments)` returns on each rank of a new process group; both must be fit to be pickled.
+    """The results of `work(*arguments)` on each rank of a new process group; both must be picklable.
 
     Raises:
-        Exception: torch's, where a rank raised; the others are then ended.
+        Exception: torch's, if a rank raised; the other ranks are then terminated.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = ranks, folder, threads, work, arguments
@@ -54,12 +54,12 @@ def _rank(rank: int, ranks: int, folder: str, threads: int, work: Callable[..., 
     join(rank, ranks, folder, PATIENCE_S)
     found = work(*arguments)
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
-    dist.barrier()  # whoever is ready first must not take its sockets away from the others
+    dist.barrier()  # a rank that ends early would close sockets that others still use
     dist.destroy_process_group()
 
 
 def join(rank: int, ranks: int, folder: str | Path, timeout_s: float) -> None:
-    """Take part in a group that meets in a folder."""
+    """Join a process group whose rendezvous is a file in `folder`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", f"file://{folder}/meet", timedelta(seconds=timeout_s), rank=rank, world_size=ranks)
 
@@ -69,7 +69,7 @@ def join(rank: int, ranks: int, folder: str | Path, timeout_s: float) -> None:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Unit-normal q, k and v of one sequence, each rank's from a seed of its own: no rank need hold all of it."""
+    """Unit-normal q, k and v of one sequence, each shard from its own seed, so that no rank needs the whole."""
 
     layout: Layout
     heads: int
@@ -77,14 +77,14 @@ class Tokens:
     dtype: torch.dtype
 
     def shard(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A rank's, each [1, its tokens, heads, head_dim]."""
+        """The q, k and v of a rank, each [1, its tokens, heads, head_dim]."""
         generator = torch.Generator().manual_seed(rank)
         shape = 1, self.layout.lengths[rank], self.heads, self.head_dim
         q, k, v = (torch.randn(shape, generator=generator).to(self.dtype) for _ in range(3))
         return q, k, v
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of it, by position, each [1, tokens, heads, head_dim]."""
+        """The whole q, k and v by position, each [1, tokens, heads, head_dim]."""
         shape = 1, self.layout.tokens, self.heads, self.head_dim
         q, k, v = (torch.empty(shape, dtype=self.dtype) for _ in range(3))
         for rank in range(self.layout.ranks):
@@ -99,7 +99,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Rows and heads of out as they should be, in float64 [1, rows, heads, head_dim], and how far off they may be."""
+    """Expected rows and heads of out, float64 [1, rows, heads, head_dim], and their tolerance."""
 
     rows: Tensor
     heads: Tensor
@@ -108,7 +108,7 @@ class Drawn:
 
 
 def drawn(pattern: Pattern, tokens: Tokens, seeds: int) -> list[Drawn]:
-    """So many draws; holds the whole sequence meanwhile."""
+    """One sample per seed; holds the whole sequence in memory."""
     q, k, v = tokens.whole()
     example = Example(Problem.of(q, k, v, pattern), q, k, v, None, {})
     return list(_drawn(example, seeds))
@@ -122,7 +122,7 @@ def _drawn(example: Example, seeds: int) -> Iterator[Drawn]:
 
 
 def errors(out: Tensor, layout: Layout, rank: int, draws: Sequence[Drawn]) -> list[tuple[int, float]]:
-    """Of each draw, how many of its rows this rank holds, and their largest error."""
+    """For each sample, the number of its rows on this rank and their largest error."""
     at = positions_of(layout, rank)
     found = []
     for each in draws:
@@ -133,10 +133,10 @@ def errors(out: Tensor, layout: Layout, rank: int, draws: Sequence[Drawn]) -> li
 
 
 def checked(by_rank: Sequence[list[tuple[int, float]]], draws: Sequence[Drawn]) -> dict[str, Any]:
-    """`errors` of all ranks, put together.
+    """Combine the `errors` of all ranks.
 
     Raises:
-        RuntimeError: a row is missing, or further from float64 than rounding explains.
+        RuntimeError: a row is missing, or an error exceeds its tolerance.
     """
     worst = share = 0.0
     for number, each in enumerate(draws):

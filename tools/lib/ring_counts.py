@@ -1,7 +1,7 @@
-"""What goes over the wire, and who works how much: counted, and held against counts made another way.
+"""Bytes sent and work per rank: counted, and compared with independent counts.
 
-No times here. What ranks ship is the library's own account of it (`traffic_of` of every rank, or the bytes that real
-processes sent); what the pattern needs is worked out below, from its definition.
+No times. Bytes sent are the library's own counts (`traffic_of` of every rank, or the bytes that real processes sent);
+the bytes needed are computed here from the pattern's definition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADS, HEAD_DIM = 8, 64
 TOKENS = 2**20
 LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 WIDE = Dilated((2048, 16384, 131_072, 1_048_576), (1, 4, 16, 64))
-SHRINK = 256  #: how much smaller real ranks' problems are
+SHRINK = 256  #: factor by which problems of real ranks are smaller
 ROW_BYTES = 2 * HEAD_DIM * 2  #: of k and v of one head, in fp16 or bf16
 
 
@@ -58,7 +58,7 @@ def needed_by_pairs(pattern: Pattern, tokens: int, at: Tensor) -> Tensor:
 
 
 def rows_needed(seen: Tensor, own: Tensor) -> int:
-    """How many of them are not there already."""
+    """The number of seen rows that are not this rank's own."""
     return int(seen.sum()) - int(seen[:, own].sum())
 
 
@@ -66,10 +66,10 @@ def rows_needed(seen: Tensor, own: Tensor) -> int:
 
 
 def counted(pattern: Dilated, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
-    """Bytes of a forward pass, of all ranks together and of the one that receives most."""
+    """Bytes of a forward pass, over all ranks and at the rank that receives most."""
     layout = Layout(deal(tokens, ranks))
     received, sent = [], []
-    # One process asks for every rank here: what the queries of each see need not be found anew for all of them.
+    # One process counts for every rank: what each rank's queries see is cached.
     with mock.patch.object(ring_traffic, "seen_by", lru_cache(None)(needs.seen_by)):
         for rank in range(ranks):
             traffic = ring_traffic.traffic_of(pattern, layout, HEADS, HEADS, rank)
@@ -111,7 +111,7 @@ Sending = tuple[Pattern, Layout, str]
 
 
 def shipped(ranks: int) -> Iterator[dict[str, Any]]:
-    """Bytes that real ranks sent, forward and backward, against those that the definition asks for."""
+    """Bytes that real ranks sent, forward and backward, and those that the definition needs."""
     tokens = TOKENS // SHRINK
     cases: list[tuple[Sending, int]] = []
     for pattern in (shrunk(LONGNET), shrunk(WIDE), Dense(), Dense(is_causal=True)):
@@ -122,7 +122,7 @@ def shipped(ranks: int) -> Iterator[dict[str, Any]]:
             cases += [((pattern, layout, how), rows) for how in (("ring", "gather") if rows else ("local",))]
     by_rank = together(_sent, ranks, [case for case, _ in cases])
     for ((asked, layout, exchange), rows), sent in zip(cases, zip(*by_rank)):
-        # The backward pass wants the rows once more, and sends gradients home in float32.
+        # The backward pass sends the rows again, and their gradients back in float32.
         wanted = {"forward_bytes": rows * ROW_BYTES, "backward_bytes": rows * 3 * ROW_BYTES}
         total = {name: sum(each[name] for each in sent) for name in wanted}
         entry = {"pattern": str(asked), "tokens": tokens, "ranks": ranks, "shards": layout.kind}
@@ -131,7 +131,7 @@ def shipped(ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _sent(cases: list[Sending]) -> list[dict[str, int]]:
-    """What this rank sent in each."""
+    """Bytes that this rank sent in each case."""
     rank, wire, found = dist.get_rank(), link_of("world").wire, []
     for pattern, layout, exchange in cases:
         q, k, v = (x.requires_grad_() for x in Tokens(layout, HEADS, HEAD_DIM, torch.bfloat16).shard(rank))
@@ -151,7 +151,7 @@ def all_shipped() -> list[dict[str, Any]]:
 
 
 def pairs(pattern: Pattern, tokens: int) -> Tensor:
-    """int64 [tokens]: how many keys each query of a causal pattern meets, over all heads, repeats counted."""
+    """int64 [tokens]: keys that each query of a causal pattern sees, over all heads, with multiplicity."""
     at = torch.arange(tokens)
     if isinstance(pattern, Dense):
         return HEADS * (at + 1)
@@ -166,7 +166,7 @@ def pairs(pattern: Pattern, tokens: int) -> Tensor:
 
 
 def balance() -> list[dict[str, Any]]:
-    """Pairs of the rank that has most over the mean, causal."""
+    """Pairs of the rank with the most over the mean, causal."""
     found = []
     for pattern in (Dense(is_causal=True), causal(LONGNET), causal(WIDE)):
         work = pairs(pattern, TOKENS)

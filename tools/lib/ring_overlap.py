@@ -1,10 +1,10 @@
-"""How much of the exchange is hidden behind computing, on a link that is slowed to a pace of its own.
+"""The share of the exchange that overlaps computing, on a rate-limited link.
 
     unshare -n python -m tools.lib.ring_overlap TOKENS ROUNDS
 
-The link is the loopback device of a network namespace, held back by the kernel's token bucket (`tc ... tbf`): what all
-ranks send goes through one bucket. Prints one line of JSON. Three kinds of call, in turns: as it is; computing alone,
-on rows that are there already; and the exchange alone.
+The link is the loopback device of a network namespace, limited by the kernel's token bucket (`tc ... tbf`), which all
+ranks share. Prints one line of JSON. Three kinds of call are interleaved: the whole call; computing alone, on rows that
+have arrived before; and the exchange alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from attn_dispatch.tuning.intervals import Timing
 from tools.lib.common import timing
 from tools.lib.ranks import Tokens, together
 
-TOKENS, HEADS, HEAD_DIM = 16_384, 2, 64  # the longer, the less a processor has to do to ship what it works on
+TOKENS, HEADS, HEAD_DIM = 16_384, 2, 64  # the longer, the smaller the processor time of sending
 RANKS = (2, 4)
-#: How long the exchange should take, as shares of the computing.
+#: Targets for the time of the exchange, as shares of computing.
 SHARES = (0.25, 0.5)
 KINDS = ("whole", "computing", "exchange")
 
 
 def overlap(rounds: int, shrink: int = 1) -> dict[str, Any]:
-    """Measured in a namespace of its own; or why it cannot be."""
+    """Measurements in a new network namespace, or the reason why they were skipped."""
     missing = [name for name in ("unshare", "tc", "ip") if shutil.which(name) is None]
     if missing:
         return {"skipped": f"there is no {', '.join(missing)}"}
@@ -54,20 +54,20 @@ def overlap(rounds: int, shrink: int = 1) -> dict[str, Any]:
 
 
 def slowed(bytes_per_s: float) -> str:
-    """The command that holds the loopback device back."""
+    """The command that limits the rate of the loopback device."""
     rate = f"rate {int(bytes_per_s * 8)}bit burst 256kb limit 256mb"
     return f"ip link set lo up && tc qdisc replace dev lo root tbf {rate}"
 
 
 class Silent(Wire):
-    """Nothing is sent; what an earlier exchange left in the buffers has arrived."""
+    """A wire that sends nothing: buffers hold the rows of an earlier exchange."""
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
         return Flight([], sends, receives)
 
 
 def measured(tokens: int, rounds: int, backward: bool) -> dict[str, Any]:
-    """On each rank; the times are those of the slowest."""
+    """Measurements on each rank; times are those of the slowest rank."""
     rank, layout = dist.get_rank(), Layout(deal(tokens, dist.get_world_size()))
     q, k, v = (x.requires_grad_(backward) for x in Tokens(layout, HEADS, HEAD_DIM, torch.float32).shard(rank))
     meta = torch.empty(1, tokens, HEADS, HEAD_DIM, device="meta", requires_grad=backward)

@@ -1,4 +1,4 @@
-"""Real ranks on this machine: memory of each, two ranks against two threads, a long sequence."""
+"""Real ranks on this machine: memory per rank, two ranks against two threads, a long sequence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG_RANKS, DRAWS = 4, 4
 
 
 def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
-    """One call over all ranks, the way that is taken where nothing was measured; or on this one alone."""
+    """One call over all ranks, with the exchange that is chosen without measurements; or on this rank alone."""
     os.environ["ATTN_DISPATCH_MODE"] = "off"
     where: dict[str, Any] = {"mesh": "world"} if over_ranks else {"backend": "native"}
     q, k, v = (x.requires_grad_(backward) for x in tensors)
@@ -44,7 +44,7 @@ def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward
 
 
 def exchange_of(tensors: Sequence[Tensor], pattern: Pattern) -> str:
-    """Which way that is."""
+    """The exchange that is chosen without measurements."""
     q, k, v = tensors
     return str(explain(q, k, v, pattern, mesh="world").order)
 
@@ -53,7 +53,7 @@ def exchange_of(tensors: Sequence[Tensor], pattern: Pattern) -> str:
 
 
 def memory(shrink: int = 1) -> list[dict[str, Any]]:
-    """Peak bytes of each rank, for 1 to 8 ranks; q, k, v and out of the shard beside them."""
+    """Peak bytes of each rank, for 1 to 8 ranks; and the bytes of the shard's q, k, v and out."""
     found = []
     for pattern, heads, lengths in MEMORY:
         for backward, tokens in enumerate(lengths):
@@ -78,10 +78,10 @@ def _memory(pattern: Pattern, tokens: int, heads: int, ranks: int, backward: boo
 
 
 def _peak(pattern: Pattern, layout: Layout, heads: int, backward: bool) -> tuple[int, str | None]:
-    """Of a call, above what was held before q, k and v were made."""
+    """Peak bytes of a call, above those held before q, k and v were made."""
     rank, several = dist.get_rank(), layout.ranks > 1
     small = Tokens(Layout(deal(64 * layout.ranks, layout.ranks)), heads, HEAD_DIM, torch.float32)
-    once(small.shard(rank), Dense(), several, backward)  # what is loaded only once
+    once(small.shard(rank), Dense(), several, backward)  # loads what is loaded only once
     tokens = Tokens(layout, heads, HEAD_DIM, torch.float32)
 
     def call() -> str | None:
@@ -103,7 +103,7 @@ def _known(peak: int | None) -> int:
 
 
 def speed(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
-    """Two ranks of one thread against one process of two, dense causal, in turns."""
+    """Two ranks of one thread against one process of two, dense causal, interleaved."""
     tokens = SPEED_TOKENS // shrink
     found = []
     for backward in (False, True):
@@ -121,7 +121,7 @@ def speed(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
 
 
 def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
-    """Milliseconds of this process's calls, the first one of which is not to be counted. Rank 2 is the one alone."""
+    """Milliseconds of this process's calls, the first of which is a warm-up. Rank 2 runs alone."""
     rank, pattern = dist.get_rank(), Dense(is_causal=True)
     pair = dist.new_group([0, 1])
     alone = rank == 2
@@ -148,12 +148,12 @@ def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
 
 
 def million(shrink: int = 1) -> list[dict[str, Any]]:
-    """A forward pass of 1,048,576 tokens over 4 ranks, checked on rows drawn."""
+    """A forward pass of 1,048,576 tokens over 4 ranks, checked on sampled rows."""
     found = []
     for pattern in (LONGNET, WIDE):
         layout = Layout(deal(TOKENS // shrink, LONG_RANKS))
         tokens = Tokens(layout, HEADS, HEAD_DIM, torch.bfloat16)
-        draws = drawn(pattern, tokens, DRAWS)  # first: it holds the whole sequence, and must be done with it
+        draws = drawn(pattern, tokens, DRAWS)  # first, since it holds the whole sequence meanwhile
         by_rank = together(_long, LONG_RANKS, pattern, tokens, draws)
         seconds = max(each["seconds"] for each in by_rank)
         shard = layout.lengths[0] * HEADS * HEAD_DIM * 2

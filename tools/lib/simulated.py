@@ -1,4 +1,4 @@
-"""A clock that only the calls move on, by planted costs with planted disturbances. It takes no time to run."""
+"""A virtual clock that calls advance by given costs with given disturbances. Runs in no real time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PERIOD_S = 0.1
 class Machine:
     """Args:
     noise: standard deviation of independent normal noise, as a share of a call's cost.
-    seed: of everything that is drawn.
-    slow_from_s: moment from which everything takes twice as long.
+    seed: of all random numbers.
+    slow_from_s: time from which every call takes twice as long.
     tail: share of calls that take ten times as long.
     swing: all costs go up and down by this share, once in 0.1 s.
-    bias: standard deviation of a share that is drawn once for each planted call, as a memory layout might add.
+    bias: standard deviation of a factor drawn once per call, as a memory layout might add.
     """
 
     def __init__(

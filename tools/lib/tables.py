@@ -6,5 +6,5 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """The second row is the rule under the first."""
+    """Join rows; the second row is the separator below the head."""
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -19,7 +19,6 @@ from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.problem_files import MISSED, MOST
 from attn_dispatch.store.quarantine import Entry, Quarantine, shown_time, silicons
 from attn_dispatch.text import align, gib, printable
 
@@ -32,8 +31,6 @@ EXAMPLE = """examples:
   attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
       lift the quarantines of a backend, so that trials include it again, and show nothing else"""
-
-MOST_MISSED = 4 * MOST  #: bytes read; more than MOST, since several processes may append before one truncates
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +150,7 @@ def _settings() -> dict[str, Any]:
         "decisions": sum(1 for _ in Store(folder).all()),
         "mode": mode(),
         "budget_ms": budget_ms(),
-        "missed": _missed(folder / MISSED),
+        "missed": _missed(folder),
     }
 
 
@@ -163,15 +160,16 @@ def _writable(folder: Path) -> bool:
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
-def _missed(path: Path) -> dict[str, Any]:
+def _missed(folder: Path) -> dict[str, Any]:
     """Count and file of the recorded problems that calls could not measure and that have no decision yet."""
     from attn_dispatch.decisions.look_up import read
-    from attn_dispatch.store.problem_files import parse_record
+    from attn_dispatch.store.problem_files import MISSED, MOST, parse_record
     from attn_dispatch.tuning.candidates import Request
 
-    count, reason = 0, ""
+    path, count, reason = folder / MISSED, 0, ""
     try:
-        text = files.read(path, MOST_MISSED).decode()  # does not block where the path is a pipe
+        # More than MOST, since several processes may append before one truncates. Does not block where it is a pipe.
+        text = files.read(path, 4 * MOST).decode()
         count = sum(read(Request.of(problem)) is None for problem in parse_record(text, path))
     except (FileNotFoundError, NotADirectoryError):
         pass
