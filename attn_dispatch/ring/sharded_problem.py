@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.decisions.call import attend_alone
 from attn_dispatch.kernels.autograd import STOPPED, recorded
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
@@ -22,23 +21,14 @@ from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
 
-#: Attention on one device: `attend` itself, from above.
-Attend = Callable[..., Any]
-
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A problem that lies on many ranks, as one of them sees it.
-
-    Args:
-        problem: the whole sequence's.
-        attend: attention on one device, for ranks that have whole sequences of some heads.
-    """
+    """A problem that lies on many ranks, as one of them sees it; `problem` is the whole sequence's."""
 
     problem: Problem
     layout: Layout
     link: Link
-    attend: Attend
 
     def refusals(self) -> dict[str, str]:
         """Why each way of exchanging rows is none here, on this rank; empty where it is one. Not a collective."""
@@ -129,16 +119,21 @@ class Shared:
     ) -> tuple[Tensor, Tensor | None]:
         wire, layout, problem = self.link.wire, self.layout, self.problem
         inputs = [ulysses.to_heads(x, wire, layout) for x in (q, k, v)]
-        options = {"scale": problem.scale, "seq_lens": seq_lens, "key_mask": mask, "return_lse": problem.return_lse}
         error = None
         try:
-            result = self.attend(*inputs, problem.pattern, **options)
+            out, lse = attend_alone(
+                *inputs,
+                problem.pattern,
+                scale=problem.scale,
+                seq_lens=seq_lens,
+                key_mask=mask,
+                return_lse=problem.return_lse,
+            )
         except STOPPED:
             raise
         except Exception as raised:  # noqa: BLE001 - whatever it is, the others wait for what they cannot take for results
-            error, result = raised, _no_results(inputs[0], problem)
+            error, (out, lse) = raised, _no_results(inputs[0], problem)
         del inputs  # nobody needs them on the way back, unless autograd has kept them
-        out, lse = result if problem.return_lse else (result, None)
         out = ulysses.to_tokens(out, wire, layout)
         if lse is not None:
             lse = ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(1, 2)
@@ -157,8 +152,7 @@ class Shared:
         return whole
 
 
-def _no_results(q: Tensor, problem: Problem) -> Any:
-    """What `attend` would return, NaN throughout."""
+def _no_results(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """out and lse, NaN throughout."""
     out = torch.full_like(q, math.nan)
-    lse = out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype))
-    return (out, lse) if problem.return_lse else out
+    return out, out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype)) if problem.return_lse else None
