@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from attn_dispatch import process_state
 from attn_dispatch.decisions import decide, observers
 from attn_dispatch.decisions.call import THROUGH, Call, run_of
 from attn_dispatch.decisions.decide import lock
@@ -56,7 +57,7 @@ _deterministic: Callable[[], bool] = getattr(
 # 0 where routes are kept: no route that was found without dispatch modes is taken under one.
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _routes: dict[Any, Route] = {}
-observers.clear_when_observed(_routes.clear)
+process_state.register(process_state.ROUTES, _routes.clear)
 
 
 def attend(

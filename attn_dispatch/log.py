@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from attn_dispatch import process_state
+
 logger = logging.getLogger("attn_dispatch")
 
 
@@ -14,3 +16,6 @@ logger = logging.getLogger("attn_dispatch")
 def say_once(text: str) -> None:
     """Warn of something once in a process, however often it is met."""
     logger.warning("%s", text)
+
+
+process_state.register(process_state.FACTS, say_once.cache_clear)

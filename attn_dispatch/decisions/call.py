@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_dispatch import process_state
 from attn_dispatch.decisions import decide, observers
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
@@ -53,7 +54,7 @@ class Call:
 
 
 _calls: dict[Problem, tuple[Decision, Call]] = {}
-observers.clear_when_observed(_calls.clear)
+process_state.register(process_state.ROUTES, _calls.clear)
 
 
 def run_of(problem: Problem, decision: Decision, amid: bool) -> Callable[..., Result]:

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from attn_dispatch import process_state
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE, _most_bytes
 from attn_dispatch.store import files
@@ -39,6 +40,7 @@ AHEAD = timedelta(days=1)  #: no clock is that wrong by mere neglect
 
 _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
+process_state.register(process_state.READ, _touched.clear, _puts.clear)
 
 
 class Added(NamedTuple):
@@ -175,6 +177,9 @@ def shipped(silicon: str) -> dict[str, Decision]:
     except (OSError, Damaged) as error:
         say_once(f"ignored the shipped profile {source}: {error}")
     return found
+
+
+process_state.register(process_state.READ, shipped.cache_clear)
 
 
 def _together(given: Decision, old: Decision | None) -> bytes:

@@ -114,21 +114,13 @@ def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
     return Interval(max(found.low - wider, 0.0), found.high + wider)
 
 
-def faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
-    """Whether :func:`ratio_interval`, looked at once, lies wholly below ``1 - margin``.
-
-    Fewer than 6 shared rounds have no 95 % interval. Then every ratio must lie below ``1 - guard``, where the guard
-    is the margin, but no less than 0.02, doubled for each round short of 6: with the default 0.04 at 5 rounds and
-    0.64 at a single one. Equal candidates pass by sign alone with probability 2**-n, which the guard makes up for.
-
-    At 25 rounds and independent normal noise of 3 % per sample, a candidate 5 % faster passes with probability 0.80
-    and one 6 % faster with 0.96 (simulated), an equal one with less than 0.001.
-    """
-    return ratio_interval(candidate, baseline).high < 1.0 - _guard(shared_rounds(candidate, baseline), margin)
-
-
 def surely_faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
-    """Whether :func:`sure_interval` lies wholly below ``1 - margin``, with the guard of :func:`faster`."""
+    """Whether :func:`sure_interval` lies wholly below ``1 - guard``.
+
+    The guard is the margin; with fewer than 6 shared rounds it is no less than 0.02, doubled for each round short of
+    6: with the default 0.04 at 5 rounds and 0.64 at a single one. Equal candidates pass by sign alone with probability
+    2**-n, which the guard makes up for.
+    """
     return verdict(candidate, baseline, margin) == "faster"
 
 
@@ -136,7 +128,7 @@ def faster_at_last(candidate: Timing, baseline: Timing, margin: float = MARGIN) 
     """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the look that a decision is made by.
 
     Fewer than 8 shared rounds have no such interval. Then every ratio must lie below ``1 - guard``, with that of
-    :func:`faster`, but of no less than twice the margin; or it is :func:`surely_faster`, as in a race it decided.
+    :func:`surely_faster`, but of no less than twice the margin; or it surely is, as in a race it decided.
     """
     if surely_faster(candidate, baseline, margin):
         return True
