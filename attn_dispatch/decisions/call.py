@@ -80,7 +80,9 @@ def attend_alone(
 ) -> tuple[Tensor, Tensor | None]:
     """out and lse (None, unless asked for) on one device, as `attend` would decide it. Arguments as there."""
     masks = {name: x for name, x in (("seq_lens", seq_lens), ("key_mask", key_mask)) if x is not None}
-    problem = Problem.of(q, k, v, pattern, scale=scale, return_lse=return_lse, **masks)
+    problem = Problem.of(
+        q, k, v, pattern, scale=scale, return_lse=return_lse, seq_lens=seq_lens, key_mask=key_mask
+    )  # fmt: skip
     call = _call_of(problem)
     if seq_lens is not None:
         check_seq_lens_values(seq_lens, problem.q_len)

@@ -118,11 +118,13 @@ class Shared:
         self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         wire, layout, problem = self.link.wire, self.layout, self.problem
-        inputs = [ulysses.to_heads(x, wire, layout) for x in (q, k, v)]
+        q, k, v = (ulysses.to_heads(x, wire, layout) for x in (q, k, v))
         error = None
         try:
             out, lse = attend_alone(
-                *inputs,
+                q,
+                k,
+                v,
                 problem.pattern,
                 scale=problem.scale,
                 seq_lens=seq_lens,
@@ -132,8 +134,8 @@ class Shared:
         except STOPPED:
             raise
         except Exception as raised:  # noqa: BLE001 - whatever it is, the others wait for what they cannot take for results
-            error, (out, lse) = raised, _no_results(inputs[0], problem)
-        del inputs  # nobody needs them on the way back, unless autograd has kept them
+            error, (out, lse) = raised, _no_results(q, problem)
+        del q, k, v  # nobody needs them on the way back, unless autograd has kept them
         out = ulysses.to_tokens(out, wire, layout)
         if lse is not None:
             lse = ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(1, 2)
