@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from attn_dispatch import process_state
 from attn_dispatch.decisions import decide, observers
+from attn_dispatch.decisions.call import THROUGH, Call, run_of
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.torch_state import unsettled
-from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
-from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.autograd import STOPPED
-from attn_dispatch.kernels.contract import Result, runner
-from attn_dispatch.settings import sentinel_share
+from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
@@ -35,7 +33,7 @@ MOST_LIKE = 16  #: of them with the same settings and lengths, which are gone th
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Route(Call):
     """Where calls go, if their tensors fit and float32 products are as they were (`precision`; None: as they may be).
 
     `plain`: straight to `run`, nothing to prepare. `beside`: the next one with the same settings and lengths. `traced`:
@@ -46,9 +44,6 @@ class Route:
     precision: str | None
     beside: Route | None
     depth: int
-    run: Callable[..., Result]
-    problem: Problem
-    backend: str
     plain: bool
     transposed: bool
     cast: torch.dtype | None
@@ -61,9 +56,8 @@ _deterministic: Callable[[], bool] = getattr(
 )
 # 0 where routes are kept: no route that was found without dispatch modes is taken under one.
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_THROUGH = (InvalidInput, STOPPED)  # no failures of a backend
 _routes: dict[Any, Route] = {}
-observers.clear_when_observed(_routes.clear)
+process_state.register(process_state.ROUTES, _routes.clear)
 
 
 def attend(
@@ -162,15 +156,15 @@ def attend(
         return _run_prepared(route, q, k, v, seq_lens, key_mask, return_lse)
     try:
         result = route.run(q, k, v, route.problem)
-    except _THROUGH:
+    except THROUGH:
         raise
     except Exception as error:
-        raise _failed(route, error) from error
+        raise route.failed(error) from error
     if return_lse:
-        return _with_lse(route, result)
+        return route.with_lse(result)
     if type(result) is tuple and len(result) == 2 and type(result[0]) is Tensor:  # what most return, without a call
         return result[0]
-    return result if isinstance(result, Tensor) else _parts(route, result)[0]
+    return result if isinstance(result, Tensor) else route.parts(result)[0]
 
 
 def explain(
@@ -195,9 +189,13 @@ def explain(
         raise InvalidInput("explain takes attend's arguments, which have no device")
     mesh = arguments.pop("mesh", None)
     if mesh is not None:
-        from attn_dispatch.ring.over_mesh import explain_over
+        from attn_dispatch.ring import over_mesh, shards
 
-        return explain_over(attend, explain, mesh, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
+        link, spread = shards.spread_of(mesh)
+        if link.size > 1:
+            given = {**arguments, "backend": backend, "order": order}
+            return over_mesh.explain_over(link, spread.kind, q, k, v, pattern=pattern, **given)
+        backend, order = over_mesh.alone(backend, order)
     return decide.explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
 
 
@@ -232,7 +230,6 @@ def _new_route(
                 decide.check_traceable(problem, decision)
         else:
             decision = decide.traced(problem) if amid else decide.decide(problem)
-        run = runner(registry.load(decision.choice), decision.order)
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
         transposed = layout == "bhnd"
@@ -242,7 +239,7 @@ def _new_route(
             precision=matmul_precision() if q.dtype == torch.float32 else None,
             beside=beside,
             depth=0 if beside is None else beside.depth + 1,
-            run=run if amid else _watched(run, problem, decision),
+            run=run_of(problem, decision, amid),
             problem=problem,
             backend=titled(*decision.chosen),
             plain=not (transposed or cast or problem.masked),
@@ -255,14 +252,6 @@ def _new_route(
         if signature is not None and not (amid or _modes() or unsettled(problem.device)):
             _routes[signature] = route
     return route
-
-
-def _watched(run: Callable[..., Result], problem: Problem, decision: Decision) -> Callable[..., Result]:
-    if not sentinel_share():
-        return run
-    from attn_dispatch.decisions import drift  # what most never use
-
-    return drift.watched(run, problem, decision)
 
 
 def _beside(signature: Any) -> Route | None:
@@ -297,34 +286,13 @@ def _run_prepared(
             with torch.autocast(q.device.type, enabled=False):
                 q, k, v = q.to(route.cast), k.to(route.cast), v.to(route.cast)
                 result = route.run(q, k, v, route.problem, **masks)
-    except _THROUGH:
+    except THROUGH:
         raise
     except Exception as error:
-        raise _failed(route, error) from error
-    out, lse = _parts(route, result)
+        raise route.failed(error) from error
+    out, lse = route.parts(result)
     out = out.transpose(1, 2) if route.transposed else out
-    return _with_lse(route, (out, lse)) if return_lse else out
-
-
-def _parts(route: Route, result: Any) -> tuple[Tensor, Tensor | None]:
-    """out and lse of what a backend returned."""
-    if isinstance(result, Tensor):
-        return result, None
-    if type(result) is tuple and len(result) == 2 and isinstance(result[0], Tensor):
-        return result
-    kind = type(result).__name__
-    raise BackendFailed(f"{route.backend} returned a {kind}, neither out nor (out, lse), for {route.problem}")
-
-
-def _with_lse(route: Route, result: Any) -> tuple[Tensor, Tensor]:
-    if type(result) is tuple and len(result) == 2 and isinstance(result[1], Tensor):
-        return result
-    _parts(route, result)
-    raise BackendFailed(f"{route.backend} was asked for lse and did not return it for {route.problem}")
-
-
-def _failed(route: Route, error: Exception) -> BackendFailed:
-    return BackendFailed(f"{route.backend} failed on {route.problem}: {type(error).__name__}: {error}")
+    return route.with_lse((out, lse)) if return_lse else out
 
 
 def _frozen(value: Any) -> Any:
@@ -341,12 +309,13 @@ def _frozen(value: Any) -> Any:
 def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
     if tracing.graphed(q, k, v):
         raise NoBackend("over a mesh attend() cannot be traced: call it outside of torch.export and make_fx")
-    from attn_dispatch.ring.over_mesh import attend_over  # with torch.distributed: what most never use
+    from attn_dispatch.ring import over_mesh, shards  # with torch.distributed: what most never use
 
-    def met(problem: Problem) -> None:
-        observers.notify(problem)
-
-    return attend_over(attend, met, mesh, q, k, v, **arguments)
+    link, spread = shards.spread_of(mesh)
+    if link.size > 1:
+        return over_mesh.attend_over(link, spread.kind, q, k, v, **arguments)
+    arguments["backend"], arguments["order"] = over_mesh.alone(arguments["backend"], arguments["order"])
+    return attend(q, k, v, **arguments)
 
 
 def _outside_graph(*args: Any, **kwargs: Any) -> Any:

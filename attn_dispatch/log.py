@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from attn_dispatch import process_state
+
 logger = logging.getLogger("attn_dispatch")
 
 
@@ -16,3 +18,6 @@ logger = logging.getLogger("attn_dispatch")
 def say_once(text: str) -> None:
     """Log a warning, each text at most once in a process."""
     logger.warning("%s", text)
+
+
+process_state.register(process_state.FACTS, say_once.cache_clear)

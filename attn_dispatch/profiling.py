@@ -19,7 +19,6 @@ from torch import Tensor
 from attn_dispatch import dispatch
 from attn_dispatch.decisions import decide, look_up
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
@@ -196,7 +195,7 @@ def _dealt_out(problems: Sequence[Problem], link: Link, budget_s: float | None, 
 
 def _together(problem: Problem, link: Link, kind: str, budget_s: float | None, force: bool) -> Explanation:
     layout = Layout(deal(problem.q_len, link.size), kind)
-    shared = Shared(problem, layout, link, attend)
+    shared = Shared(problem, layout, link)
     generator = torch.Generator().manual_seed(link.rank)
 
     def made(heads: int) -> Tensor:

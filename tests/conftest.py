@@ -19,14 +19,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attn_dispatch import dispatch, log
+from attn_dispatch import process_state
 from attn_dispatch.backends import flex
-from attn_dispatch.decisions import decide, evidence
-from attn_dispatch.kernels import registry
-from attn_dispatch.store import folder as store
-from attn_dispatch.store import quarantine
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import gate, guard
+from attn_dispatch.tuning import guard
 from tests.support.fakes import SILICON
 
 if TYPE_CHECKING:
@@ -127,18 +123,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ, "TRITON_INTERPRET"]:
         if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
-    for table in (
-        dispatch._routes,
-        decide._decided,
-        decide._counts,
-        decide._pace,
-        evidence._evidence,
-        gate._passed,
-        registry._added,
-    ):
-        table.clear()
-    for cached in (log.say_once, store.shipped):
-        cached.cache_clear()
+    process_state.forget_all()
 
 
 @pytest.fixture
@@ -159,7 +144,7 @@ def anew(folder: Path) -> Callable[[], Quarantine]:
     """The quarantine as a process sees it that has just started."""
 
     def start() -> Quarantine:
-        quarantine._tables.clear()
+        process_state.forget(process_state.READ)
         return Quarantine(folder, SILICON)
 
     return start

@@ -16,7 +16,7 @@ from functools import cached_property
 import msgspec
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attn_dispatch import settings
+from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.modes import decide_by_mode
@@ -47,6 +47,7 @@ os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-de
 _decided: dict[tuple[str, Problem, str | None, str | None], Decision] = {}
 _counts: Counter[str] = Counter()
 _pace = Pace()
+process_state.register(process_state.DECISIONS, _decided.clear, _counts.clear, _pace.clear)
 _UNTRACEABLE = "no graph that holds for other inputs can be made of it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attn_dispatch import process_state
 from attn_dispatch.learning import predict as learned
 from attn_dispatch.learning import thresholds
 from attn_dispatch.settings import cache_folder
@@ -12,6 +13,7 @@ from attn_dispatch.tuning.candidates import Request
 
 # Decisions of a group as they were first read, and those made since: by silicon and group.
 _evidence: dict[tuple[str, str], learned.Evidence] = {}
+process_state.register(process_state.DECISIONS, _evidence.clear)
 
 
 def predict(request: Request) -> learned.Prediction | None:

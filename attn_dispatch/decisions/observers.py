@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from attn_dispatch import process_state
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.spec.problem import Problem
 
 _observers: list[Callable[[Problem], None]] = []
-_caches: list[Callable[[], None]] = []
 
 
 def notify(problem: Problem) -> None:
@@ -18,18 +18,12 @@ def notify(problem: Problem) -> None:
         observer(problem)
 
 
-def clear_when_observed(clear: Callable[[], None]) -> None:
-    """Have a cache that hides problems from observers cleared when one is added."""
-    _caches.append(clear)
-
-
 @contextmanager
 def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
     """Call `observer` with each problem that is met meanwhile, at least once."""
     with lock:
         _observers.append(observer)
-        for clear in _caches:
-            clear()
+        process_state.forget(process_state.ROUTES)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
+from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
@@ -31,8 +32,8 @@ BUILT_IN = (
 LAST_RESORT = "manual"
 REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
 
-
 _added: dict[str, Backend] = {}
+process_state.register(process_state.FACTS, _added.clear)
 
 
 def register(backend: Backend) -> None:

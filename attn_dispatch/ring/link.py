@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch.decisions.observers import clear_when_observed
+from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed, GroupMismatch, InvalidInput
 from attn_dispatch.ring.engine.exchange import Wire, lost
 from attn_dispatch.text import one_line
@@ -151,7 +151,7 @@ def forget() -> None:
             link.known.clear()
 
 
-clear_when_observed(forget)
+process_state.register(process_state.ROUTES, forget)
 
 
 def _drop(groups: Iterable[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.decisions import observers
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.autograd import STOPPED
@@ -18,8 +19,7 @@ from attn_dispatch.log import logger
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Agreed, Link, agree, digest_of
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.sharded_problem import Attend, Shared
-from attn_dispatch.ring.shards import spread_of
+from attn_dispatch.ring.sharded_problem import Shared
 from attn_dispatch.ring.trial import NAME
 from attn_dispatch.settings import budget_ms, expected_calls, mode
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
@@ -63,45 +63,27 @@ class Asked:
         return digest_of(self.words), self.local.strides
 
 
-def attend_over(
-    attend: Attend, met: Callable[[Problem], None], mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
-) -> Any:
-    """`attend` with a mesh. Arguments and results as there.
-
-    Args:
-        attend: attention on one device.
-        met: told each problem of the whole sequence, once.
-    """
-    link, spread = spread_of(mesh)
-    if link.size == 1:
-        return attend(q, k, v, **{**arguments, **_alone(arguments["backend"], arguments["order"])})
+def attend_over(link: Link, kind: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+    """`attend` over a link's ranks, with shards of this kind. Arguments and results as there."""
     try:
-        asked = _asked(q, k, v, spread.kind, **arguments)
+        asked = _asked(q, k, v, kind, **arguments)
     except AttnDispatchError as error:
         agree(link, {}, 0, 0, error)  # tells the others, and raises
         raise
-    shared, decision = _agreed(link, asked, attend, met, (q, k, v), arguments)
+    shared, decision = _agreed(link, asked, (q, k, v), arguments)
     return _run(shared, decision, (q, k, v), arguments)
 
 
-def explain_over(
-    attend: Attend, explain: Callable[..., Explanation], mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
-) -> Explanation:
-    """`explain` with a mesh: from what this rank knows, without asking the others. Where nothing was run yet, the other
-    shards are taken to be as long as this one.
-
-    Args:
-        attend, explain: on one device.
+def explain_over(link: Link, kind: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
+    """`explain` over a link's ranks: from what this rank knows, without asking the others. Where nothing was run yet,
+    the other shards are taken to be as long as this one.
     """
-    link, spread = spread_of(mesh)
-    if link.size == 1:
-        return explain(q, k, v, **{**arguments, **_alone(arguments["backend"], arguments["order"])})
-    asked = _asked(q, k, v, spread.kind, **arguments)
+    asked = _asked(q, k, v, kind, **arguments)
     found: Known | None = link.known.get(asked.key)
     if found is not None and found[0].layout.lengths[link.rank] == asked.local.q_len:
         return Explanation.of(found[1])
     lengths = (asked.local.q_len,) * link.size
-    return Explanation.of(group_decision.explained(_shared(link, asked, lengths, attend), asked.exchange))
+    return Explanation.of(group_decision.explained(_shared(link, asked, lengths), asked.exchange))
 
 
 def _asked(
@@ -139,15 +121,15 @@ def _asked(
     return Asked(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens, _settings())
 
 
-def _alone(backend: str | None, order: str | None) -> dict[str, str | None]:
-    """What was forced, as it is for one device: a single rank has all rows.
+def alone(backend: str | None, order: str | None) -> tuple[str | None, str | None]:
+    """The backend and the order that were forced, as they are for one device: a single rank has all rows.
 
     Raises:
         NoBackend: an exchange with others was.
     """
     if order in EXCHANGES and order != LOCAL:
         raise NoBackend(f"{order!r} cannot run over a single rank: {group_decision.NOTHING}")
-    return {"backend": None if backend == NAME else backend, "order": None if order == LOCAL else order}
+    return None if backend == NAME else backend, None if order == LOCAL else order
 
 
 def _settings() -> dict[str, Any]:
@@ -161,21 +143,14 @@ def _settings() -> dict[str, Any]:
     return {"mode": found, **trials}
 
 
-def _agreed(
-    link: Link,
-    asked: Asked,
-    attend: Attend,
-    met: Callable[[Problem], None],
-    tensors: Any,
-    arguments: Mapping[str, Any],
-) -> Known:
+def _agreed(link: Link, asked: Asked, tensors: Any, arguments: Mapping[str, Any]) -> Known:
     """What all ranks go by: known from an earlier call, or decided on together now."""
     found: Known | None = link.known.get(asked.key)
     said: Agreed = agree(link, asked.words, asked.local.q_len, 0 if found is None else _number(*found))
     if found is not None and said.decided and said.lengths == found[0].layout.lengths:
         return found
-    shared = _shared(link, asked, said.lengths, attend)
-    met(shared.problem)
+    shared = _shared(link, asked, said.lengths)
+    observers.notify(shared.problem)
     masks = {name: arguments[name] for name in ("seq_lens", "key_mask") if arguments.get(name) is not None}
     with torch.device("cpu"):  # not some default device of the caller's
         decision = group_decision.decide(shared, _inputs(shared, tensors, arguments), masks, asked.exchange)
@@ -192,7 +167,7 @@ def _number(shared: Shared, decision: Decision) -> int:
     return zlib.crc32(text.encode()) + 1
 
 
-def _shared(link: Link, asked: Asked, lengths: tuple[int, ...], attend: Attend) -> Shared:
+def _shared(link: Link, asked: Asked, lengths: tuple[int, ...]) -> Shared:
     """The whole sequence's problem.
 
     Raises:
@@ -209,7 +184,7 @@ def _shared(link: Link, asked: Asked, lengths: tuple[int, ...], attend: Attend) 
         strides=("bnhd", "bnhd", "bnhd"),  # each rank's own; a decision for all goes by none
         ranks=link.size,
     )
-    return Shared(problem, Layout(lengths, asked.kind), link, attend)
+    return Shared(problem, Layout(lengths, asked.kind), link)
 
 
 @lru_cache(maxsize=256)

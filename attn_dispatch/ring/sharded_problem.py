@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.decisions.call import attend_alone
 from attn_dispatch.kernels.autograd import STOPPED, recorded
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
@@ -22,23 +21,14 @@ from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
 
-#: Attention on one device: `attend` itself, passed down.
-Attend = Callable[..., Any]
-
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """One rank's view of a problem that is sharded over many ranks.
-
-    Args:
-        problem: that of the whole sequence.
-        attend: attention on one device, called where a rank holds whole sequences of some heads (ulysses).
-    """
+    """One rank's view of a problem that is sharded over many ranks; `problem` is that of the whole sequence."""
 
     problem: Problem
     layout: Layout
     link: Link
-    attend: Attend
 
     def refusals(self) -> dict[str, str]:
         """Reasons why each exchange cannot run this problem, on this rank; "" where it can. Not a collective."""
@@ -128,17 +118,24 @@ class Shared:
         self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         wire, layout, problem = self.link.wire, self.layout, self.problem
-        inputs = [ulysses.to_heads(x, wire, layout) for x in (q, k, v)]
-        options = {"scale": problem.scale, "seq_lens": seq_lens, "key_mask": mask, "return_lse": problem.return_lse}
+        q, k, v = (ulysses.to_heads(x, wire, layout) for x in (q, k, v))
         error = None
         try:
-            result = self.attend(*inputs, problem.pattern, **options)
+            out, lse = attend_alone(
+                q,
+                k,
+                v,
+                problem.pattern,
+                scale=problem.scale,
+                seq_lens=seq_lens,
+                key_mask=mask,
+                return_lse=problem.return_lse,
+            )
         except STOPPED:
             raise
         except Exception as raised:  # noqa: BLE001 - other ranks wait for this one's rows: NaN is sent
-            error, result = raised, _no_results(inputs[0], problem)
-        del inputs  # unused below; autograd may hold them
-        out, lse = result if problem.return_lse else (result, None)
+            error, (out, lse) = raised, _no_results(q, problem)
+        del q, k, v  # unused below; autograd may hold them
         out = ulysses.to_tokens(out, wire, layout)
         if lse is not None:
             lse = ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(1, 2)
@@ -157,8 +154,7 @@ class Shared:
         return whole
 
 
-def _no_results(q: Tensor, problem: Problem) -> Any:
-    """Results of `attend` filled with NaN."""
+def _no_results(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """out and lse, filled with NaN."""
     out = torch.full_like(q, math.nan)
-    lse = out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype))
-    return (out, lse) if problem.return_lse else out
+    return out, out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype)) if problem.return_lse else None

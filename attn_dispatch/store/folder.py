@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from attn_dispatch import process_state
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
@@ -40,6 +41,7 @@ CLOCK_TOLERANCE = timedelta(days=1)  #: times further ahead than this come from 
 
 _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
+process_state.register(process_state.READ, _touched.clear, _puts.clear)
 
 
 class Added(NamedTuple):
@@ -177,6 +179,9 @@ def shipped(silicon: str) -> dict[str, Decision]:
     except (OSError, Damaged) as error:
         say_once(f"ignored the shipped profile {source}: {error}")
     return found
+
+
+process_state.register(process_state.READ, shipped.cache_clear)
 
 
 def _merged_content(given: Decision, old: Decision | None) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE
@@ -24,6 +25,7 @@ MISSED = "missed.jsonl"
 MOST = 1 << 20  #: bytes of the file; past this its older half is removed
 
 _noted: set[tuple[Path, bytes]] = set()
+process_state.register(process_state.READ, _noted.clear)
 
 
 def note_missed(folder: Path, problem: dict[str, Any]) -> None:

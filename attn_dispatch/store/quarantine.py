@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from attn_dispatch import settings
+from attn_dispatch import process_state, settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON
@@ -79,6 +79,7 @@ class _Table:
 
 
 _tables: dict[Path, _Table] = {}
+process_state.register(process_state.READ, _tables.clear)
 
 
 class Quarantine:

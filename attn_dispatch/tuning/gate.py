@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
@@ -41,6 +42,7 @@ COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and
 
 # (backend, order, version, class of problems) -> seconds per operation in the hard cases passed in this process.
 _passed: dict[tuple[str, str, str | None, object], float] = {}
+process_state.register(process_state.FACTS, _passed.clear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,21 +121,13 @@ def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
     return Interval(max(found.low - wider, 0.0), found.high + wider)
 
 
-def faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
-    """Whether :func:`ratio_interval`, looked at once, lies wholly below ``1 - margin``.
-
-    Fewer than 6 shared rounds have no 95 % interval. Then every ratio must lie below ``1 - guard``, where the guard
-    is the margin, at least 0.02, doubled for each round short of 6: by default 0.04 at 5 rounds and 0.64 at one.
-    Equal candidates pass by sign alone with probability 2**-n, for which the guard compensates.
-
-    At 25 rounds and independent normal noise of 3 % per sample, a candidate 5 % faster passes with probability 0.80
-    and one 6 % faster with 0.96 (simulated), an equal one with less than 0.001.
-    """
-    return ratio_interval(candidate, baseline).high < 1.0 - _guard(shared_rounds(candidate, baseline), margin)
-
-
 def surely_faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
-    """Whether :func:`sure_interval` lies wholly below ``1 - margin``, with the guard of :func:`faster`."""
+    """Whether :func:`sure_interval` lies wholly below ``1 - guard``.
+
+    The guard is the margin; with fewer than 6 shared rounds it is at least 0.02, doubled for each round short of 6: by
+    default 0.04 at 5 rounds and 0.64 at one. Equal candidates pass by sign alone with probability 2**-n, for which the
+    guard compensates.
+    """
     return ratio_test(candidate, baseline, margin) == "faster"
 
 
@@ -143,8 +135,8 @@ def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MAR
     """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the test that a decision is made by.
 
     Also true where the candidate is :func:`surely_faster`, which may have ended the race. Fewer than 8 shared rounds
-    have no 99 % interval: then every ratio must lie below ``1 - guard``, with the guard of :func:`faster`, but at least
-    twice the margin.
+    have no 99 % interval: then every ratio must lie below ``1 - guard``, with the guard of :func:`surely_faster`, but at
+    least twice the margin.
     """
     if surely_faster(candidate, baseline, margin):
         return True

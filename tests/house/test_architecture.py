@@ -16,7 +16,7 @@ import attn_dispatch
 ROOT = Path(attn_dispatch.__file__).parent
 
 #: At the root of the package: open to every room; and the functions that users call.
-GROUND = {"errors", "log", "settings", "text"}
+GROUND = {"errors", "log", "process_state", "settings", "text"}
 VERBS = {"dispatch", "profiling", "recording", "tensor_match"}
 #: What a room imports, the ground apart. A room may import what these import, too.
 ARROWS = {
@@ -44,6 +44,7 @@ LONGEST = 420  #: lines of a file: one that is longer is about more than one thi
 TORCH_FREE = (
     "errors",
     "log",
+    "process_state",
     "settings",
     "text",
     "cli",

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch import NotDecided, attend, explain, settings
+from attn_dispatch import NotDecided, attend, explain, process_state, settings
 from attn_dispatch.cli import main
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.store import quarantine
 from tests.support.calls import close, formula, qkv
 from tests.support.commands import SMALL
 
@@ -31,7 +30,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ATTN_DISPATCH_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    quarantine._tables.clear()
+    process_state.forget(process_state.READ)
 
 
 def test_there_is_no_home() -> None:

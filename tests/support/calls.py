@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch import counters, dispatch
+from attn_dispatch import counters, process_state
 from attn_dispatch.backends import manual
-from attn_dispatch.decisions import decide, evidence
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
@@ -43,9 +42,8 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def forget() -> None:
-    """As a new process would start."""
-    for table in (dispatch._routes, decide._decided, decide._counts, decide._pace, evidence._evidence):
-        table.clear()
+    """As a new process with the same plug-ins would decide."""
+    process_state.forget(process_state.ROUTES, process_state.DECISIONS)
 
 
 def later() -> str:

@@ -174,7 +174,6 @@ def forget() -> None:
     from tests.support import calls
 
     calls.forget()
-    link.forget()
     for kept in (passes.steps_of, traffic.traffic_of):
         kept.cache_clear()
     for each in link._links.values():

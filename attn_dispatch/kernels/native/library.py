@@ -89,11 +89,6 @@ def source() -> str:
     return (files("attn_dispatch.kernels.native") / "attention.cpp").read_text(encoding="utf-8")
 
 
-def is_built() -> bool:
-    """Whether a library that `load` would take is there."""
-    return _trusted(_path())
-
-
 def load() -> ctypes.CDLL:
     """The library, compiled first if need be.
 

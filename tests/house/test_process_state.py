@@ -1,0 +1,60 @@
+"""What a process keeps in tables is forgotten as a whole."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import torch
+
+import attn_dispatch
+from attn_dispatch import attend, dispatch, process_state
+from attn_dispatch.decisions import decide
+from tests.house.test_architecture import MODULES
+
+#: What is held for a process's threads, calls and files, and must outlive what was decided.
+HELD = {
+    "backends.flex._kept",
+    "backends.sdpa_mask._masks",
+    "decisions.observers._observers",
+    "ring.link._links",
+    "store.crash_markers._finalized",
+    "store.crash_markers._held",
+    "store.crash_markers._noted",
+    "tuning.guard._caps",
+    "tuning.guard._idle",
+    "tuning.guard._waiting",
+}
+
+
+def tables(path: Path) -> set[str]:
+    """Module-level names that begin as an empty container and are not registered in the same file."""
+    text = path.read_text(encoding="utf-8")
+    found = set()
+    for node in ast.parse(text).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        value = ast.unparse(node.value) if isinstance(node, ast.AnnAssign) and node.value else ""
+        if isinstance(target, ast.Name) and value in ("{}", "[]", "set()", "Counter()", "OrderedDict()", "dict()"):
+            found.add(target.id)
+    registered = [line for line in text.splitlines() if line.startswith("process_state.register(")]
+    return {name for name in found if not any(f"{name}.clear" in line for line in registered)}
+
+
+def test_every_table_is_registered_or_held() -> None:
+    found = {f"{module}.{name}" for module, path in MODULES.items() for name in tables(path)}
+    assert found == HELD
+
+
+def test_forgetting_by_kind() -> None:
+    x = torch.zeros(1, 4, 1, 8)
+    attend(x, x, x, backend="manual")
+    attend(x, x, x)
+    decided = dict(decide._decided)
+    assert dispatch._routes
+    assert decided
+    process_state.forget(process_state.ROUTES)
+    assert not dispatch._routes
+    assert decide._decided == decided
+    process_state.forget_all()
+    assert not decide._decided
+    assert not any(attn_dispatch.counters().values())
