@@ -135,8 +135,8 @@ def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MAR
     """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the test that a decision is made by.
 
     Also true where the candidate is :func:`surely_faster`, which may have ended the race. Fewer than 8 shared rounds
-    have no 99 % interval: then every ratio must lie below ``1 - guard``, with the guard of :func:`surely_faster`, but at
-    least twice the margin.
+    have no 99 % interval: then every ratio must lie below ``1 - guard``, where the guard is that of
+    :func:`surely_faster`, but at least twice the margin.
     """
     if surely_faster(candidate, baseline, margin):
         return True
