@@ -112,13 +112,19 @@ def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, de
             return None  # every token of a neighbourhood sees itself
         if all(band.segment is None for some in bands.values() for band in some):
             return _outside([band.run(range(q_len), k_len) for some in bands.values() for band in some], k_len, device)
+        # A token that a branch selects sees itself there; one without a rate selects all of them.
+        of_kind = {kind: {band for offsets in kind for band in bands[offsets]} for kind in kinds}
+        if all(any(band.rate == 1 for band in some) for some in of_kind.values()):
+            return None
         at = permutation(kept_in(pattern), natural, k_len)
         at = torch.arange(k_len) if at is None else at
-        # A token that a branch selects sees itself there.
         seen = torch.zeros(heads // group, k_len, dtype=torch.bool)
-        for kind, members in kinds.items():
-            for band in {band for offsets in kind for band in bands[offsets]}:
-                seen[members] |= band.selected(at)
+        for segment, rate in {(band.segment or k_len, band.rate) for some in of_kind.values() for band in some}:
+            place = at % segment % rate
+            for kind, members in kinds.items():
+                for band in of_kind[kind]:
+                    if (band.segment or k_len, band.rate) == (segment, rate):
+                        seen[members] |= place == band.offset
         return None if seen.all() else ~seen.T[None, :, :, None].to(device)
 
 
