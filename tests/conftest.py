@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import WARNING
@@ -114,6 +115,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if left:
         other = "a run without --rest" if config.option.rest else "--all or --rest"
         terminalreporter.write_line(f"{left} cases are left to {other}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads_of_the_test_runner() -> Iterator[None]:
+    """pytest-xdist's own threads are not the program's: a trial beside other threads of it has no cap of memory."""
+    runners = set(threading.enumerate()) - {threading.main_thread()}
+    with pytest.MonkeyPatch.context() as patch:
+        listed = threading.enumerate
+        patch.setattr(threading, "enumerate", lambda: [each for each in listed() if each not in runners])
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -178,7 +178,7 @@ class Memo(Keeper):
         return self.kept[key]
 
 
-@pytest.mark.parametrize(("kind", "said"), [(OneBuffer, "has changed"), (Memo, "out is off by")])
+@pytest.mark.parametrize(("kind", "said"), [(OneBuffer, "changed the result of the first"), (Memo, "out is off by")])
 def test_results_that_are_shared_or_stale(kind: type[Keeper], said: str) -> None:
     register(kind())
     attend(*qkv())

@@ -262,7 +262,7 @@ def of_two_axes() -> str:
 
 
 def test_what_is_no_mesh(ranks: Ranks) -> None:
-    assert "this process is not in" in ranks.everywhere(of_others)[-1]
+    assert "does not contain this process" in ranks.everywhere(of_others)[-1]
     assert "one dimension, got 2: name one" in ranks.everywhere(of_two_axes)[0]
     assert "got int" in ranks.outcomes(not_a_mesh, [(4,)])[0]
 

@@ -110,6 +110,6 @@ def test_each_part_has_its_tables() -> None:
 def test_the_tables_say_when_nothing_was_needed() -> None:
     one = {"pattern": "P", "ranks": 8, "shipped_bytes": 0, "needed_bytes": 0, "most_received_bytes": 0}
     (found,) = ring_tables.traffic([{**one, "shipped_over_needed": None, "share_of_dense_ring": 0.0}])
-    assert "nothing is" in found[1][1]
+    assert "nothing needed" in found[1][1]
     text = ring_tables.markdown({"overlap": {"found": {"skipped": "there is no tc"}}})
     assert text.endswith("Overlap was not measured: there is no tc.")
