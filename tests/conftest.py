@@ -100,8 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if _runs(config, item)]
     config.hook.pytest_deselected(items=left)
     config.stash[LEFT] = len(left)
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left"] = len(left)
+    output: Any = getattr(config, "workeroutput", None)
+    if output is not None:
+        output["left"] = len(left)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,7 +14,7 @@ class Steps(Protocol):
     def stored(self) -> Decision | None:
         """What is stored, where it can be gone by as it is."""
 
-    def refused(self) -> Decision:
+    def refused(self) -> Decision:  # pyright: ignore[reportReturnType]
         """Nothing stored can be gone by in locked mode. Raises NotDecided, unless it is only explained."""
 
     def measured(self) -> Decision | None:
@@ -23,7 +23,7 @@ class Steps(Protocol):
     def predicted(self) -> Decision | None:
         """What is known without a trial."""
 
-    def static(self) -> Decision:
+    def static(self) -> Decision:  # pyright: ignore[reportReturnType]
         """The static choice; without a choice where there is none."""
 
 

@@ -57,4 +57,4 @@ def _transformed() -> bool:
 
 def _wrapped(x: Tensor) -> bool:
     """Whether x is of a subclass that overrides `__torch_dispatch__`."""
-    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]

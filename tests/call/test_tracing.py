@@ -101,7 +101,7 @@ def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
             found, expected = graph(*x), exact(*x, pattern)
             results = zip(found, expected) if return_lse else [(found, expected[0])]
             totals = [sum(each.double().square().sum() for each in side) for side in zip(*results)]
-            pairs = zip(*(torch.autograd.grad(total, x) for total in totals))
+            pairs = zip(*(torch.autograd.grad(total, x) for total in totals))  # pyright: ignore[reportCallIssue, reportArgumentType]
             assert all(close(one, other.double()) for one, other in pairs)
 
 
@@ -114,7 +114,7 @@ def test_masks_of_other_values(tracer: str) -> None:
     mask = torch.arange(16)[None] % 5 > 0
     graph = TRACERS[tracer](function, *qkv(), torch.tensor([16]), mask)
     arguments = (*others(), torch.tensor([9]), ~mask | (torch.arange(16) > 3))
-    assert torch.allclose(graph(*arguments), function(*arguments), atol=1e-6)
+    assert torch.allclose(graph(*arguments), function(*arguments), atol=1e-6)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize("tracer", TRACERS)

@@ -155,9 +155,8 @@ def main() -> None:
     for case in CASES:
         if not options.cases or case.name.startswith(tuple(options.cases)):
             runs[case.name] = compared(case)
-            found = {"runs": [one for several in runs.values() for one in several]}
-            write(options.output, found)
-    print(markdown(found))
+            write(options.output, {"runs": [one for several in runs.values() for one in several]})
+    print(markdown({"runs": [one for several in runs.values() for one in several]}))
 
 
 if __name__ == "__main__":
