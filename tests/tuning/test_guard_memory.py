@@ -16,10 +16,17 @@ from tests.support import fakes
 from tests.support.fakes import GIB, MIB
 from tests.support.guarded import PATIENT_S, run
 
-pytestmark = pytest.mark.usefixtures("no_threads_are_left")
+pytestmark = pytest.mark.usefixtures("no_threads_are_left", "_threads_of_other_tests")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LITTLE = 256 * MIB
+
+
+@pytest.fixture
+def _threads_of_other_tests(no_threads_are_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran before in this process has left some (torch's compiler keeps its own): beside them there is no cap."""
+    before, listed = set(threading.enumerate()) - {threading.current_thread()}, threading.enumerate
+    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in listed() if each not in before])
 
 
 @pytest.fixture
@@ -70,7 +77,7 @@ print(guard.run_guarded(call, 60))
 
 
 @pytest.fixture
-def another_thread() -> Iterator[None]:
+def another_thread(_threads_of_other_tests: None) -> Iterator[None]:
     over = threading.Event()
     thread = threading.Thread(target=over.wait, daemon=True)
     thread.start()
