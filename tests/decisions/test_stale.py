@@ -237,7 +237,7 @@ def test_other_surroundings_and_the_same_versions(house: House, monkeypatch: pyt
 
 def test_a_decision_never_changes_in_a_process_unless_asked(house: House) -> None:
     attend(*qkv())
-    house.add("b", 0, "2")
+    house.add("b", 1, "2")
     attend(*qkv())
     attend(*qkv()[:2], qkv()[2].clone().transpose(1, 2).contiguous().transpose(1, 2))  # another problem
     assert status(explain(*qkv()), "a") == "chosen"
