@@ -15,7 +15,7 @@ from attn_dispatch.cli import main
 from attn_dispatch.cli.commands.doctor import _missed, _writable
 from attn_dispatch.kernels import registry
 from attn_dispatch.store.quarantine import Entry, Quarantine
-from tests.support.commands import SMALL, command, plain, problems
+from tests.support.commands import SMALL, command, in_new_process, plain, problems
 
 
 def test_doctor(measured: tuple[Path, dict[str, Any]]) -> None:
@@ -156,7 +156,7 @@ def test_doctor_says_what_cannot_be_used(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n")
     (package / "entry_points.txt").write_text("[attn_dispatch.backends]\nmade_up = made_up\n")
-    done = command(tmp_path / "file" / "cache", "doctor", PYTHONPATH=str(tmp_path / "site"))
+    done = in_new_process(tmp_path / "file" / "cache", "doctor", PYTHONPATH=str(tmp_path / "site"))
     assert done.returncode == 0
     assert "which cannot be written" in done.stdout
     (broken,) = [text for text in done.stdout.splitlines() if text.startswith("made_up ")]
