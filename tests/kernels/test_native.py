@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attn_dispatch import attend
 from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import library, run
@@ -150,41 +147,60 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     library.digest.cache_clear()
 
 
-def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run in a process of its own, whose library is not loaded yet."""
-    whole = "import torch\nfrom attn_dispatch import attend\nfrom attn_dispatch.kernels.native import library\n" + code
-    environment = {**os.environ, **variables}
-    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, env=environment, check=False)
+@pytest.fixture
+def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A compiler of no time: it writes the library that is loaded already. And nothing is compiled or loaded yet.
 
-
-CALL = "print(attend(*(torch.ones(1, 2, 1, 4),) * 3, backend='native').sum().item())"
-
-
-def test_it_is_compiled_once(tmp_path: Path) -> None:
-    built = "print(library._trusted(library._path()))"
-    code = f"{built}\n{CALL}\n{built}"
-    first = script(code, XDG_CACHE_HOME=str(tmp_path))
-    assert first.stdout.split() == ["False", "8.0", "True"], first.stderr
-    found = list((tmp_path / "attn-dispatch" / "native").iterdir())
-    assert [path.suffix for path in found] == [".so"]
-    assert script(code, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["True", "8.0", "True"]
-    # One that others may have written is not loaded, but made again.
-    found[0].chmod(0o777)
-    assert script(code, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["False", "8.0", "True"]
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "attn-dispatch").write_text("in the way")
-    assert script(CALL, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["8.0"]
-
-
-def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    Where it is built is below the folder that is given, in the user's cache.
+    """
     cxx = tmp_path / "c++"
-    cxx.write_text("#!/bin/sh\necho 'attention.cpp:1: error: no such flag' >&2\nexit 1\n")
+    cxx.write_text(
+        f'#!/bin/sh\necho "$*" >> "$0.log"\nfor last; do :; done\ncp "{library.load()._name}" "$last"\n', "utf-8"
+    )
     cxx.chmod(0o755)
-    done = script(CALL, XDG_CACHE_HOME=str(tmp_path), CXX=str(cxx))
-    assert BackendFailed.__name__ in done.stderr
-    assert "no such flag" in done.stderr
+    monkeypatch.setenv("CXX", str(cxx))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    restarted()
+    yield tmp_path / "cache" / "attn-dispatch"
+    monkeypatch.undo()
+    restarted()
+
+
+def restarted() -> None:
+    """As in a new process."""
+    for remembered in (library.digest, library._loaded, library._own_folder):
+        remembered.cache_clear()
+
+
+def trusted_before_and_after_a_call() -> list[bool]:
+    restarted()
+    before = library._trusted(library._path())
+    assert attend(*(torch.ones(1, 2, 1, 4),) * 3, backend="native").sum() == 8
+    return [before, library._trusted(library._path())]
+
+
+def test_it_is_compiled_once(copying_compiler: Path) -> None:
+    assert trusted_before_and_after_a_call() == [False, True]
+    (found,) = (copying_compiler / "native").iterdir()
+    assert found.suffix == ".so"
+    assert trusted_before_and_after_a_call() == [True, True]
+    # One that others may have written is not loaded, but made again.
+    found.chmod(0o777)
+    assert trusted_before_and_after_a_call() == [False, True]
+
+
+def test_a_cache_that_cannot_be_written(copying_compiler: Path) -> None:
+    copying_compiler.parent.mkdir()
+    copying_compiler.write_text("in the way")
+    assert trusted_before_and_after_a_call() == [False, False]
+    assert copying_compiler.is_file()
+
+
+def test_a_compiler_that_fails(copying_compiler: Path) -> None:
+    cxx = copying_compiler.parents[1] / "c++"
+    cxx.write_text("#!/bin/sh\necho 'attention.cpp:1: error: no such flag' >&2\nexit 1\n")
+    with pytest.raises(BackendFailed, match="no such flag"):
+        trusted_before_and_after_a_call()
 
 
 # --- what is around a call --------------------------------------------------------------------------------------------
@@ -277,10 +293,10 @@ def test_large_scores_over_many_keys_in_bfloat16() -> None:
     assert expected.check(expected.run(native)).failures == ()
 
 
-def test_it_is_compiled_by_a_launcher(tmp_path: Path) -> None:
-    ccache = tmp_path / "ccache"
+def test_it_is_compiled_by_a_launcher(copying_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ccache, cxx = (copying_compiler.parents[1] / name for name in ("ccache", "c++"))
     ccache.write_text('#!/bin/sh\necho "$1" >> "$0.log"\nexec "$@"\n')
     ccache.chmod(0o755)
-    done = script(CALL, XDG_CACHE_HOME=str(tmp_path), CXX=f"{ccache} g++")
-    assert done.stdout.split() == ["8.0"], done.stderr
-    assert set(Path(f"{ccache}.log").read_text().split()) == {shutil.which("g++")}
+    monkeypatch.setenv("CXX", f"{ccache} {cxx}")
+    assert trusted_before_and_after_a_call() == [False, True]
+    assert set(Path(f"{ccache}.log").read_text().split()) == {str(cxx)}

@@ -115,7 +115,12 @@ def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "dense-one-key-head", "longnet-causal", "neighborhood-2d", "longnet-seq-lens"]
+    "name",
+    [
+        "longnet-causal",
+        "neighborhood-2d",
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("causal", "dense-one-key-head", "longnet-seq-lens")),
+    ],
 )
 def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> None:
     set_mode("off")

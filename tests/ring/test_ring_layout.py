@@ -21,6 +21,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from tests.support.cases import Case
+from tests.support.pairwise import crossed
 from tests.support.ring_calls import blocks_of
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -216,11 +217,10 @@ def test_parts_add_up_to_the_definition(pattern: Pattern, tokens: int, heads: in
             assert torch.equal(found, pattern.multiplicity(tokens, heads=heads, q_pos=mine))
 
 
-@pytest.mark.parametrize("rows", [3, 8])
-@pytest.mark.parametrize(("pattern", "tokens", "heads", "kv_heads"), SHARED, ids=IDS)
-def test_blocks_add_up_to_the_definition(pattern: Pattern, tokens: int, heads: int, kv_heads: int, rows: int) -> None:
+@crossed(lambda case, rows: {"kind": type(case[0]), "rows": rows}, case=SHARED, rows=(3, 8))
+def test_blocks_add_up_to_the_definition(case: tuple[Pattern, int, int, int], rows: int) -> None:
     with blocks_of(rows):
-        test_parts_add_up_to_the_definition(pattern, tokens, heads, kv_heads)
+        test_parts_add_up_to_the_definition(*case)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -56,21 +56,30 @@ def _shuffled(count: int) -> list[int]:
 
 
 def parameters(
-    rows: Iterable[Row], factors: Callable[..., Factors], cost: Callable[..., float] = lambda *row: 0
+    rows: Iterable[Row],
+    factors: Callable[..., Factors],
+    cost: Callable[..., float] = lambda *row: 0,
+    too_slow: Callable[..., bool] = lambda *row: False,
 ) -> list[Any]:
-    """For `pytest.mark.parametrize`: every row, those that `pairwise` leaves out marked for `--all` alone."""
+    """For `pytest.mark.parametrize`: every row; those that `pairwise` leaves out, or that take too long to be chosen
+    from, marked for `--all` alone.
+    """
     every = list(rows)
-    chosen = set(pairwise(every, factors, cost))
+    chosen = set(pairwise([row for row in every if not too_slow(*row)], factors, cost))
     return [
         pytest.param(*row, id="-".join(map(_name, row)), marks=() if row in chosen else pytest.mark.full)
         for row in every
     ]
 
 
-def crossed(factors: Callable[..., Factors] | None = None, **values: Iterable[Hashable]) -> pytest.MarkDecorator:
+def crossed(
+    factors: Callable[..., Factors] | None = None,
+    too_slow: Callable[..., bool] = lambda *row: False,
+    **values: Iterable[Hashable],
+) -> pytest.MarkDecorator:
     """Parametrize a test by the product of these values; without `factors`, the values themselves are."""
     each = factors or (lambda *row: dict(zip(values, row)))
-    return pytest.mark.parametrize(tuple(values), parameters(product(*values.values()), each))
+    return pytest.mark.parametrize(tuple(values), parameters(product(*values.values()), each, too_slow=too_slow))
 
 
 def chosen(found: Iterable[Any]) -> list[tuple[Any, ...]]:
