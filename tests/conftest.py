@@ -206,7 +206,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     from tests.support import commands
 
     folder = tmp_path_factory.mktemp("measured")
-    return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--json"))
+    return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--quick", "--json"))
 
 
 @pytest.fixture

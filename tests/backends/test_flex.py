@@ -274,6 +274,7 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.full
 def test_compiled_dilated() -> None:
     """Full, partial and missing blocks, keys that are seen more than once; compiled once whatever surrounds a call."""
     before = graphs()
@@ -397,6 +398,7 @@ def test_orders_too_long_to_look_for_blocks_in() -> None:
     assert "pattern" not in codes(replace(kept, pattern=Window(20, 3)))
 
 
+@pytest.mark.full
 def test_a_compiled_kernel_in_hilbert_order() -> None:
     asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
     expected = gate(replace(asked, return_lse=False))

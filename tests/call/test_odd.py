@@ -213,8 +213,9 @@ print(*(row.backend for row in rows if row.status == "quarantined"))
 
 
 @pytest.mark.parametrize("prepare", [False, True], ids=["race", "prepare"])
-def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
+def test_a_crash_in_the_race_or_before_it(prepare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the one whose turn it was is kept out."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "100")
 
     def run() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", LATE.format(prepare=prepare)]

@@ -18,6 +18,7 @@ from attn_dispatch.decisions import decide
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support.calls import close, counted, formula, qkv
+from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -72,8 +73,7 @@ def settle(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {route.backend.split()[0] for route in dispatch._routes.values()} == {"native"}
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@crossed(pattern=PATTERNS, tracer=tuple(TRACERS), decided=(False, True))
 def test_a_graph_holds_for_other_inputs(
     pattern: Pattern, tracer: str, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,8 +89,7 @@ def test_a_graph_holds_for_other_inputs(
     assert len(dispatch._routes) == 2 * decided
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@crossed(lambda pattern, tracer: {"tracer": tracer}, pattern=PATTERNS, tracer=tuple(TRACERS))
 def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
     """Through lse too, traced with and without gradients."""
     for wanted in (False, True):

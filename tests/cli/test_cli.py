@@ -168,13 +168,13 @@ def test_inspect_and_explain_agree_with_profile(measured: tuple[Path, dict[str, 
 
 
 def test_profile_measures_once(tmp_path: Path) -> None:
-    first = command(tmp_path, "profile", *SMALL)
+    first = command(tmp_path, "profile", *SMALL, "--quick")
     assert first.returncode == 0
     assert "measured" in first.stdout
     assert f"stored in {only_file(tmp_path).parent.parent}" in first.stdout
     assert "measuring" in first.stderr
     before = only_file(tmp_path).read_bytes(), only_file(tmp_path).stat().st_ino
-    again = command(tmp_path, "profile", *SMALL)
+    again = command(tmp_path, "profile", *SMALL, "--quick")
     assert again.stdout == first.stdout
     assert only_file(tmp_path).stat().st_ino == before[1]  # not written again
     forced = command(tmp_path, "profile", *SMALL, "--force", "--budget", "1")
@@ -221,7 +221,7 @@ def test_explain_runs_nothing(tmp_path: Path) -> None:
 
 def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
     lengths = ",".join(["64", *map(str, range(1500, 1510))])
-    arguments = ("profile", "--shape", "1,1,8,64", "--lengths", lengths, "--device", "cpu", "--full", "--json")
+    arguments = ("profile", "--shape", "1,1,8,64", "--lengths", lengths, "--device", "cpu", "--quick", "--json")
     process = subprocess.Popen(
         [*COMMAND, *arguments], env=surroundings(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -50,10 +50,10 @@ def test_a_candidate_of_one_problem_only_stays_in_its_table() -> None:
 
 def test_profile_states_it_once_and_repeats_it_when_asked(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = measured
-    short, whole = (command(folder, "profile", *TWO, *more).stdout for more in ((), ("--verbose",)))
+    short, whole = (command(folder, "profile", *TWO, "--quick", *more).stdout for more in ((), ("--verbose",)))
     assert (short.count("\n  triton: "), short.count("\ntriton ")) == (1, 0)
     assert (whole.count("\n  triton: "), whole.count("\ntriton ")) == (0, 2)
     assert short.count("\nsdpa ") == whole.count("\nsdpa ") == 2
-    assert plain(command(folder, "profile", *TWO, "--json"))["decisions"] == printed["decisions"]
+    assert plain(command(folder, "profile", *TWO, "--quick", "--json"))["decisions"] == printed["decisions"]
     for decision in printed["decisions"]:
         assert "triton" in {row["backend"] for row in decision["candidates"]}

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.full
 def test_context_parallel_loses_what_one_process_loses(tmp_path: Path) -> None:
     """By the command in its docstring; `--check` fails where a loss is another than on whole sequences."""
     script = EXAMPLES / "context_parallel.py"

@@ -22,6 +22,7 @@ def why_not() -> str:
     return done.stderr.strip() or f"{command[0]} ends with {done.returncode}" if done.returncode else ""
 
 
+@pytest.mark.full
 def test_a_slow_link_changes_nothing_but_time() -> None:
     reason = why_not()
     if reason:

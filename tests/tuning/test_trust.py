@@ -112,7 +112,8 @@ print(backend.calls, row.status, row.reason)
 
 
 @pytest.mark.parametrize("fault", ["aborts", "killed"])
-def test_a_process_that_died_is_told_to_the_next(fault: str) -> None:
+def test_a_process_that_died_is_told_to_the_next(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "100")
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", DYING.format(fault=fault)], capture_output=True, text=True, timeout=120, check=False
