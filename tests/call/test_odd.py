@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +27,7 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning.hard_cases import hard_cases
-from tests.support import planted
+from tests.support import planted, processes
 from tests.support.calls import close, counted, forget, formula, qkv, status
 from tests.support.pairwise import crossed
 from tests.support.planted import Planted
@@ -213,16 +211,11 @@ print(*(row.backend for row in rows if row.status == "quarantined"))
 
 
 @pytest.mark.parametrize("prepare", [False, True], ids=["race", "prepare"])
-def test_a_crash_in_the_race_or_before_it(prepare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
     """Only the one whose turn it was is kept out."""
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "100")
 
-    def run() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", LATE.format(prepare=prepare)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-    assert run().returncode < 0
-    second = run()
+    assert processes.run(LATE.format(prepare=prepare)).returncode < 0
+    second = processes.run(LATE.format(prepare=prepare))
     assert (second.returncode, second.stdout.strip()) == (0, "planted"), second.stderr
 
 

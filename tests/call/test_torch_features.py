@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import attend, counters, dispatch, explain
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from tests.support import processes
 from tests.support.calls import close, counted, formula, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -88,7 +87,7 @@ def test_settings_of_the_newer_matmul_interface(monkeypatch: pytest.MonkeyPatch)
         "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; from attn_dispatch import attend, explain;"
         "x = torch.randn(1, 8, 2, 4); attend(x, x, x); attend(x, x, x); print(explain(x, x, x).problem)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = processes.run(code)
     assert "matmul high" in done.stdout
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.store.folder import Store
+from tests.support import processes
 from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -54,7 +53,7 @@ print(json.dumps([before.source, before.choice, before.key, attn_dispatch.counte
 def test_a_second_process_does_not_measure() -> None:
     q, k, v = qkv()
     out = attend(q, k, v)
-    done = subprocess.run([sys.executable, "-c", SECOND], check=True, capture_output=True, text=True, timeout=120)
+    done = processes.run(SECOND)
     source, choice, key, counts, values = json.loads(done.stdout)
     found = explain(q, k, v)
     assert (source, choice, key) == ("measured", found.choice, found.key)

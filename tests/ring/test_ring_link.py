@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import processes
+
 ONE_AFTER_ANOTHER = """
 import sys, weakref
 import torch
@@ -24,9 +26,8 @@ for number in range(3):
 
 def test_a_group_that_was_destroyed_is_dropped_with_the_next(tmp_path: Path) -> None:
     """Its threads and connections would live on."""
-    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert found.splitlines() == ["1", "0 1", "0 0 1"]
+    found = processes.run(ONE_AFTER_ANOTHER, str(tmp_path))
+    assert found.stdout.splitlines() == ["1", "0 1", "0 0 1"]
 
 
 MANY = """
@@ -46,8 +47,7 @@ dist.destroy_process_group()
 
 
 def test_the_latest_groups_are_kept(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MANY, str(tmp_path)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout == "True\n"
+    assert processes.run(MANY, str(tmp_path)).stdout == "True\n"
 
 
 AT_THE_END = """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import DTYPES, Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.store.problem_files import read_record
+from tests.support import processes
 from tests.support.fakes import SILICON
 
 SHAPE = (2, 12, 4, 8)
@@ -93,7 +92,7 @@ def test_pickled_for_another_process(tmp_path: Path) -> None:
         f"x = torch.zeros({SHAPE})\n"
         "assert {Problem.of(x, x, x): 1}[found] == 1\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "pickled")], check=True, timeout=60)
+    processes.run(code, str(tmp_path / "pickled")).check_returncode()
 
 
 DEEP: dict[str, Any] = {}

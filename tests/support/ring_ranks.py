@@ -7,7 +7,6 @@ what it returns or raises comes back. A process that takes too long writes down 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -28,15 +27,13 @@ import torch.distributed as dist
 
 from attn_dispatch.errors import RankLost
 from attn_dispatch.kernels.native import library
+from tests.support import processes
 
 PREFIX = "ATTN_DISPATCH_"
 GROUP_S = 20.0  #: the process groups' time-out
 JOB_S = 60.0  #: that one job may take
 MARGIN_S = 5.0  #: that a process has to say where it hangs
 SIZES = (2, 3, 4)  #: groups of the first ranks that a larger world has besides
-
-#: Imported once, before processes are forked off; the compiler is what DistributedDataParallel asks for.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
 
 Group = dist.ProcessGroup
 
@@ -62,8 +59,7 @@ class Ranks:
         self.size = size
         self.broken = False
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = processes.context()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.quarantine import Quarantine
-from tests.support import planted
+from tests.support import planted, processes
 from tests.support.calls import close, forget, formula, qkv
 from tests.support.planted import Planted
 
@@ -114,13 +112,8 @@ print(backend.calls, row.status, row.reason)
 @pytest.mark.parametrize("fault", ["aborts", "killed"])
 def test_a_process_that_died_is_told_to_the_next(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "100")
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", DYING.format(fault=fault)], capture_output=True, text=True, timeout=120, check=False
-        )
-
-    assert run().returncode < 0
-    second = run()
+    assert processes.run(DYING.format(fault=fault)).returncode < 0
+    second = processes.run(DYING.format(fault=fault))
     assert second.returncode == 0, second.stderr
     warning, last = second.stdout.splitlines()[0], second.stdout.splitlines()[-1]
     assert "planted" in warning
