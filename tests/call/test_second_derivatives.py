@@ -16,6 +16,7 @@ from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support import ring_ranks
 from tests.support.calls import formula, qkv
+from tests.support.pairwise import crossed
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
 
@@ -167,8 +168,7 @@ def over_ranks(order: str, loss: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("loss", ["out", "linear"])
-@pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
+@crossed(lambda loss, order: {"order": order}, loss=("out", "linear"), order=(RING, GATHER, ULYSSES))
 def test_over_ranks(ranks: Ranks, order: str, loss: str) -> None:
     for said in ranks.everywhere(over_ranks, order, loss, ranks=2):
         assert "no second derivatives" in said

@@ -15,6 +15,7 @@ from attn_dispatch import attend, counters, dispatch, explain
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from tests.support import processes
 from tests.support.calls import close, counted, formula, qkv
+from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -152,13 +153,15 @@ RUNS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("pattern", [Dense(), Window(4, 2), Dilated((4, 16), (1, 2))], ids=str)
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_gradients(run: Callable[..., Tensor], pattern: Pattern) -> None:
+@crossed(
+    lambda name, pattern: {"name": name}, name=tuple(RUNS), pattern=(Dense(), Window(4, 2), Dilated((4, 16), (1, 2)))
+)
+def test_gradients(name: str, pattern: Pattern) -> None:
     """The first call measures, wherever it is made."""
+    run = RUNS[name]
     for found, exact in zip(gradients(run, pattern), exact_gradients(pattern), strict=True):
         assert close(found, exact.double())
-    assert counters()["measured"] == (2 if run is RUNS["checkpoint-reentrant"] else 1)
+    assert counters()["measured"] == (2 if name == "checkpoint-reentrant" else 1)
 
 
 def test_inference_mode_then_training() -> None:

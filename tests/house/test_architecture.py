@@ -199,9 +199,11 @@ def test_files_are_short() -> None:
 # --- what is loaded ---------------------------------------------------------------------------------------------------
 
 
-def loaded_by(code: str) -> set[str]:
-    code += "\nimport sys\nprint(*sys.modules)"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+def loaded_by(*steps: str) -> list[set[str]]:
+    """The modules that a new process has loaded after each step."""
+    code = "import sys\n" + "".join(f"{step}\nprint(*sys.modules)\n" for step in steps)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_no_torch_at_import() -> None:
@@ -214,23 +216,23 @@ def test_no_torch_at_import() -> None:
 
 def test_a_permutation_loads_no_more_than_it_needs() -> None:
     """Some of torch's functions load its symbolic mathematics, which takes half a second of a first call."""
-    code = "from attn_dispatch import Neighborhood, attend\nfrom attn_dispatch.spec import orders\n"
-    before = loaded_by(code)
-    code += "orders.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
-    code += "orders.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)"
-    assert "attn_dispatch.spec.hilbert" in loaded_by(code)
-    assert not (loaded_by(code) - before) & {"sympy", "torch._refs", "torch.fx"}
+    before, after = loaded_by(
+        "from attn_dispatch import Neighborhood, attend\nfrom attn_dispatch.spec import orders",
+        "orders.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
+        "orders.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)",
+    )
+    assert "attn_dispatch.spec.hilbert" in after
+    assert not (after - before) & {"sympy", "torch._refs", "torch.fx"}
 
 
 def test_the_package_alone_loads_nothing() -> None:
-    loaded = loaded_by("import attn_dispatch")
+    (loaded,) = loaded_by("import attn_dispatch")
     assert {name for name in loaded if name.startswith("attn_dispatch.")} == set()
     assert not loaded & {"torch", "msgspec", "rich", "numpy"}
 
 
 def test_attend_loads_no_more_than_it_needs() -> None:
-    before = loaded_by("import torch")
-    loaded = loaded_by("import attn_dispatch\nattn_dispatch.attend")
+    before, loaded = loaded_by("import torch", "import attn_dispatch\nattn_dispatch.attend")
     assert "attn_dispatch.dispatch" in loaded
     assert not (loaded - before) & {"xformers", "flash_attn", "triton", "rich", "torch._dynamo", "pynvml", "matplotlib"}
     assert not loaded & {"xformers", "flash_attn", "rich", "torch._dynamo"}

@@ -24,6 +24,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from tests.kernels.test_triton import SIDES, interpreted, problem_of, problems
 from tests.support.cases import Case, gate
+from tests.support.pairwise import crossed
 
 MIB = 2**20
 CUDA = problem_of(Dense(is_causal=True), (1, 2**17, 16, 128), torch.bfloat16, "cuda:0")
@@ -181,8 +182,7 @@ def small_blocks(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> I
 
 @interpreted
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("order", VISIT_ORDERS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@crossed(lambda case, order: {"order": order}, case=CASES, order=VISIT_ORDERS)
 def test_results_in_any_order(case: Case, order: str) -> None:
     expected = gate(case.problem(torch.float32, needs_grad=True))
     assert expected.check(expected.run(triton, order)).failures == ()

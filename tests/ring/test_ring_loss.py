@@ -17,6 +17,7 @@ from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.shards import spread_of
 from attn_dispatch.spec.orders import GATHER, RING
 from tests.support import ring_ranks
+from tests.support.pairwise import thinned
 from tests.support.ring_calls import part, tensors
 from tests.support.ring_ranks import Gone, Ranks
 
@@ -76,7 +77,7 @@ def _signalled(fault: int, passing: str) -> None:
     setattr(RingCall, name, faulty)
 
 
-@pytest.mark.parametrize(
+@thinned(
     ("fault", "passing", "order"),
     [
         (signal.SIGKILL, "forward", RING),
@@ -84,7 +85,8 @@ def _signalled(fault: int, passing: str) -> None:
         (signal.SIGSTOP, "forward", GATHER),
         (signal.SIGSTOP, "backward", RING),
     ],
-    ids=str,
+    3,
+    str,
 )
 def test_a_rank_that_is_lost_amid_a_call(three: Ranks, fault: int, passing: str, order: str) -> None:
     killed = fault == signal.SIGKILL
@@ -116,7 +118,7 @@ def gathering() -> object:
     return unshard(torch.zeros(1, 4), ring_ranks.group())
 
 
-@pytest.mark.parametrize("job", [attending, gathering])
+@thinned("job", [attending, gathering], 2)
 def test_a_rank_that_stays_away(three: Ranks, job: Callable[[], object]) -> None:
     found = three.each(absent, [(False, job), (False, job), (True, job)])
     assert all("did not answer in time" in told for told in found[:2])

@@ -82,6 +82,17 @@ def crossed(
     return pytest.mark.parametrize(tuple(values), parameters(product(*values.values()), each, too_slow=too_slow))
 
 
+def thinned(names: str | tuple[str, ...], rows: Iterable[Any], step: int, ids: Any = None) -> pytest.MarkDecorator:
+    """Parametrize a test by all of these rows, as `pytest.mark.parametrize` does: every run takes each `step`-th, the
+    others are marked for `--all` alone.
+    """
+    every = [
+        pytest.param(*([row] if isinstance(names, str) else row), marks=pytest.mark.full if number % step else ())
+        for number, row in enumerate(rows)
+    ]
+    return pytest.mark.parametrize(names, every, ids=ids)
+
+
 def chosen(found: Iterable[Any]) -> list[tuple[Any, ...]]:
     """The rows of these parameters that every run takes."""
     return [each.values for each in found if not each.marks]

@@ -25,6 +25,7 @@ from tests.conftest import INTERPRETED
 from tests.kernels.test_hidden import holding
 from tests.support.cases import DTYPES, Case
 from tests.support.flaws import FLAWS, Planted, all_but_the_last, changed, scored
+from tests.support.pairwise import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -165,7 +166,7 @@ def small_error(name: str, tensor: Tensor, eps: float) -> Tensor:
     return torch.where(tensor.abs() == tensor.abs().max(), tensor * (1 + least), tensor)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@thinned("dtype", DTYPES, 3)
 def test_small_errors_are_found(dtype: torch.dtype) -> None:
     """In most cases: tolerances grow with scores and rounding errors, but stay below what would be wrong."""
     seen: dict[str, list[bool]] = {}

@@ -289,7 +289,13 @@ def shifted(pattern: Pattern) -> Pattern:
 @pytest.mark.usefixtures("uncompiled_flex", "triton_interpreter")
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    "name", ["sdpa", "sdpa_mask", "native", *(["triton", "triton_tiles"] if INTERPRETED else []), "manual"]
+    "name",
+    [
+        "sdpa",
+        "native",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ["sdpa_mask", "manual"]),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ["triton", "triton_tiles"] if INTERPRETED),
+    ],
 )
 def test_sampled_gate(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows and heads drawn, a right backend passes and one that is wrong in a single place is seen."""

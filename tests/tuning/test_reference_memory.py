@@ -18,6 +18,7 @@ from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import hard_cases, oracle, tuner
 from attn_dispatch.tuning.candidates import Request, heuristic
 from tests.support.calls import close, formula, qkv
+from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -50,18 +51,13 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, where: object, name: str, first: 
     return calls
 
 
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-@pytest.mark.parametrize(("where", "name", "first"), PLACES.values(), ids=PLACES)
+@crossed(lambda place, error: {"error": error}, place=tuple(PLACES), error=tuple(ERRORS))
 def test_the_call_goes_on(
-    where: object,
-    name: str,
-    first: int,
-    error: Exception,
-    monkeypatch: pytest.MonkeyPatch,
-    warnings: Callable[[], list[str]],
+    place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
+    where, name, first = PLACES[place]
     hard_cases._cases.cache_clear()
-    calls = fail_from(monkeypatch, where, name, first, error)
+    calls = fail_from(monkeypatch, where, name, first, ERRORS[error])
     q, k, v = qkv(32)
     for _ in range(2):
         assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
