@@ -13,7 +13,8 @@ from attn_dispatch.kernels.autograd import STOPPED, recorded
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
 from attn_dispatch.ring.engine import ulysses
-from attn_dispatch.ring.engine.passes import RingCall, steps_of
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of, traffic_of

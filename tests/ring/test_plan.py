@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch.multiprocessing.spawn import start_processes
 from attn_dispatch import Sharded, attend, shard
 from attn_dispatch.cli import main
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.ring.engine.exchange import Wire
 from attn_dispatch.ring.engine.parts import solver
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.link import link_of
 from attn_dispatch.ring.plan.bytes_sent import Freight, Load, freight_of, why_not
 from attn_dispatch.ring.plan.counts import counts_of
@@ -177,6 +181,18 @@ def test_memory_of_what_can_be_told_by_hand() -> None:
     assert gather.buffer_bytes == 6 * 2 * q
     assert ring.peak_bytes >= ring.input_bytes + ring.buffer_bytes + q
     assert gather.peak_bytes - ring.peak_bytes >= 2 * 6 * q  # and what came from each is put together
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
+def test_buffers_are_those_that_the_engine_reserves(case: Case) -> None:
+    for backward in (False, True):
+        problem, layout = problem_for(case, RANKS, backward, lse=backward)
+        load = Load(problem, layout, counts_of(problem.pattern, layout, problem.heads, problem.kv_heads))
+        for exchange, rank in product((RING, GATHER), range(RANKS)):
+            wire = Wire(None)
+            RingCall(problem, steps_of(problem, layout, rank, exchange), wire).reserve()
+            reserved = sum(buffer.nbytes for buffer in wire.buffers.values())
+            assert footprint_of(load, exchange, rank).buffer_bytes == reserved, (exchange, backward, rank)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -15,7 +15,8 @@ from attn_dispatch import attend, explain, shard
 from attn_dispatch.decisions import decide as decisions
 from attn_dispatch.decisions.explanation import CandidateReport
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.ring.engine.passes import RingCall, Step
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import Step
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense
 from tests.support import ring_ranks

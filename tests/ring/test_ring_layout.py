@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.ring.engine.parts import SOLVERS, Part, Source
-from attn_dispatch.ring.engine.passes import steps_of
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.needs import kv_classes, seen_by
 from attn_dispatch.ring.rows.traffic import Traffic, positions_of, traffic_of

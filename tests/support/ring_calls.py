@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Sharded, attend, shard
-from attn_dispatch.ring.engine import passes
+from attn_dispatch.ring.engine import steps
 from attn_dispatch.ring.rows import chunking
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
@@ -100,9 +100,9 @@ def attended(shard: dict[str, Tensor], kind: str, strides: Sequence[str], option
 def blocks_of(rows: int) -> Iterator[None]:
     """Small sequences are cut up as long ones are: into blocks of so many rows."""
     with mock.patch.dict(chunking.LEAST_ROWS, cpu=rows), mock.patch.dict(chunking.LEAST_WORK, cpu=1.0):
-        passes.steps_of.cache_clear()
+        steps.steps_of.cache_clear()
         yield
-    passes.steps_of.cache_clear()
+    steps.steps_of.cache_clear()
 
 
 def attended_in_blocks(rows: int, *args: Any) -> dict[str, Tensor]:

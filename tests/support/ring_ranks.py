@@ -169,12 +169,12 @@ def rank() -> int:
 def forget() -> None:
     """In a job: what this process keeps in memory, as if it were a new one; decisions on disk count."""
     from attn_dispatch.ring import link
-    from attn_dispatch.ring.engine import passes
+    from attn_dispatch.ring.engine import steps
     from attn_dispatch.ring.rows import traffic
     from tests.support import calls
 
     calls.forget()
-    for kept in (passes.steps_of, traffic.traffic_of):
+    for kept in (steps.steps_of, traffic.traffic_of):
         kept.cache_clear()
     for each in link._links.values():
         each.wire.release()

@@ -25,7 +25,8 @@ from torch import Tensor
 from attn_dispatch import Problem
 from attn_dispatch.kernels.autograd import recorded
 from attn_dispatch.ring.engine.exchange import Flight, Wire
-from attn_dispatch.ring.engine.passes import RingCall, steps_of
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.tuning.intervals import Timing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch.errors import RankLost
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.rows.traffic import Rows
-
-Peers = Sequence[int]
+from attn_dispatch.spec.problem import Problem
 
 
 @dataclass
@@ -44,14 +44,14 @@ class Wire:
             raise lost(error) from error
         return Flight(works, sends, receives)
 
-    def buffer(self, slot: int, size: int, like: Tensor) -> Tensor:
-        """A flat tensor of that many entries, in memory that the next call for this slot uses again."""
-        key = slot, like.dtype, like.device
-        kept = self.buffers.get(key)
-        if kept is None or len(kept) < size:
+    def buffer(self, slot: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor of `size` entries. Its memory is that of earlier calls for this slot, where it suffices."""
+        key = slot, dtype, device
+        found = self.buffers.get(key)
+        if found is None or len(found) < size:
             with torch.inference_mode(False):  # the next call may be in another mode
-                kept = self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return kept[:size]
+                found = self.buffers[key] = torch.empty(size, dtype=dtype, device=device)
+        return found[:size]
 
     def release(self) -> None:
         """Drop the buffers."""
@@ -84,9 +84,33 @@ def lost(error: Exception) -> RankLost:
     return RankLost(f"a rank of the mesh is gone, or did not answer in time: {' '.join(str(error).split())[:300]}")
 
 
-def message_size(rows: Iterable[Rows], batch: int, head_dim: int) -> int:
-    """Entries of a message of k and v rows."""
-    return 2 * batch * head_dim * sum(each.count for each in rows)
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the tensors of some tokens.
+
+    Args:
+        q: also of out, and of a gradient of either. kv: k and v together. lse: in the dtype of sums.
+        wider: bytes of an element of sums over those of an element of q.
+    """
+
+    q: int
+    kv: int
+    lse: int
+    wider: int
+
+    @classmethod
+    def of(cls, problem: Problem, tokens: int) -> Sizes:
+        element, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
+        head = tokens * problem.batch * problem.head_dim * element
+        return cls(
+            problem.heads * head, 2 * problem.kv_heads * head, tokens * problem.batch * problem.heads * wide,
+            wide // element,
+        )  # fmt: skip
+
+
+def message_size(rows: int, problem: Problem) -> int:
+    """Entries of a message of k and v, or of their gradients, of `rows` rows of one key head."""
+    return 2 * problem.batch * problem.head_dim * rows
 
 
 def pack(first: Tensor, second: Tensor, rows: Sequence[Rows], into: Tensor) -> Tensor:

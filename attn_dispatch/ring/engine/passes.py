@@ -10,106 +10,19 @@ Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
-from attn_dispatch.ring.engine.exchange import Flight, Peers, Wire, add_home, message_size, pack, unpack
-from attn_dispatch.ring.engine.parts import Part, Source, parts_of
-from attn_dispatch.ring.rows.chunking import own_shares, pieces
-from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import Rows, Traffic, plain, traffic_of
-from attn_dispatch.spec.orders import GATHER
+from attn_dispatch.ring.engine.exchange import Flight, Sizes, Wire, add_home, message_size, pack, unpack
+from attn_dispatch.ring.engine.parts import Part
+from attn_dispatch.ring.engine.steps import GRAD_SLOTS, Step, buffer_rows, own_work, row_slots
+from attn_dispatch.ring.rows.traffic import Rows
 from attn_dispatch.spec.problem import Problem
-
-#: Buffers: rows arrive in two by turns; rows that leave; gradients that come home, and that leave for home.
-ARRIVING, LEAVING, HOME, HOMEWARD = (0, 1), 2, 3, 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """Rows that are worked on together: a rank's own, or a piece of what others send.
-
-    Args:
-        receives: from whom they come, with what each sends; `sends` what goes to whom meanwhile. Empty for own rows.
-        sources: the rows, by key heads.
-        parts: what is made of them.
-    """
-
-    receives: dict[int, tuple[Rows, ...]]
-    sends: dict[int, tuple[Rows, ...]]
-    sources: tuple[Source, ...]
-    parts: tuple[Part, ...]
-
-
-@lru_cache(maxsize=16)
-@plain()
-def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
-    """A rank's steps, its own rows first.
-
-    Args:
-        problem: the whole sequence's.
-        exchange: "ring": one peer after the other, each a step further on, piece by piece. "gather": everybody at once.
-    """
-    traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)
-    own = Source(range(problem.kv_heads), traffic.own)
-    count = 1 if exchange == GATHER else pieces(problem, layout)
-    found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
-    # A step stays even where this rank has nothing to do in it: messages between two ranks are matched by their order,
-    # so that every rank must go through the same steps.
-    for peers in _turns(rank, layout.ranks, exchange):
-        found += [_step(problem, traffic, peers, number, count) for number in range(count)]
-    return tuple(found)
-
-
-def _turns(rank: int, ranks: int, exchange: str) -> list[tuple[Peers, Peers]]:
-    """From whom and to whom, step by step."""
-    if exchange == GATHER:
-        others = [peer for peer in range(ranks) if peer != rank]
-        return [(others, others)]
-    return [([(rank - step) % ranks], [(rank + step) % ranks]) for step in range(1, ranks)]
-
-
-def _step(problem: Problem, traffic: Traffic, peers: tuple[Peers, Peers], number: int, count: int) -> Step:
-    """One of so many pieces of what peers send."""
-
-    def pieces_of(rows: Mapping[int, tuple[Rows, ...]], peers: Peers) -> dict[int, tuple[Rows, ...]]:
-        found = {peer: tuple(each.piece(number, count) for each in rows.get(peer, ())) for peer in peers}
-        some = {peer: tuple(each for each in rows if each.count) for peer, rows in found.items()}
-        return {peer: rows for peer, rows in some.items() if rows}
-
-    receives, sends = pieces_of(traffic.receives, peers[0]), pieces_of(traffic.sends, peers[1])
-    by_heads: dict[range, list[Tensor]] = {}
-    for rows in receives.values():
-        for each in rows:
-            by_heads.setdefault(each.heads, []).append(each.positions)
-    sources = tuple(Source(heads, torch.cat(positions)) for heads, positions in by_heads.items())
-    parts = parts_of(problem, traffic.layout, traffic.rank, sources, own=False)
-    return Step(receives, sends, sources, parts)
-
-
-@lru_cache(maxsize=32)
-def _own_work(steps: tuple[Step, ...], slots: int) -> list[Step]:
-    """A rank's own rows, dealt out over the steps (see `own_shares`)."""
-    own, far = steps[0], steps[1:]
-    if not far:
-        return [own]
-    each = sum(part.pairs for step in far for part in step.parts) / len(far)
-    shares = own_shares(sum(part.pairs for part in own.parts), each, len(steps), slots)
-    dealt: list[list[Part]] = [[] for _ in steps]
-    number, done, due = 0, 0, shares[0]
-    for part in own.parts:
-        while done >= due and number + 1 < slots:
-            number += 1
-            due += shares[number]
-        dealt[number].append(part)
-        done += part.pairs
-    return [replace(own, parts=tuple(parts)) for parts in dealt]
 
 
 @dataclass(slots=True)
@@ -133,19 +46,14 @@ class RingCall:
 
     def reserve(self) -> None:
         """Take the memory for what is sent and received."""
-        empty = torch.empty(0, dtype=self.problem.dtype, device=self.problem.device)
-        wide = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
-        for number, step in enumerate(self.steps):
-            self._buffers(ARRIVING[number % 2], step.receives, empty)
-            self._buffers(LEAVING, step.sends, empty)
-            if self.problem.needs_grad:
-                self._buffers(HOME, step.sends, wide)
-                self._buffers(HOMEWARD, step.receives, wide)
+        for slot, rows in buffer_rows(step.counts for step in self.steps[1:]).items():
+            if self.problem.needs_grad or slot not in GRAD_SLOTS:
+                self._buffer(slot, message_size(rows, self.problem))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         sums, trouble = Sums(q), _Trouble()
         flight = None
-        for number, (step, own) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps) - 1))):
+        for number, (step, own) in enumerate(zip(self.steps, own_work(self.steps, backward=False))):
             rows = self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
             if not trouble:
@@ -176,7 +84,7 @@ class RingCall:
         own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         trouble = _Trouble()
         flight = homeward = None
-        for number, (step, mine) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps)))):
+        for number, (step, mine) in enumerate(zip(self.steps, own_work(self.steps, backward=True))):
             rows = self._arrived(step, flight)
             flight = self._start(number + 1, k, v)
             if number:
@@ -244,17 +152,20 @@ class RingCall:
         if number >= len(self.steps):
             return None
         step = self.steps[number]
-        receives = self._buffers(ARRIVING[number % 2], step.receives, k)
-        sends = self._buffers(LEAVING, step.sends, k)
+        into, out = row_slots(number)
+        receives, sends = self._buffers(into, step.receives), self._buffers(out, step.sends)
         for peer, rows in step.sends.items():
             pack(k, v, rows, sends[peer])
         return self.wire.exchange(sends, receives)
 
-    def _buffers(self, slot: int, rows: dict[int, tuple[Rows, ...]], like: Tensor) -> dict[int, Tensor]:
-        """A flat tensor for each peer's rows."""
-        sizes = {peer: message_size(each, self.problem.batch, self.problem.head_dim) for peer, each in rows.items()}
-        whole = self.wire.buffer(slot, sum(sizes.values()), like)
-        return dict(zip(sizes, torch.split(whole, list(sizes.values())))) if sizes else {}
+    def _buffers(self, slot: int, rows: dict[int, tuple[Rows, ...]]) -> dict[int, Tensor]:
+        """A flat tensor for the rows, or the gradients of rows, of each peer."""
+        sizes = [message_size(sum(each.count for each in several), self.problem) for several in rows.values()]
+        return dict(zip(rows, torch.split(self._buffer(slot, sum(sizes)), sizes))) if rows else {}
+
+    def _buffer(self, slot: int, size: int) -> Tensor:
+        dtype = sum_dtype(self.problem.dtype) if slot in GRAD_SLOTS else self.problem.dtype
+        return self.wire.buffer(slot, size, dtype, self.problem.device)
 
     def _arrived(self, step: Step, flight: Flight | None) -> list[tuple[Tensor, Tensor]]:
         """k and v of each source of a step; none where nothing is under way."""
@@ -272,10 +183,9 @@ class RingCall:
         """Set gradients of a step's rows on their way to where the rows came from; NaN after a failure, so that nobody
         takes them for gradients.
         """
-        like = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
         size = self.problem.batch, self.problem.head_dim
-        receives = self._buffers(HOME, step.sends, like)
-        sends = self._buffers(HOMEWARD, step.receives, like)
+        into, out = GRAD_SLOTS
+        receives, sends = self._buffers(into, step.sends), self._buffers(out, step.receives)
         taken = dict.fromkeys((source.heads for source in step.sources), 0)
         totals = dict(zip(taken, grads))
         for peer, rows in step.receives.items():
@@ -303,6 +213,57 @@ def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return pairs[0]
     keys, values = (torch.cat(each, dim=1) for each in zip(*pairs))
     return keys, values
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """The size of a part.
+
+    Args:
+        queries, keys: its rows and heads of q and of k, as shares of the rank's.
+        workspace: bytes that the backend allocates.
+    """
+
+    queries: float
+    keys: float
+    workspace: int
+
+
+def forward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize]) -> int:
+    """Most bytes that `RingCall.forward` allocates at once, buffers aside.
+
+    Args:
+        own, far: the parts on the rank's own rows, and on rows of other ranks.
+    """
+    widened = rank.q * rank.wider if rank.wider > 1 else 0
+    out = rank.q + widened  # of a part, and its copy in the dtype of sums
+    sums = rank.q * rank.wider + rank.lse
+    first = max(int((out + 2 * rank.lse) * part.queries) + part.workspace for part in own)
+    if len(own) > 1 or own[0].queries < 1:
+        first += sums  # allocated for the first of several parts
+    later = sums + max((int((out + 3 * rank.lse) * part.queries) + part.workspace for part in far), default=0)
+    results = sums + rank.lse + (rank.q if widened else 0)
+    return max(first, later, results)
+
+
+def backward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize], grads: int) -> int:
+    """Most bytes that `RingCall.backward` allocates at once or was given besides q, k and v, buffers aside.
+
+    Args:
+        own, far: as for `forward_peak`.
+        grads: bytes of the gradients of the rows that one step received.
+    """
+    given = 2 * rank.q + 2 * rank.lse  # out and its gradient; lse, and its copy without -inf
+    sums = (rank.q + rank.kv) * rank.wider
+    first, later = (
+        max((int(rank.q * part.queries + rank.kv * part.keys) + part.workspace for part in parts), default=0)
+        for parts in (own, far)
+    )
+    results = rank.q + rank.kv if rank.wider > 1 else 0
+    return given + sums + max(first, grads + later, results)
 
 
 class _Trouble:

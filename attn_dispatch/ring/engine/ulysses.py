@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch.ring.engine.exchange import Wire, lost
+from attn_dispatch.ring.engine.exchange import Sizes, Wire, lost
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.pattern import Dilated
@@ -30,6 +30,27 @@ def why_not(problem: Problem, ranks: int) -> str:
         if rates:
             return f"{each} heads of each rank would begin at other offsets of dilation rate {rates[0]}"
     return ""
+
+
+def peak(rank: Sizes, heads: Sizes, workspace: int, needs_grad: bool) -> int:
+    """Most bytes that a call allocates at once.
+
+    Args:
+        rank: of the rank's tokens, all heads. heads: of all tokens, the rank's heads.
+        workspace: of the backend that solves the heads.
+    """
+    q, kv, lse = heads.q, heads.kv, heads.lse
+    # One after the other: what is sent and what is received, then what was received in its order.
+    gathered = max(q + max(q, rank.q), q + kv // 2 + kv // 2 + max(kv, rank.kv) // 2)
+    solved = q + kv + q + 2 * lse + workspace
+    returned = (q + kv if needs_grad else 0) + q + max(q + rank.q, 2 * rank.q) + lse
+    forward = max(gathered, solved, returned)
+    if not needs_grad:
+        return forward
+    # q, k, v, out and lse of the heads are saved; then out, its gradient and those of q, k and v.
+    saved = q + kv + q + 2 * lse + 2 * rank.q
+    sent_back = 2 * rank.q + q + kv + 3 * q + rank.q  # the saved tensors have been dropped by then
+    return max(forward, saved + 3 * q, saved + q + q + kv + workspace, sent_back)
 
 
 def to_heads(x: Tensor, wire: Wire, layout: Layout) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.engine import ulysses
+from attn_dispatch.ring.engine.exchange import Sizes, message_size
 from attn_dispatch.ring.plan.counts import Counts
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
@@ -28,21 +29,12 @@ class Load:
     @property
     def row_bytes(self) -> int:
         """Of one row of one key head: k and v, all batch rows."""
-        return 2 * self.problem.batch * self.problem.head_dim * self.problem.dtype.itemsize
+        return message_size(1, self.problem) * self.problem.dtype.itemsize
 
     @property
     def grad_row_bytes(self) -> int:
-        """Of the gradients of one row, which go home in the dtype that sums are kept in."""
-        return 2 * self.problem.batch * self.problem.head_dim * sum_dtype(self.problem.dtype).itemsize
-
-    def token_bytes(self, heads: int) -> int:
-        """Of one token of so many heads."""
-        return self.problem.batch * heads * self.problem.head_dim * self.problem.dtype.itemsize
-
-    @property
-    def lse_bytes(self) -> int:
-        """Of one token's lse, all heads."""
-        return self.problem.batch * self.problem.heads * sum_dtype(self.problem.dtype).itemsize
+        """Of the gradients of one row, which are sent in the dtype of sums."""
+        return message_size(1, self.problem) * sum_dtype(self.problem.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +78,8 @@ def _rows(load: Load, rank: int) -> Freight:
 def _by_heads(load: Load, rank: int) -> Freight:
     """Tokens go to all others by heads, and heads go back by tokens; gradients the other way."""
     problem, lengths = load.problem, load.layout.lengths
-    inputs = load.token_bytes(problem.heads + 2 * problem.kv_heads)
-    results = load.token_bytes(problem.heads) + (load.lse_bytes if problem.return_lse else 0)
+    token = Sizes.of(problem, 1)
+    inputs, results = token.q + token.kv, token.q + (token.lse if problem.return_lse else 0)
     forward = _to_heads(lengths, rank, inputs) + _to_tokens(lengths, rank, results)
     backward = _to_heads(lengths, rank, results) + _to_tokens(lengths, rank, inputs)
     return Freight(forward, backward if problem.needs_grad else 0)

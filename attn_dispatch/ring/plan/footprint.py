@@ -9,12 +9,16 @@ from functools import lru_cache
 from attn_dispatch.kernels.hidden import unseen
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tile_math
+from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.by_position import TILE
+from attn_dispatch.ring.engine.exchange import Sizes
 from attn_dispatch.ring.engine.parts import aligned, branches_of, solver
+from attn_dispatch.ring.engine.passes import PartSize, backward_peak, forward_peak
+from attn_dispatch.ring.engine.steps import GRAD_SLOTS, Transfer, buffer_rows, transfers
 from attn_dispatch.ring.plan.bytes_sent import Load
-from attn_dispatch.ring.rows.chunking import block_rows, line_of, pieces, segments
+from attn_dispatch.ring.rows.chunking import block_rows, line_of, segments
 from attn_dispatch.ring.rows.needs import kv_classes
-from attn_dispatch.spec.orders import GATHER, LOCAL, ULYSSES
+from attn_dispatch.spec.orders import ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
@@ -44,7 +48,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A rank's share in bytes; `wide` those of the dtype that sums are kept in."""
+    """A rank of a problem whose rows have been counted."""
 
     load: Load
     rank: int
@@ -58,34 +62,16 @@ class _Rank:
         return self.load.layout.lengths[self.rank]
 
     @property
-    def q(self) -> int:
-        return self.tokens * self.load.token_bytes(self.problem.heads)
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.problem, self.tokens)
 
-    @property
-    def kv(self) -> int:
-        return 2 * self.tokens * self.load.token_bytes(self.problem.kv_heads)
-
-    @property
-    def lse(self) -> int:
-        return self.tokens * self.load.lse_bytes
-
-    @property
-    def wider(self) -> int:
-        return sum_dtype(self.problem.dtype).itemsize // self.problem.dtype.itemsize
-
-    def steps(self, exchange: str) -> list[tuple[int, int]]:
-        """Rows received and sent, step by step."""
-        rows, ranks = self.load.counts.rows, self.load.layout.ranks
-        if exchange == GATHER:
-            return [(self.load.counts.received(self.rank), self.load.counts.sent(self.rank))]
-        if exchange == LOCAL:
-            return []
-        count = pieces(self.problem, self.load.layout)
-        return [
-            (-(-rows[self.rank][self.rank - step] // count), -(-rows[(self.rank + step) % ranks][self.rank] // count))
-            for step in range(1, ranks)
-            for _ in range(count)
-        ]
+    def rows(self, transfer: Transfer) -> tuple[int, int]:
+        """Rows received and sent in one step of a transfer; of a piece the mean, rounded up (see `Rows.piece`)."""
+        rows, rank = self.load.counts.rows, self.rank
+        return (
+            sum(-(-rows[rank][sender] // transfer.pieces) for sender in transfer.senders(rank)),
+            sum(-(-rows[receiver][rank] // transfer.pieces) for receiver in transfer.receivers(rank)),
+        )
 
     @property
     def block(self) -> int:
@@ -93,115 +79,49 @@ class _Rank:
         return min(self.tokens, block_rows(self.problem, self.load.layout))
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows that are worked on together.
-
-    Args:
-        queries, keys: as shares of the rank's tokens, times the share of heads.
-        workspace: the backend's own, in bytes.
-    """
-
-    queries: float
-    keys: float
-    workspace: int
-
-
 def _zeroed(mine: _Rank) -> int:
     """Copies with zeros in what no query sees: of k and v, and of q and the gradient of out."""
     problem = mine.problem
-    keys = mine.kv * (problem.masked or unseen(problem) is not None)
-    return keys + mine.q * problem.has_seq_lens * (2 if problem.needs_grad else 1)
+    keys = mine.sizes.kv * (problem.masked or unseen(problem) is not None)
+    return keys + mine.sizes.q * problem.has_seq_lens * (2 if problem.needs_grad else 1)
 
 
 def footprint_of(load: Load, exchange: str, rank: int) -> Footprint:
     """Of one rank's call. A backend's own share is what it says itself (`workspace_bytes`), for the largest part."""
-    mine = _Rank(load, rank)
+    mine, problem = _Rank(load, rank), load.problem
+    inputs = mine.sizes.q + mine.sizes.kv
     if exchange == ULYSSES:
-        inputs = mine.q + mine.kv
-        return Footprint(inputs, 0, PLACE * mine.tokens, inputs + _by_heads(mine), 0)
-    steps = mine.steps(exchange)
+        tokens, heads = load.layout.tokens, problem.kv_heads // load.layout.ranks
+        sub = _sub(problem, problem.pattern, tokens, tokens, heads)
+        peak = ulysses.peak(mine.sizes, Sizes.of(sub, tokens), _workspace(sub), problem.needs_grad)
+        return Footprint(inputs, 0, PLACE * mine.tokens, inputs + peak, 0)
+    by_transfer = [(each, mine.rows(each)) for each in transfers(problem, load.layout, exchange)]
+    steps = [rows for each, rows in by_transfer for _ in range(each.pieces)]
     tables = _index_bytes(mine, steps) + _table_bytes(mine, steps)
-    buffers, again = _buffers(load, steps)
-    joined = steps[0][0] * load.row_bytes if exchange == GATHER and load.layout.ranks > 2 else 0
+    slots = buffer_rows(steps)
+    buffers = sum(rows for slot, rows in slots.items() if slot not in GRAD_SLOTS) * load.row_bytes
+    # Rows of several ranks are put together.
+    joined = max((rows for each, (rows, _) in by_transfer if len(each.distances) > 1), default=0) * load.row_bytes
     most = max((rows for rows, _ in steps), default=0)
-    alive = _forward(mine, most)
-    if load.problem.needs_grad:
-        alive = max(alive, _backward(mine, most))
-        buffers += again  # all of them from the second call on
-    peak = alive + buffers + joined + _zeroed(mine)
-    return Footprint(mine.q + mine.kv, buffers, tables, mine.q + mine.kv + tables + peak, _setup_bytes(mine))
-
-
-def _buffers(load: Load, steps: list[tuple[int, int]]) -> tuple[int, int]:
-    """Rows arrive in two by turns and leave from one; gradients come home and leave (backward)."""
-    received, sent = zip(*steps) if steps else ((), ())
-    arriving = max(received[::2], default=0) + max(received[1::2], default=0)
-    most = max(received, default=0), max(sent, default=0)
-    return (arriving + most[1]) * load.row_bytes, sum(most) * load.grad_row_bytes
-
-
-def _forward(mine: _Rank, rows: int) -> int:
-    """Sums, and what one part adds to them; `rows` of the largest step."""
-    wide = mine.q * mine.wider
-    spread = mine.q + wide if mine.wider > 1 else mine.q  # a part's out, also widened
-    parts = list(_own_parts(mine))
-    own = max(int((spread + 2 * mine.lse) * part.queries) + part.workspace for part in parts)
-    if len(parts) > 1 or parts[0].queries < 1:
-        own += wide + mine.lse  # several parts: sums are there from the start
-    far = wide + mine.lse
-    if rows:
-        far += max(
-            (int((spread + 3 * mine.lse) * part.queries) + part.workspace for part in _far_parts(mine, rows)), default=0
-        )
-    end = wide + 2 * mine.lse + (mine.q if mine.wider > 1 else 0)
-    return max(own, far, end)
-
-
-def _backward(mine: _Rank, rows: int) -> int:
-    """out, its gradient, lse twice and the sums of gradients, and what one part adds to them."""
-    sums = (mine.q + mine.kv) * mine.wider
-    held = 2 * mine.q + 2 * mine.lse + sums
-    own = max(int(mine.q * part.queries + mine.kv * part.keys) + part.workspace for part in _own_parts(mine))
-    far = 0
-    if rows:
-        found = (int(mine.q * part.queries + mine.kv * part.keys) + part.workspace for part in _far_parts(mine, rows))
-        far = rows * mine.load.grad_row_bytes + max(found, default=0)
-    end = mine.q + mine.kv if mine.wider > 1 else 0
-    return held + max(own, far, end)
-
-
-def _by_heads(mine: _Rank) -> int:
-    """Beyond q, k and v: those of whole sequences of some heads, what is made of them, and copies on the way."""
-    load, problem, ranks = mine.load, mine.problem, mine.load.layout.ranks
-    tokens = load.layout.tokens
-    q, kv = (tokens * load.token_bytes(heads) // ranks for heads in (problem.heads, 2 * problem.kv_heads))
-    lse = tokens * load.lse_bytes // ranks
-    sub = _sub(problem, problem.pattern, tokens, tokens, problem.kv_heads // ranks)
-    workspace = _workspace(sub)
-    # One after the other: what is sent and what is received, then that in its order.
-    arriving = max(q + max(q, mine.q), q + kv // 2 + kv // 2 + max(kv, mine.kv) // 2)
-    working = q + kv + q + 2 * lse + workspace
-    leaving = (q + kv if problem.needs_grad else 0) + q + max(q + mine.q, 2 * mine.q) + lse
-    forward = max(arriving, working, leaving)
-    if not problem.needs_grad:
-        return forward
-    # q, k, v, out and lse of the heads are kept; then out, its gradient and those of q, k and v.
-    kept = q + kv + q + 2 * lse + 2 * mine.q
-    sent_back = 2 * mine.q + q + kv + 3 * q + mine.q  # what was kept has been dropped by then
-    return max(forward, kept + 3 * q, kept + q + q + kv + workspace, sent_back)
+    own, far = list(_own_parts(mine)), list(_far_parts(mine, most)) if most else []
+    alive = forward_peak(mine.sizes, own, far)
+    if problem.needs_grad:
+        alive = max(alive, backward_peak(mine.sizes, own, far, most * load.grad_row_bytes))
+        buffers += sum(slots[slot] for slot in GRAD_SLOTS) * load.grad_row_bytes  # all of them from the second call on
+    peak = inputs + tables + alive + buffers + joined + _zeroed(mine)
+    return Footprint(inputs, buffers, tables, peak, _setup_bytes(mine))
 
 
 # --- a backend's share ------------------------------------------------------------------------------------------------
 
 
-def _own_parts(mine: _Rank) -> Iterator[_Part]:
+def _own_parts(mine: _Rank) -> Iterator[PartSize]:
     """Of the rank's own queries and keys."""
     pattern, problem = mine.problem.pattern, mine.problem
     chunks = mine.load.layout.chunks[mine.rank]
     if isinstance(pattern, Neighborhood):
         sub = _sub(problem, pattern, mine.tokens, mine.tokens, problem.kv_heads)
-        yield _Part(1.0, 1.0, _tiled_workspace(sub))
+        yield PartSize(1.0, 1.0, _tiled_workspace(sub))
         return
     for band in line_of(pattern, mine.load.layout.tokens) or ():
         rows = keys = min(max(map(len, chunks)), mine.block)
@@ -222,14 +142,14 @@ def _own_parts(mine: _Rank) -> Iterator[_Part]:
         yield _whole(mine, pattern, rows, rows)
 
 
-def _whole(mine: _Rank, pattern: Pattern, rows: int, keys: int) -> _Part:
+def _whole(mine: _Rank, pattern: Pattern, rows: int, keys: int) -> PartSize:
     """Rows and keys that stand together, of all heads."""
     problem = mine.problem
     sub = _sub(problem, pattern.simplify(rows, keys, problem.heads), rows, keys, problem.kv_heads)
-    return _Part(rows / mine.tokens, keys / mine.tokens, _workspace(sub))
+    return PartSize(rows / mine.tokens, keys / mine.tokens, _workspace(sub))
 
 
-def _far_parts(mine: _Rank, rows: int) -> Iterator[_Part]:
+def _far_parts(mine: _Rank, rows: int) -> Iterator[PartSize]:
     """Of some rows from elsewhere, those of all key heads together."""
     problem, pattern = mine.problem, mine.problem.pattern
     chunks = mine.load.layout.chunks[mine.rank]
@@ -241,20 +161,20 @@ def _far_parts(mine: _Rank, rows: int) -> Iterator[_Part]:
                 yield _listed(mine, branch, queries, keys)
     elif isinstance(pattern, Neighborhood):
         sub = _sub(problem, pattern, mine.tokens, keys, problem.kv_heads)
-        yield _Part(1.0, keys / mine.tokens, _tiled_workspace(sub))
+        yield PartSize(1.0, keys / mine.tokens, _tiled_workspace(sub))
     else:
         queries = min(max(1, *(reach(pattern, run) for run in chunks)), mine.block)
         keys = min(keys, mine.block)
         sub = _sub(problem, Dense(), queries, keys, problem.kv_heads)
-        yield _Part(queries / mine.tokens, keys / mine.tokens, _workspace(sub))
+        yield PartSize(queries / mine.tokens, keys / mine.tokens, _workspace(sub))
 
 
-def _listed(mine: _Rank, branch: Dilated, queries: int, keys: int) -> _Part:
+def _listed(mine: _Rank, branch: Dilated, queries: int, keys: int) -> PartSize:
     """Rows of a branch by position, of the key heads that have the same ones."""
     members = _members(mine.problem)
     share = members / mine.problem.kv_heads / mine.tokens
     sub = _sub(mine.problem, branch, max(1, queries), max(1, keys), members)
-    return _Part(queries * share, keys * share, _tiled_workspace(sub))
+    return PartSize(queries * share, keys * share, _tiled_workspace(sub))
 
 
 def _by_position(pattern: Pattern, chunks: tuple[range, ...]) -> list[Dilated]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from attn_dispatch.ring.engine.exchange import Sizes
 from attn_dispatch.ring.engine.parts import solver
 from attn_dispatch.ring.plan.bytes_sent import Load, freight_of, why_not
 from attn_dispatch.ring.plan.counts import counts_of
@@ -70,7 +71,7 @@ def _forecast(load: Load, exchange: str, pace: Pace | None) -> Forecast:
 def _alone(load: Load) -> Footprint:
     """Of a single rank, whose call is that of one device: results and a backend's own share, by what it says itself."""
     problem = load.problem
-    out = problem.q_len * load.token_bytes(problem.heads)
-    inputs = out + 2 * problem.k_len * load.token_bytes(problem.kv_heads)
-    results = problem.result_bytes + (out if problem.needs_grad else 0)  # and the gradient that comes in
+    sizes = Sizes.of(problem, problem.q_len)
+    inputs = sizes.q + sizes.kv
+    results = problem.result_bytes + (sizes.q if problem.needs_grad else 0)  # and the gradient of out
     return Footprint(inputs, 0, 0, inputs + results + int(solver(problem).workspace_bytes(problem)), 0)

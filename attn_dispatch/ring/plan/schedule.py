@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from attn_dispatch.ring.engine.steps import Transfer, transfers
 from attn_dispatch.ring.plan.bytes_sent import Freight, Load, freight_of
-from attn_dispatch.ring.rows.chunking import own_shares, pieces
+from attn_dispatch.ring.rows.chunking import own_shares
 from attn_dispatch.spec.orders import GATHER, LOCAL, RING
 
 FORWARD, BOTH = 4, 14  #: operations for a query-key pair and an element of head_dim, without and with backward
@@ -43,10 +45,11 @@ def seconds(load: Load, exchange: str, pace: Pace) -> float:
     if exchange == LOCAL:
         return sum(max(each.own(rank) for rank in range(load.layout.ranks)) for each in passes)
     if exchange == RING:
-        count = pieces(problem, load.layout)
-        return sum(each.ring(count) for each in passes)
+        steps = transfers(problem, load.layout, RING)
+        return sum(each.ring(steps) for each in passes)
     if exchange == GATHER:
-        return sum(each.gather() for each in passes)
+        (step,) = transfers(problem, load.layout, GATHER)
+        return sum(each.gather(step) for each in passes)
     freight: Sequence[Freight] = freight_of(load, exchange)
     shipped = sum(max(each) for each in ([f.forward for f in freight], [f.backward for f in freight]))
     times = BOTH if problem.needs_grad else FORWARD
@@ -75,44 +78,43 @@ class _Pass:
     def own(self, rank: int) -> float:
         return self.work[rank][rank]
 
-    def ring(self, pieces: int) -> float:
-        """A piece is under way while the one before, and some of a rank's own rows, are worked on; gradients go home
+    def ring(self, transfers: Sequence[Transfer]) -> float:
+        """A piece is sent while the one before, and some of a rank's own rows, are worked on; gradients are sent back
         meanwhile.
         """
         count, wires = len(self.work), _Wires(len(self.work), self.link)
-        turns = [0, *(turn for turn in range(1, count) for _ in range(pieces))]
-        own = [self._own(rank, len(turns)) for rank in self.ranks]
+        steps = [None, *(each for each in transfers for _ in range(each.pieces)), None]
+        own = [self._own(rank, len(steps) - 1) for rank in self.ranks]
         done, arrived, home = ([0.0] * count for _ in range(3))
-        for step, turn in enumerate(turns):
+        for step, (now, then) in enumerate(pairwise(steps)):
             begin = [max(each) for each in zip(done, arrived)]
-            if step + 1 < len(turns):
-                moves = [(rank, (rank + turns[step + 1]) % count) for rank in self.ranks]
-                arrived = wires.ship(moves, self.rows, begin, pieces)
-            done = begin
-            if turn:
-                done = [begin[rank] + self.work[rank][rank - turn] / pieces for rank in self.ranks]
-            if turn and self.home is not None:
-                done = [max(each) for each in zip(done, home)]
-                home = wires.ship([(rank, (rank - turn) % count) for rank in self.ranks], self.home, done, pieces)
+            if then is not None:
+                arrived = wires.ship(then.pairs, self.rows, begin, then.pieces)
+            done = list(begin)
+            if now is not None:
+                for sender, receiver in now.pairs:
+                    done[receiver] += self.work[receiver][sender] / now.pieces
+                if self.home is not None:
+                    done = [max(each) for each in zip(done, home)]
+                    home = wires.ship([pair[::-1] for pair in now.pairs], self.home, done, now.pieces)
             done = [done[rank] + own[rank][step] for rank in self.ranks]
         return max(*done, *home)
 
     def _own(self, rank: int, steps: int) -> list[float]:
-        if steps == 1:
-            return [self.own(rank)]
-        far = (sum(self.work[rank]) - self.own(rank)) / (steps - 1)
-        return own_shares(self.own(rank), far, steps, steps if self.home is not None else steps - 1)
+        far = (sum(self.work[rank]) - self.own(rank)) / max(1, steps - 1)
+        return [*own_shares(self.own(rank), far, steps, self.home is not None), 0.0]
 
-    def gather(self) -> float:
-        """All rows are under way while a rank's own are worked on."""
-        arrived = [max(self.own(rank), self._all(rank, self.rows)) for rank in self.ranks]
+    def gather(self, transfer: Transfer) -> float:
+        """All rows are sent while a rank's own are worked on."""
+        arrived = [max(self.own(rank), self._all(transfer, rank, self.rows)) for rank in self.ranks]
         done = [begin + sum(self.work[rank]) - self.own(rank) for rank, begin in zip(self.ranks, arrived)]
-        return max(done) + (0.0 if self.home is None else max(self._all(rank, self.home) for rank in self.ranks))
+        home = self.home
+        return max(done) + (0.0 if home is None else max(self._all(transfer, rank, home) for rank in self.ranks))
 
-    def _all(self, rank: int, size: Size) -> float:
+    def _all(self, transfer: Transfer, rank: int, size: Size) -> float:
         """Seconds for all that a rank sends and receives at once."""
-        sent = sum(size(rank, peer) for peer in self.ranks)
-        return max(sent, sum(size(peer, rank) for peer in self.ranks)) / self.link
+        sent = sum(size(rank, peer) for peer in transfer.receivers(rank))
+        return max(sent, sum(size(peer, rank) for peer in transfer.senders(rank))) / self.link
 
 
 class _Wires:

@@ -47,18 +47,21 @@ def pieces(problem: Problem, layout: Layout) -> int:
     return max(1, -(-min(longest, widths) // block_rows(problem, layout)))
 
 
-def own_shares(own: float, far: float, steps: int, slots: int) -> list[float]:
-    """How much of a rank's own work goes into each step, so that something is there to do while messages are under way.
+def own_shares(own: float, far: float, steps: int, backward: bool) -> list[float]:
+    """The shares of the rank's own work to do in each step while messages are sent, so that steps take equally long.
+
+    A forward pass does none in its last step, in which nothing is sent: its share is left out. A backward pass sends
+    gradients then.
 
     Args:
-        own, far: work on the rank's own rows, and on those of each further step.
-        steps: with the first one, in which nothing has arrived.
-        slots: how many of them, from the first on, are to take equally long; the others get none.
+        own, far: work on the rank's own rows, and on the rows of each later step.
+        steps: number of steps; the first one has no rows of other ranks.
     """
+    slots = steps if backward else max(1, steps - 1)
     length = (own + (slots - 1) * far) / slots
     if length <= far:
-        return [own] + [0.0] * (steps - 1)
-    return [length] + [length - far] * (slots - 1) + [0.0] * (steps - slots)
+        return [own] + [0.0] * (slots - 1)
+    return [length] + [length - far] * (slots - 1)
 
 
 def cut(run: range, most: int) -> Iterator[range]:
