@@ -69,7 +69,7 @@ def exchanges(problem: Problem, layout: Layout) -> list[str]:
     pattern, heads, kv_heads = problem.pattern, problem.heads, problem.kv_heads
     if not any(traffic_of(pattern, layout, heads, kv_heads, rank).receives for rank in range(layout.ranks)):
         return [LOCAL]
-    return [RING, GATHER, *[ULYSSES] * (not ulysses.why_not(problem, layout.ranks))]
+    return [RING, GATHER, *[ULYSSES] * (not ulysses.refusal(problem, layout.ranks))]
 
 
 def options_of(case: Case, exchange: str) -> dict[str, Any]:
@@ -381,9 +381,9 @@ def shipped(pattern: Pattern, tokens: int, kind: str, order: str) -> int:
     link, _ = spread_of(mesh)
     mine = part(mesh, tokens)
     attend(*mine, pattern=pattern, mesh=mesh, order=order)
-    link.wire.shipped = 0
+    link.transport.bytes_sent = 0
     attend(*mine, pattern=pattern, mesh=mesh, order=order)
-    return link.wire.shipped
+    return link.transport.bytes_sent
 
 
 def test_what_goes_over_the_wire_is_what_is_counted(ranks: Ranks, set_mode: Any) -> None:

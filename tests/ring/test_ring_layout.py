@@ -187,7 +187,7 @@ def test_what_one_sends_is_what_the_other_expects(pattern: Pattern, tokens: int,
 
 
 def _message(traffic: Traffic, peer: int, sends: bool) -> list[tuple[range, list[int]]]:
-    """Heads and positions, in the order in which they go over the wire."""
+    """Heads and positions, in the order in which they go over the transport."""
     rows = (traffic.sends if sends else traffic.receives).get(peer, ())
     assert all(each.count for each in rows)
     return [(each.heads, each.positions.tolist()) for each in rows]

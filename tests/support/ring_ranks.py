@@ -177,7 +177,7 @@ def forget() -> None:
     for kept in (steps.steps_of, traffic.traffic_of):
         kept.cache_clear()
     for each in link._links.values():
-        each.wire.release()
+        each.transport.release()
 
 
 def _serve(number: int, size: int, folder: Path, timeout_s: float, pipe: Connection) -> None:

@@ -39,7 +39,7 @@ def work() -> tuple[float, int, dict[str, torch.Tensor]]:
     out, lse = attend(q, k, v, is_causal=True, return_lse=True, mesh="world", order="ring")
     grads = torch.autograd.grad([out, lse], (q, k, v), [mine["grad"], mine["grad_lse"]])
     took = time.perf_counter() - start
-    return took, link_of("world").wire.shipped, dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    return took, link_of("world").transport.bytes_sent, dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
 
 
 def main(bytes_per_s: float) -> None:

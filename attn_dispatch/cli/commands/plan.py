@@ -133,16 +133,16 @@ def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> lis
     from rich.console import Console
 
     from attn_dispatch.ring.plan.forecast import forecasts_over
-    from attn_dispatch.ring.plan.schedule import Pace
+    from attn_dispatch.ring.plan.schedule import RankSpeed
     from attn_dispatch.ring.rows.layout import Layout, deal
 
-    pace = None if rate is None else Pace(rate.operations, args.link * 1e9)
+    speed = None if rate is None else RankSpeed(rate.operations, args.link * 1e9)
     found = []
     with Console(stderr=True).status("") as status:
         for ranks in args.ranks:
             status.update(f"counting over {ranks} ranks")
             lengths = deal(problem.q_len, ranks)
-            found.append(Plan(ranks, lengths, forecasts_over(problem, Layout(lengths, args.layout), pace)))
+            found.append(Plan(ranks, lengths, forecasts_over(problem, Layout(lengths, args.layout), speed)))
     return found
 
 
