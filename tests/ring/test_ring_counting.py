@@ -1,4 +1,4 @@
-"""Rows and pairs counted by arithmetic, against what is exchanged and against the pattern's own definition."""
+"""Rows and pairs counted by arithmetic, against the listed rows and the pattern's definition."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def problems(draw: st.DrawFn) -> tuple[Pattern, Layout, int, int]:
 
 @given(problems())
 @settings(max_examples=150, deadline=None)
-def test_what_is_counted_is_what_is_sent(problem: tuple[Pattern, Layout, int, int]) -> None:
+def test_counted_rows_are_the_listed_rows(problem: tuple[Pattern, Layout, int, int]) -> None:
     pattern, layout, heads, kv_heads = problem
     counts = count_layout(pattern, layout, heads, kv_heads)
     for rank in range(layout.ranks):
@@ -98,13 +98,13 @@ def test_half_a_billion_tokens_over_64_ranks(pattern: Pattern, heads: tuple[int,
     assert sum(map(sum, counts.pairs)) == whole.pairs[0][0]
     if isinstance(pattern, Dense):
         assert whole.pairs[0][0] == heads[0] * tokens * (tokens + 1) // 2
-        # Early and late parts in turn: whoever has the last needs all others' keys.
+        # Zigzag: rank 0 has the last chunk, whose queries see all keys.
         assert counts.received(0) == heads[1] * (tokens - tokens // ranks)
     else:
         assert 0 < max(map(counts.received, range(ranks))) < heads[1] * tokens
 
 
-def test_what_cannot_be_counted() -> None:
+def test_patterns_that_cannot_be_counted() -> None:
     grid = Neighborhood((MOST_CELLS + 1,), (3,))
     with pytest.raises(InvalidInput, match="grid must have at most"):
         count_layout(grid, Layout(deal(MOST_CELLS + 1, 2)), 1, 1)

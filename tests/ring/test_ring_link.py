@@ -1,4 +1,4 @@
-"""Groups that end: a group that was destroyed is held by nobody."""
+"""Process groups that were destroyed are not referenced any more."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ for number in range(3):
 """
 
 
-def test_a_group_that_was_destroyed_is_dropped_with_the_next(tmp_path: Path) -> None:
-    """Its threads and connections would live on."""
+def test_a_destroyed_group_is_dropped_with_the_next(tmp_path: Path) -> None:
+    """A reference would keep its threads and connections alive."""
     command = [sys.executable, "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
     found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     assert found.splitlines() == ["1", "0 1", "0 0 1"]
@@ -45,7 +45,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_latest_groups_are_kept(tmp_path: Path) -> None:
+def test_only_the_latest_groups_have_links(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MANY, str(tmp_path)]
     assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout == "True\n"
 
@@ -55,7 +55,7 @@ import atexit, sys, weakref
 import torch
 import torch.distributed as dist
 
-atexit.register(lambda: print(int(group() is not None)))  # called last: what is registered later goes first
+atexit.register(lambda: print(int(group() is not None)))  # called last: functions run in reverse order of registration
 from attn_dispatch import shard
 
 dist.init_process_group("gloo", f"file://{sys.argv[1]}/0", rank=0, world_size=1)
@@ -65,7 +65,7 @@ dist.destroy_process_group()
 """
 
 
-def test_none_is_held_when_a_process_ends(tmp_path: Path) -> None:
-    """A group's threads that come back to a Python that is gone end the process by SIGABRT."""
+def test_no_group_is_referenced_when_a_process_ends(tmp_path: Path) -> None:
+    """Threads of a group that return to Python after its end abort the process (SIGABRT)."""
     command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
     assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout == "0\n"
