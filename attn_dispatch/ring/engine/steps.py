@@ -28,7 +28,7 @@ class Transfer:
 
     Args:
         ranks: number of ranks.
-        distances: every rank sends to the ranks that are so far after it, and receives from those so far before it.
+        distances: for each d, rank r sends to rank (r + d) % ranks and receives from rank (r - d) % ranks.
         pieces: number of steps; each sends one piece of the rows between two ranks (see `Rows.piece`).
     """
 
@@ -66,11 +66,11 @@ def transfers(problem: Problem, layout: Layout, exchange: str) -> list[Transfer]
 
 
 def row_slots(number: int) -> tuple[int, int]:
-    """The buffers for rows that step `number` receives and sends. The step before is still reading what it received."""
+    """The buffers for rows that step `number` receives and sends; the rows of the step before are still in use."""
     return number % 2, 2
 
 
-GRAD_SLOTS = 3, 4  #: the buffers for gradients that a step receives, of the rows it sent, and sends back
+GRAD_SLOTS = 3, 4  #: the buffers for gradients of rows that a step sent, and of rows that it received
 
 
 def buffer_rows(counts: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -121,8 +121,8 @@ def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tupl
     traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)
     own = Source(range(problem.kv_heads), traffic.own)
     found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
-    # A step stays even where this rank has nothing to do in it: messages between two ranks are matched by their order,
-    # so that every rank must go through the same steps.
+    # Steps without rows are kept: messages between two ranks are matched by their order, so that all ranks need equal
+    # numbers of steps.
     for transfer in transfers(problem, layout, exchange):
         found += [_step(problem, traffic, transfer, number) for number in range(transfer.pieces)]
     return tuple(found)
@@ -153,12 +153,12 @@ def own_work(steps: tuple[Step, ...], backward: bool) -> list[Step]:
         return [own]
     each = sum(part.pairs for step in far for part in step.parts) / len(far)
     shares = own_shares(sum(part.pairs for part in own.parts), each, len(steps), backward)
-    dealt: list[list[Part]] = [[] for _ in steps]
+    by_step: list[list[Part]] = [[] for _ in steps]
     number, done, due = 0, 0, shares[0]
     for part in own.parts:
         while done >= due and number + 1 < len(shares):
             number += 1
             due += shares[number]
-        dealt[number].append(part)
+        by_step[number].append(part)
         done += part.pairs
-    return [replace(own, parts=tuple(parts)) for parts in dealt]
+    return [replace(own, parts=tuple(parts)) for parts in by_step]

@@ -62,8 +62,8 @@ def operations(problem: Problem) -> float:
 
 def _decisions(problem: Problem) -> Iterator[tuple[Decision, Problem]]:
     """Decisions of this machine in the problem's dtype, with their problems; the user's own precede shipped ones."""
-    where = silicon(problem.device)
-    found = dict(shipped(where)) | {each.key: each for _, each in Store(cache_folder()).all() if each.silicon == where}
+    here = silicon(problem.device)
+    found = dict(shipped(here)) | {each.key: each for _, each in Store(cache_folder()).all() if each.silicon == here}
     for decision in found.values():
         try:
             measured = Problem.from_dict(decision.problem, problem.device)
