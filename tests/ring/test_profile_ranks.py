@@ -24,7 +24,7 @@ def by_ranks(folder: Path, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_problems_are_distributed_and_sequences_measured_on_all_ranks(tmp_path: Path) -> None:
+def test_problems_are_dealt_out_and_sequences_measured_together(tmp_path: Path) -> None:
     shapes = ("--shape", "1,96,2,16", "--shape", "1,112,2,16", "--shape", "1,128,2,16")
     alone = by_ranks(tmp_path, *shapes, "--budget", "3")["decisions"]
     assert [each["problem"].split("]")[0] for each in alone] == ["[1, 96, 2, 16", "[1, 112, 2, 16", "[1, 128, 2, 16"]

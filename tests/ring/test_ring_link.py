@@ -22,8 +22,8 @@ for number in range(3):
 """
 
 
-def test_a_destroyed_group_is_dropped_with_the_next(tmp_path: Path) -> None:
-    """A reference would keep its threads and connections alive."""
+def test_a_group_that_was_destroyed_is_dropped_with_the_next(tmp_path: Path) -> None:
+    """Its threads and connections would live on."""
     command = [sys.executable, "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
     found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     assert found.splitlines() == ["1", "0 1", "0 0 1"]
@@ -45,7 +45,7 @@ dist.destroy_process_group()
 """
 
 
-def test_only_the_latest_groups_have_links(tmp_path: Path) -> None:
+def test_the_latest_groups_are_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MANY, str(tmp_path)]
     assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout == "True\n"
 

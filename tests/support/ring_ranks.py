@@ -35,7 +35,7 @@ JOB_S = 60.0  #: time limit of a job
 MARGIN_S = 5.0  #: time to write stacks after it
 SIZES = (2, 3, 4)  #: a larger world also has groups of its first 2, 3 and 4 ranks
 
-#: Imported once, before processes are forked; DistributedDataParallel imports the compiler.
+#: Imported once, before processes are forked off; the compiler is what DistributedDataParallel asks for.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
 
 Group = dist.ProcessGroup
