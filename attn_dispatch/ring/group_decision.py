@@ -180,11 +180,11 @@ class Ranks:
         """The reasons why no exchange, or the given one, can run."""
         lines = [f"no exchange can run {self.sharded.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
         for name in EXCHANGES if exchange is None else (exchange,):
-            why = self._why_not(name)
+            why = self._reasons(name)
             lines += [f"{name}: {_few(why)}"] if why else []
         return "\n  ".join(lines)
 
-    def _why_not(self, name: str) -> list[str]:
+    def _reasons(self, name: str) -> list[str]:
         """The reasons why an exchange cannot run on all ranks; empty if it can."""
         why = sorted({each.refusals[name] for each in self.reports} - {""})
         if not why and name not in self.usable:
@@ -218,7 +218,7 @@ class Ranks:
         return self.request.decision((NAME, chosen), source, every, provenance=self._provenance(), **more)
 
     def _row(self, name: str, chosen: str, source: str) -> Row:
-        why = self._why_not(name)
+        why = self._reasons(name)
         if why:
             return Row(backend=NAME, order=name, status="unsupported", reason=_few(why), version=version())
         status = "chosen" if name == chosen else "not_measured"
