@@ -23,7 +23,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
-from attn_dispatch.ring.sharded_problem import Shared
+from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import decode, encode
@@ -195,7 +195,7 @@ def _dealt_out(problems: Sequence[Problem], link: Link, budget_s: float | None, 
 
 def _together(problem: Problem, link: Link, kind: str, budget_s: float | None, force: bool) -> Explanation:
     layout = Layout(deal(problem.q_len, link.size), kind)
-    shared = Shared(problem, layout, link)
+    sharded = ShardedProblem(problem, layout, link)
     generator = torch.Generator().manual_seed(link.rank)
 
     def made(heads: int) -> Tensor:
@@ -210,4 +210,6 @@ def _together(problem: Problem, link: Link, kind: str, budget_s: float | None, f
     if problem.has_key_mask:
         masks["key_mask"] = torch.ones(q.shape[:2], dtype=torch.bool, device=problem.device)
     budget_ms = None if budget_s is None else budget_s * 1e3
-    return Explanation.of(group_decision.decide(shared, (q, k, v), masks, None, force=force, budget_ms=budget_ms))
+    return Explanation.of(
+        group_decision.decide_together(sharded, (q, k, v), masks, None, force=force, budget_ms=budget_ms)
+    )

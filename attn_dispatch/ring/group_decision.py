@@ -1,7 +1,7 @@
-"""One decision for all ranks of a mesh: looked up, agreed on or measured together, before any row is exchanged.
+"""One decision for all ranks of a mesh: stored, static or measured, before any row is exchanged.
 
-What counts is the slowest rank's time. A rank that cannot run a candidate, raises or lacks memory in a trial rules the
-candidate out for everybody. Every rank keeps the same decision, under a fingerprint of all ranks' machines.
+The time of a candidate is that of the slowest rank. A candidate that one rank cannot run, or that fails on one rank in
+a trial, is ruled out on all. Every rank stores the same decision, under a fingerprint of all ranks' machines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.ring.rows.layout import deal
-from attn_dispatch.ring.sharded_problem import Shared
+from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.ring.trial import NAME, Tensors, Trial, version
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
@@ -29,12 +29,12 @@ from attn_dispatch.store.decision import Damaged, Decision, Row, decode, encode,
 from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning.candidates import Request
 
-NOTHING = "no rank sees another's rows: there is nothing to exchange"
-MOST_REASONS = 2  #: of ranks that say the same in other numbers
+NOTHING_TO_EXCHANGE = "no rank sees another's rows: there is nothing to exchange"
+MOST_REASONS = 2  #: in an error: those of ranks often differ only in numbers
 
 
-def decide(
-    shared: Shared,
+def decide_together(
+    sharded: ShardedProblem,
     tensors: Tensors,
     masks: Mapping[str, Tensor],
     exchange: str | None,
@@ -42,33 +42,33 @@ def decide(
     force: bool = False,
     budget_ms: float | None = None,
 ) -> Decision:
-    """The decision that all ranks go by; a collective.
+    """The common decision of all ranks; a collective.
 
     Args:
-        tensors: q, k and v of this rank, for trials; nothing is written to them.
-        exchange: the caller's own choice; nothing is measured then.
-        force: measure, whatever is stored and whatever the mode.
+        tensors: q, k and v of this rank, for trials; not written to.
+        exchange: the forced one, which is then not measured; or None.
+        force: measure in every mode, even if a decision is stored.
         budget_ms: for the trial; $ATTN_DISPATCH_BUDGET_MS by default.
 
     Raises:
-        NoBackend: there is none for all ranks. NotDecided: locked mode, and nobody has one stored.
-        RankLost: a rank is gone, or did not take part in time.
+        NoBackend: no exchange can run on all ranks. NotDecided: locked mode, and no rank has a stored decision.
+        RankLost: a rank has exited, or did not answer in time.
     """
-    ranks = Ranks.of(shared)
+    ranks = Ranks.of(sharded)
     if exchange is not None:
-        if exchange not in ranks.able:
-            raise NoBackend(ranks.told(exchange))
+        if exchange not in ranks.usable:
+            raise NoBackend(ranks.refusal_text(exchange))
         return ranks.decision(exchange, "forced", {})
-    if not ranks.able:
-        raise NoBackend(ranks.told(None))
-    if LOCAL in ranks.able:
-        return ranks.decision(LOCAL, "heuristic", {})  # nothing is exchanged, and there is nothing to choose from
-    return decide_by_mode(_Steps(ranks, tensors, masks, budget_ms), force=force)
+    if not ranks.usable:
+        raise NoBackend(ranks.refusal_text(None))
+    if LOCAL in ranks.usable:
+        return ranks.decision(LOCAL, "heuristic", {})  # nothing to exchange, and nothing to choose from
+    return decide_by_mode(_GroupDecision(ranks, tensors, masks, budget_ms), force=force)
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
-    """The ways to a decision of all ranks; each is a collective."""
+class _GroupDecision:
+    """The sources of a common decision, for `decide_by_mode`; each method is a collective."""
 
     ranks: Ranks
     tensors: Tensors
@@ -76,136 +76,139 @@ class _Steps:
     budget_ms: float | None
 
     def stored(self) -> Decision | None:
-        return self.ranks.kept()
+        return self.ranks.stored()
 
     def refused(self) -> Decision:
-        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {self.ranks.shared.problem}")
+        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {self.ranks.sharded.problem}")
 
     def measured(self) -> Decision | None:
-        """Measured together, or None where every candidate failed; the same on every rank, to the letter."""
+        """The decision of a trial, identical on every rank; None if every candidate failed."""
         ranks, budget_ms = self.ranks, settings.budget_ms() if self.budget_ms is None else self.budget_ms
-        rows, chosen, took_ms = Trial(ranks.shared, ranks.able, ranks.first, self.tensors, self.masks, budget_ms).rows()
+        rows, chosen, took_ms = Trial(
+            ranks.sharded, ranks.usable, ranks.first, self.tensors, self.masks, budget_ms
+        ).rows()
         if chosen is None:
             return None
         made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
-        decision = _decoded(ranks.shared.link.objects(encode(made))[0])
-        _keep(decision)
+        decision = _decoded(ranks.sharded.link.objects(encode(made))[0])
+        _store(decision)
         return decision
 
     def predicted(self) -> None:
-        """Nothing is learned of other sizes."""
+        """None: decisions over ranks are not predicted from other sizes."""
 
     def static(self) -> Decision:
         return self.ranks.decision(self.ranks.first, "heuristic", {})
 
 
-def explained(shared: Shared, exchange: str | None) -> Decision:
-    """What is known without asking the others: what this rank has stored, else the static choice. No collective.
+def explained(sharded: ShardedProblem, exchange: str | None) -> Decision:
+    """The decision as far as this rank knows: its stored one, else the static choice. Not a collective.
 
     Args:
-        exchange: the caller's own choice.
+        exchange: the forced one, or None.
 
     Raises:
-        NoBackend: as far as this rank knows there is none.
+        NoBackend: as far as this rank knows, no exchange can run.
     """
-    mine = _Said.of(shared)
-    local = [shared.sees_others(rank) for rank in range(shared.link.size)]
-    said = [replace(mine, refusals={**mine.refusals, LOCAL: mine.refusals[LOCAL] or why}) for why in local]
-    ranks = Ranks(shared, said)
-    if exchange is not None and exchange in ranks.able:
+    own = _RankReport.of(sharded)
+    local = [sharded.sees_others(rank) for rank in range(sharded.link.size)]
+    ranks = Ranks(
+        sharded, [replace(own, refusals={**own.refusals, LOCAL: own.refusals[LOCAL] or why}) for why in local]
+    )
+    if exchange is not None and exchange in ranks.usable:
         return ranks.decision(exchange, "forced", {})
-    if exchange is not None or not ranks.able:
-        raise NoBackend(ranks.told(exchange))
-    kept = Store(cache_folder()).get(*ranks.request.address)
-    if kept is not None and mode() != "off":
-        return kept
-    return ranks.decision(LOCAL if LOCAL in ranks.able else ranks.first, "heuristic", {})
+    if exchange is not None or not ranks.usable:
+        raise NoBackend(ranks.refusal_text(exchange))
+    stored = Store(cache_folder()).get(*ranks.request.address)
+    if stored is not None and mode() != "off":
+        return stored
+    return ranks.decision(LOCAL if LOCAL in ranks.usable else ranks.first, "heuristic", {})
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What a rank says of itself before a new problem."""
+class _RankReport:
+    """A rank's hardware, host and refusals of a new problem."""
 
     silicon: str
     host: str
     refusals: dict[str, str]
 
     @classmethod
-    def of(cls, shared: Shared) -> _Said:
-        return cls(silicon(shared.problem.device), shared.link.host, shared.refusals())
+    def of(cls, sharded: ShardedProblem) -> _RankReport:
+        return cls(silicon(sharded.problem.device), sharded.link.host, sharded.refusals())
 
 
 @dataclass
 class Ranks:
-    """A problem with what all ranks have said of it."""
+    """A problem with the reports of all ranks on it."""
 
-    shared: Shared
-    said: list[_Said]
+    sharded: ShardedProblem
+    reports: list[_RankReport]
 
     @classmethod
-    def of(cls, shared: Shared) -> Ranks:
-        return cls(shared, shared.link.objects(_Said.of(shared)))
+    def of(cls, sharded: ShardedProblem) -> Ranks:
+        return cls(sharded, sharded.link.objects(_RankReport.of(sharded)))
 
     @property
-    def able(self) -> list[str]:
-        """The exchanges that every rank can do."""
-        found = [name for name in EXCHANGES if not any(each.refusals[name] for each in self.said)]
+    def usable(self) -> list[str]:
+        """The exchanges that every rank can run; only "local" if no rank needs rows of another."""
+        found = [name for name in EXCHANGES if not any(each.refusals[name] for each in self.reports)]
         return [LOCAL] if LOCAL in found else found
 
     @property
     def first(self) -> str:
-        """The static choice: few rows at once, many one peer after the other, which needs less memory."""
-        several = [each for each in self.able if each != ULYSSES] or self.able
-        wanted = RING if isinstance(self.shared.problem.pattern.natural, Dense) else GATHER
-        return wanted if wanted in several else several[0]
+        """The static choice: "ring" for dense patterns, which need many rows and so less memory; else "gather"."""
+        usable = [each for each in self.usable if each != ULYSSES] or self.usable
+        preferred = RING if isinstance(self.sharded.problem.pattern.natural, Dense) else GATHER
+        return preferred if preferred in usable else usable[0]
 
     @property
     def fingerprint(self) -> str:
-        """Of all ranks' machines, where they are, and how the sequence is dealt out."""
-        hosts = list(dict.fromkeys(each.host for each in self.said))
-        layout = self.shared.layout
+        """Identifies the ranks' hardware, their distribution over hosts, and the layout of the sequence."""
+        hosts = list(dict.fromkeys(each.host for each in self.reports))
+        layout = self.sharded.layout
         even = layout.lengths == deal(layout.tokens, layout.ranks)
-        what = [(each.silicon, hosts.index(each.host)) for each in self.said]
-        digest = hashlib.sha256(json.dumps([what, layout.kind, even]).encode()).hexdigest()[:12]
+        machines = [(each.silicon, hosts.index(each.host)) for each in self.reports]
+        digest = hashlib.sha256(json.dumps([machines, layout.kind, even]).encode()).hexdigest()[:12]
         return f"ring-{layout.ranks}r-{len(hosts)}h-{layout.kind}-{digest}"
 
     @cached_property
     def request(self) -> Request:
-        return Request(self.shared.problem, self.fingerprint)
+        return Request(self.sharded.problem, self.fingerprint)
 
-    def told(self, exchange: str | None) -> str:
-        """Why nothing can be done."""
-        lines = [f"no exchange can run {self.shared.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
+    def refusal_text(self, exchange: str | None) -> str:
+        """The reasons why no exchange, or the given one, can run."""
+        lines = [f"no exchange can run {self.sharded.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
         for name in EXCHANGES if exchange is None else (exchange,):
-            why = self._why_not(name)
+            why = self._reasons(name)
             lines += [f"{name}: {_few(why)}"] if why else []
         return "\n  ".join(lines)
 
-    def _why_not(self, name: str) -> list[str]:
-        """Every reason why an exchange is none for all ranks; empty where it is one."""
-        why = sorted({each.refusals[name] for each in self.said} - {""})
-        if not why and name not in self.able:
-            why = [NOTHING]
+    def _reasons(self, name: str) -> list[str]:
+        """The reasons why an exchange cannot run on all ranks; empty if it can."""
+        why = sorted({each.refusals[name] for each in self.reports} - {""})
+        if not why and name not in self.usable:
+            why = [NOTHING_TO_EXCHANGE]
         return why
 
-    def kept(self) -> Decision | None:
-        """The latest that any rank has stored, if all can do it; a collective."""
-        mine = Store(cache_folder()).get(*self.request.address)
-        said = self.shared.link.objects(None if mine is None or mine.source != "measured" else encode(mine))
-        held = [each for each in map(_decoded, filter(None, said)) if self._holds(each)]
-        if not held:
+    def stored(self) -> Decision | None:
+        """The latest decision that any rank has stored and all can run; a collective."""
+        own = Store(cache_folder()).get(*self.request.address)
+        stored = self.sharded.link.objects(None if own is None or own.source != "measured" else encode(own))
+        valid = [each for each in map(_decoded, filter(None, stored)) if self._is_valid(each)]
+        if not valid:
             return None
-        latest = max(held, key=lambda each: time_of(each.created))  # a store that has an older one takes it too
-        if mine != latest:
-            _keep(latest)
+        latest = max(valid, key=lambda each: time_of(each.created))
+        if own != latest:
+            _store(latest)
         return latest
 
-    def _holds(self, decision: Decision) -> bool:
-        """Whether it can still be gone by: another version is measured anew."""
+    def _is_valid(self, decision: Decision) -> bool:
+        """Whether a stored decision can still run, and was measured with this version of torch."""
         chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
         return (
             decision.choice == NAME
-            and decision.order in self.able
+            and decision.order in self.usable
             and chosen is not None
             and (chosen.version == version())
         )
@@ -215,26 +218,26 @@ class Ranks:
         return self.request.decision((NAME, chosen), source, every, provenance=self._provenance(), **more)
 
     def _row(self, name: str, chosen: str, source: str) -> Row:
-        why = self._why_not(name)
+        why = self._reasons(name)
         if why:
             return Row(backend=NAME, order=name, status="unsupported", reason=_few(why), version=version())
         status = "chosen" if name == chosen else "not_measured"
         return Row(backend=NAME, order=name, status=status, reason=source, version=version())
 
     def _provenance(self) -> dict[str, str]:
-        hosts = len({each.host for each in self.said})
-        lengths = sorted(set(self.shared.layout.lengths))
-        of_ranks = {"ranks": str(len(self.said)), "hosts": str(hosts), "shards": ", ".join(map(str, lengths))}
-        return {**provenance(self.shared.problem.device), **of_ranks}
+        hosts = len({each.host for each in self.reports})
+        lengths = sorted(set(self.sharded.layout.lengths))
+        of_ranks = {"ranks": str(len(self.reports)), "hosts": str(hosts), "shards": ", ".join(map(str, lengths))}
+        return {**provenance(self.sharded.problem.device), **of_ranks}
 
 
 def _few(reasons: list[str]) -> str:
-    """The first ones, where every rank has one of its own."""
+    """The first reasons, with the number of the others."""
     more = len(reasons) - MOST_REASONS
     return "; ".join(reasons[:MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _keep(decision: Decision) -> None:
+def _store(decision: Decision) -> None:
     Store(cache_folder()).put(decision)
 
 

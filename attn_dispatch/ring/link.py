@@ -22,33 +22,33 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed, GroupMismatch, InvalidInput
-from attn_dispatch.ring.engine.exchange import Wire, lost
+from attn_dispatch.ring.engine.exchange import Transport, lost
 from attn_dispatch.text import one_line
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(days=1)  #: time-out of the groups of `world`
+TIMEOUT = timedelta(days=1)  #: time-out of the groups of `world`
 
 MOST_LINKS = 16  #: groups that have a Link; the oldest is dropped first
 
 _links: OrderedDict[Any, Link] = OrderedDict()
 _lock = threading.Lock()
 
-WORDS = 4  #: int64 numbers of a digest
-LENGTH, FINE, KNOWN = range(WORDS, WORDS + 3)  #: columns after the digest
+DIGEST_SIZE = 4  #: int64 numbers
+LENGTH, NO_ERROR, DECISION = range(DIGEST_SIZE, DIGEST_SIZE + 3)  #: columns after the digest
 
 
 @dataclass(eq=False)
 class Link:
-    """A process group, this rank's place in it, and a CPU group for control messages.
+    """A process group, this rank's number in it, and a CPU group for control messages.
 
     Args:
-        known: decisions for calls over this group, latest last.
+        decisions: for calls over this group, latest last.
     """
 
     group: Any
-    wire: Wire
-    known: OrderedDict[Any, Any] = field(default_factory=OrderedDict[Any, Any])
+    transport: Transport
+    decisions: OrderedDict[Any, Any] = field(default_factory=OrderedDict[Any, Any])
 
     @property
     def rank(self) -> int:
@@ -75,27 +75,27 @@ class Link:
         ranks = dist.get_process_group_ranks(self.group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
-    def numbers(self, mine: Tensor) -> Tensor:
+    def numbers(self, values: Tensor) -> Tensor:
         """Gather int64 [count] on the CPU from every rank, as [ranks, count].
 
         Raises:
             RankLost: a rank has exited, or did not answer within the group's time-out.
         """
-        found = mine.new_empty(self.size, len(mine))
-        self._do(lambda: dist.all_gather(list(found.unbind()), mine, group=self.control))
+        found = values.new_empty(self.size, len(values))
+        self._do(lambda: dist.all_gather(list(found.unbind()), values, group=self.control))
         return found
 
-    def objects(self, mine: T) -> list[T]:
+    def objects(self, value: T) -> list[T]:
         """Gather an object from every rank, by rank. Raises as `numbers`."""
         found: list[Any] = [None] * self.size
-        self._do(lambda: dist.all_gather_object(found, mine, group=self.control))
+        self._do(lambda: dist.all_gather_object(found, value, group=self.control))
         return found
 
-    def rows(self, mine: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    def rows(self, shard: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
         """Gather a tensor [..., lengths[rank]] from every rank; other axes are equal. Raises as `numbers`."""
         longest = max(lengths)
-        padded = mine.new_zeros(*mine.shape[:-1], longest)
-        padded[..., : mine.shape[-1]] = mine
+        padded = shard.new_zeros(*shard.shape[:-1], longest)
+        padded[..., : shard.shape[-1]] = shard
         found = [torch.empty_like(padded) for _ in lengths]
         self._do(lambda: dist.all_gather(found, padded, group=self.group))
         return [x[..., :length] for x, length in zip(found, lengths)]
@@ -106,11 +106,11 @@ class Link:
         Raises:
             Exception: `error`, if given. BackendFailed: only other ranks have an error. RankLost: as `numbers`.
         """
-        fine = self.numbers(torch.tensor([error is None], dtype=torch.int64)).flatten().tolist()
+        no_error = self.numbers(torch.tensor([error is None], dtype=torch.int64)).flatten().tolist()
         if error is not None:
             raise error
-        if not all(fine):
-            failed = ", ".join(str(rank) for rank, each in enumerate(fine) if not each)
+        if not all(no_error):
+            failed = ", ".join(str(rank) for rank, each in enumerate(no_error) if not each)
             raise BackendFailed(f"rank {failed} of the mesh failed in this call, and gradients need every rank")
 
     def barrier(self) -> None:
@@ -140,7 +140,7 @@ def link_of(mesh: object) -> Link:
         if found is None:
             _drop([each for each in _links if _ended(each)])
             _drop(list(_links)[: max(0, len(_links) + 1 - MOST_LINKS)])
-            found = _links[group] = Link(group, Wire(group))
+            found = _links[group] = Link(group, Transport(group))
     return found
 
 
@@ -148,7 +148,7 @@ def forget() -> None:
     """Drop the decisions for calls over all groups."""
     with _lock:
         for link in _links.values():
-            link.known.clear()
+            link.decisions.clear()
 
 
 process_state.register(process_state.ROUTES, forget)
@@ -156,7 +156,7 @@ process_state.register(process_state.ROUTES, forget)
 
 def _drop(groups: Iterable[Any]) -> None:
     for group in groups:
-        _links.pop(group).known.clear()  # its values refer to the link: a cycle
+        _links.pop(group).decisions.clear()  # its values refer to the link: a cycle
 
 
 def _ended(group: Any) -> bool:
@@ -205,11 +205,11 @@ def _world() -> Any:
 @contextmanager
 def world(device: str) -> Iterator[None]:
     """Initialize the ranks that torchrun started, for commands: each uses the GPU of its local rank; the time-out is
-    PATIENCE, since ranks wait while another one measures.
+    TIMEOUT, since ranks wait while another one measures.
     """
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo", timeout=PATIENCE)
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield
         dist.barrier()  # a rank that exits first closes connections that others still use
@@ -218,47 +218,49 @@ def world(device: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreement:
     """Result of `agree`: the tokens of each rank, and whether all ranks have the same decision."""
 
     lengths: tuple[int, ...]
-    decided: bool
+    same_decision: bool
 
 
-def agree(link: Link, asked: Mapping[str, Any], length: int, known: int, error: Exception | None = None) -> Agreed:
+def agree(
+    link: Link, arguments: Mapping[str, Any], length: int, decision_id: int, error: Exception | None = None
+) -> Agreement:
     """Compare this call with the other ranks' calls; a collective.
 
     Args:
-        asked: arguments that must be equal on all ranks, by name, in plain values.
+        arguments: those that must be equal on all ranks, by name, in plain values.
         length: number of this rank's tokens.
-        known: a number that identifies this rank's decision; 0 for none.
+        decision_id: identifies this rank's decision; 0 for none.
         error: why this rank cannot take part; raised after the other ranks have received it.
 
     Raises:
         GroupMismatch: on every rank, with the arguments of each. RankLost: a rank has exited, or did not answer in
             time.
     """
-    digest = digest_of(asked) if error is None else (0,) * WORDS
-    table = link.numbers(torch.tensor([*digest, length, error is None, known], dtype=torch.int64, device="cpu"))
-    same = bool((table[:, :WORDS] == table[0, :WORDS]).all()) and bool(table[:, FINE].all())
+    digest = digest_of(arguments) if error is None else (0,) * DIGEST_SIZE
+    table = link.numbers(torch.tensor([*digest, length, error is None, decision_id], dtype=torch.int64, device="cpu"))
+    same = bool((table[:, :DIGEST_SIZE] == table[0, :DIGEST_SIZE]).all()) and bool(table[:, NO_ERROR].all())
     if not same:
-        answers = link.objects(dict(asked) if error is None else one_line(error))
+        answers = link.objects(dict(arguments) if error is None else one_line(error))
         if error is not None:
             raise error
         raise GroupMismatch(_differences(answers))
-    column = table[:, KNOWN]
-    return Agreed(tuple(table[:, LENGTH].tolist()), bool(known and (column == known).all()))
+    column = table[:, DECISION]
+    return Agreement(tuple(table[:, LENGTH].tolist()), bool(decision_id and (column == decision_id).all()))
 
 
 def digest_of(value: Any) -> tuple[int, ...]:
     """256 bits of plain values, as int64 numbers."""
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-    return tuple(int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 8 * WORDS, 8))
+    return tuple(int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 8 * DIGEST_SIZE, 8))
 
 
 def _differences(answers: list[Any]) -> str:
     """The arguments that differ, with the ranks that gave each value; or the errors of ranks."""
-    failed = [f"rank {rank}: {what}" for rank, what in enumerate(answers) if isinstance(what, str)]
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(answers) if isinstance(each, str)]
     if failed:
         return "\n  ".join(["a rank of the mesh cannot take part in this call:", *failed])
     lines = ["the ranks of the mesh give different arguments:"]

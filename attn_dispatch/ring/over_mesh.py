@@ -1,4 +1,4 @@
-"""`attend` and `explain` over a mesh: what is asked is checked, agreed on, and run the way that all ranks decided."""
+"""`attend` and `explain` over a mesh: checks the arguments, agrees with the other ranks on an exchange, and runs it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput,
 from attn_dispatch.kernels.autograd import STOPPED
 from attn_dispatch.log import logger
 from attn_dispatch.ring import group_decision
-from attn_dispatch.ring.link import Agreed, Link, agree, digest_of
+from attn_dispatch.ring.link import Link, agree, digest_of
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.sharded_problem import Shared
+from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.ring.trial import NAME
 from attn_dispatch.settings import budget_ms, expected_calls, mode
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
@@ -27,15 +27,21 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem, check_seq_lens_values, choose_pattern
 from attn_dispatch.store.decision import Decision
 
-MOST_KEPT = 256  #: calls with their decisions
+MOST_DECISIONS = 256  #: remembered for each link
 
-Known = tuple[Shared, Decision]
+Decided = tuple[ShardedProblem, Decision]
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A call as this rank was asked it: its shard's problem, as if nothing else were seen, the pattern, and the choice
-    that was forced.
+class MeshCall:
+    """The checked arguments of a call on this rank.
+
+    Args:
+        local: the problem of this rank's shard alone.
+        pattern: of the whole sequence.
+        kind: of the shards.
+        exchange: the forced one, or None.
+        settings: values of environment variables that must be equal on all ranks.
     """
 
     local: Problem
@@ -46,47 +52,46 @@ class Asked:
     settings: dict[str, Any]
 
     @cached_property
-    def words(self) -> dict[str, Any]:
-        """What must be the same on every rank, in plain values."""
+    def equal_arguments(self) -> dict[str, Any]:
+        """The arguments that must be equal on every rank, in plain values."""
         plain = self.local.to_dict()
-        for own in ("q_len", "k_len", "strides", "ranks"):
-            del plain[own]
+        for name in ("q_len", "k_len", "strides", "ranks"):
+            del plain[name]
         lens = self.seq_lens
-        known = (
-            None if lens is None or lens.device.type != "cpu" else lens.tolist()
-        )  # others would have to be waited for
+        # Reading a CUDA tensor would wait for the device.
+        values = None if lens is None or lens.device.type != "cpu" else lens.tolist()
         about = {"shards": self.kind, "order": self.exchange, **self.settings, "torch": str(torch.__version__)}
-        return {**plain, **about, "pattern": self.pattern.to_dict(), "seq_lens": known}
+        return {**plain, **about, "pattern": self.pattern.to_dict(), "seq_lens": values}
 
     @cached_property
     def key(self) -> Any:
-        return digest_of(self.words), self.local.strides
+        return digest_of(self.equal_arguments), self.local.strides
 
 
 def attend_over(link: Link, kind: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
-    """`attend` over a link's ranks, with shards of this kind. Arguments and results as there."""
+    """`attend` over a link's ranks. Arguments and results are those of `attend`; `kind` is that of the shards."""
     try:
-        asked = _asked(q, k, v, kind, **arguments)
+        call = _checked(q, k, v, kind, **arguments)
     except AttnDispatchError as error:
-        agree(link, {}, 0, 0, error)  # tells the others, and raises
+        agree(link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
         raise
-    shared, decision = _agreed(link, asked, (q, k, v), arguments)
-    return _run(shared, decision, (q, k, v), arguments)
+    sharded, decision = _decision_for(link, call, (q, k, v), arguments)
+    return _run(sharded, decision, (q, k, v), arguments)
 
 
 def explain_over(link: Link, kind: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
-    """`explain` over a link's ranks: from what this rank knows, without asking the others. Where nothing was run yet,
-    the other shards are taken to be as long as this one.
+    """`explain` over a link's ranks, without communication. Before a first call, the other shards are assumed to be as
+    long as this one.
     """
-    asked = _asked(q, k, v, kind, **arguments)
-    found: Known | None = link.known.get(asked.key)
-    if found is not None and found[0].layout.lengths[link.rank] == asked.local.q_len:
+    call = _checked(q, k, v, kind, **arguments)
+    found: Decided | None = link.decisions.get(call.key)
+    if found is not None and found[0].layout.lengths[link.rank] == call.local.q_len:
         return Explanation.of(found[1])
-    lengths = (asked.local.q_len,) * link.size
-    return Explanation.of(group_decision.explained(_shared(link, asked, lengths), asked.exchange))
+    lengths = (call.local.q_len,) * link.size
+    return Explanation.of(group_decision.explained(_sharded(link, call, lengths), call.exchange))
 
 
-def _asked(
+def _checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -100,8 +105,8 @@ def _asked(
     backend: str | None = None,
     order: str | None = None,
     **rest: Any,
-) -> Asked:
-    """Check what can be checked without the other ranks.
+) -> MeshCall:
+    """Check the arguments, as far as possible without the other ranks.
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -118,73 +123,75 @@ def _asked(
         raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {type(seq_lens).__name__}")
     if seq_lens is not None and (list(seq_lens.shape) != [local.batch] or seq_lens.device != q.device):
         raise InvalidInput(f"seq_lens must have shape [{local.batch}] on {q.device}, got {list(seq_lens.shape)}")
-    return Asked(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens, _settings())
+    return MeshCall(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens, _settings())
 
 
 def alone(backend: str | None, order: str | None) -> tuple[str | None, str | None]:
-    """The backend and the order that were forced, as they are for one device: a single rank has all rows.
+    """The forced backend and order of a single rank, translated for one device.
 
     Raises:
-        NoBackend: an exchange with others was.
+        NoBackend: the order is an exchange with other ranks.
     """
     if order in EXCHANGES and order != LOCAL:
-        raise NoBackend(f"{order!r} cannot run over a single rank: {group_decision.NOTHING}")
+        raise NoBackend(f"{order!r} cannot run over a single rank: {group_decision.NOTHING_TO_EXCHANGE}")
     return None if backend == NAME else backend, None if order == LOCAL else order
 
 
 def _settings() -> dict[str, Any]:
-    """What environment variables say; in trials, which must end at the same time everywhere, of trials too.
+    """The environment variables that must be equal on all ranks. In mode "tune" these include the settings of trials,
+    which all ranks must end in the same round.
 
     Raises:
-        InvalidInput: one of them is wrong.
+        InvalidInput: an environment variable is wrong.
     """
     found = mode()
     trials = {"budget_ms": budget_ms(), "expected_calls": expected_calls()} if found == "tune" else {}
     return {"mode": found, **trials}
 
 
-def _agreed(link: Link, asked: Asked, tensors: Any, arguments: Mapping[str, Any]) -> Known:
-    """What all ranks go by: known from an earlier call, or decided on together now."""
-    found: Known | None = link.known.get(asked.key)
-    said: Agreed = agree(link, asked.words, asked.local.q_len, 0 if found is None else _number(*found))
-    if found is not None and said.decided and said.lengths == found[0].layout.lengths:
+def _decision_for(link: Link, call: MeshCall, tensors: Any, arguments: Mapping[str, Any]) -> Decided:
+    """The sharded problem and the decision of all ranks: remembered from an earlier call, or made now; a collective."""
+    found: Decided | None = link.decisions.get(call.key)
+    decision_id = 0 if found is None else _decision_id(*found)
+    agreement = agree(link, call.equal_arguments, call.local.q_len, decision_id)
+    if found is not None and agreement.same_decision and agreement.lengths == found[0].layout.lengths:
         return found
-    shared = _shared(link, asked, said.lengths)
-    observers.notify(shared.problem)
+    sharded = _sharded(link, call, agreement.lengths)
+    observers.notify(sharded.problem)
     masks = {name: arguments[name] for name in ("seq_lens", "key_mask") if arguments.get(name) is not None}
-    with torch.device("cpu"):  # not some default device of the caller's
-        decision = group_decision.decide(shared, _inputs(shared, tensors, arguments), masks, asked.exchange)
-    logger.info("%s: %s (%s)", shared.problem, decision.order, decision.source)
-    link.known[asked.key] = shared, decision
-    if len(link.known) > MOST_KEPT:
-        link.known.popitem(last=False)
-    return shared, decision
+    with torch.device("cpu"):  # not the default device of the caller
+        decision = group_decision.decide_together(sharded, _inputs(sharded, tensors, arguments), masks, call.exchange)
+    logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.source)
+    link.decisions[call.key] = sharded, decision
+    if len(link.decisions) > MOST_DECISIONS:
+        link.decisions.popitem(last=False)
+    return sharded, decision
 
 
-def _number(shared: Shared, decision: Decision) -> int:
-    """One that is the same for the same decision about the same shards, on every rank; never 0."""
-    text = f"{decision.order} {shared.layout} {decision.created if decision.source == 'measured' else decision.source}"
+def _decision_id(sharded: ShardedProblem, decision: Decision) -> int:
+    """A number that ranks share if they have the same decision for the same shards; never 0."""
+    text = f"{decision.order} {sharded.layout} {decision.created if decision.source == 'measured' else decision.source}"
     return zlib.crc32(text.encode()) + 1
 
 
-def _shared(link: Link, asked: Asked, lengths: tuple[int, ...]) -> Shared:
+def _sharded(link: Link, call: MeshCall, lengths: tuple[int, ...]) -> ShardedProblem:
     """The whole sequence's problem.
 
     Raises:
-        InvalidInput: the pattern or seq_lens do not fit it, on all ranks alike.
+        InvalidInput: the pattern or seq_lens do not fit it; on all ranks.
     """
     tokens = sum(lengths)
-    if asked.seq_lens is not None:
-        check_seq_lens_values(asked.seq_lens, tokens)
+    if call.seq_lens is not None:
+        check_seq_lens_values(call.seq_lens, tokens)
     problem = replace(
-        asked.local,
-        pattern=_fitting(asked.pattern, tokens, asked.local.heads),
+        call.local,
+        pattern=_fitting(call.pattern, tokens, call.local.heads),
         q_len=tokens,
         k_len=tokens,
-        strides=("bnhd", "bnhd", "bnhd"),  # each rank's own; a decision for all goes by none
+        strides=("bnhd", "bnhd", "bnhd"),  # strides may differ between ranks
         ranks=link.size,
     )
-    return Shared(problem, Layout(lengths, asked.kind), link)
+    return ShardedProblem(problem, Layout(lengths, call.kind), link)
 
 
 @lru_cache(maxsize=256)
@@ -193,26 +200,26 @@ def _fitting(pattern: Pattern, tokens: int, heads: int) -> Pattern:
     return pattern.simplify(tokens, tokens, heads)
 
 
-def _inputs(shared: Shared, tensors: tuple[Tensor, Tensor, Tensor], arguments: Mapping[str, Any]) -> Any:
-    """q, k and v [batch, tokens, heads, head_dim], in the dtype that is computed in."""
+def _inputs(sharded: ShardedProblem, tensors: tuple[Tensor, Tensor, Tensor], arguments: Mapping[str, Any]) -> Any:
+    """q, k and v [batch, tokens, heads, head_dim], in the problem's dtype."""
     q, k, v = tensors
     if arguments.get("layout", "bnhd") == "bhnd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    dtype = shared.problem.dtype
+    dtype = sharded.problem.dtype
     return tuple(x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
 
 
 def _run(
-    shared: Shared, decision: Decision, tensors: tuple[Tensor, Tensor, Tensor], arguments: Mapping[str, Any]
+    sharded: ShardedProblem, decision: Decision, tensors: tuple[Tensor, Tensor, Tensor], arguments: Mapping[str, Any]
 ) -> Any:
     try:
         with torch.autocast(tensors[0].device.type, enabled=False):
-            q, k, v = _inputs(shared, tensors, arguments)
-            out, lse = shared.run(decision.order, q, k, v, arguments.get("seq_lens"), arguments.get("key_mask"))
+            q, k, v = _inputs(sharded, tensors, arguments)
+            out, lse = sharded.run(decision.order, q, k, v, arguments.get("seq_lens"), arguments.get("key_mask"))
     except (AttnDispatchError, STOPPED):
         raise
     except Exception as error:
-        what = f"{NAME} ({decision.order}) failed on rank {shared.link.rank} on {shared.problem}"
+        what = f"{NAME} ({decision.order}) failed on rank {sharded.link.rank} on {sharded.problem}"
         raise BackendFailed(f"{what}: {type(error).__name__}: {error}") from error
     out = out.transpose(1, 2) if arguments.get("layout", "bnhd") == "bhnd" else out
     return (out, lse) if arguments.get("return_lse") else out

@@ -13,7 +13,8 @@ from attn_dispatch.kernels.autograd import STOPPED, recorded
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
 from attn_dispatch.ring.engine import ulysses
-from attn_dispatch.ring.engine.passes import RingCall, steps_of
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of, traffic_of
@@ -23,7 +24,7 @@ from attn_dispatch.text import one_line
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class ShardedProblem:
     """One rank's view of a problem that is sharded over many ranks; `problem` is that of the whole sequence."""
 
     problem: Problem
@@ -46,7 +47,7 @@ class Shared:
             steps_of(problem, self.layout, self.link.rank, RING)
         except LookupError as error:
             found = dict.fromkeys(found, str(error))
-        found[ULYSSES] = ulysses.why_not(problem, self.layout.ranks)
+        found[ULYSSES] = ulysses.refusal(problem, self.layout.ranks)
         if problem.device.type not in self.link.devices:
             text = f"the process group cannot send {problem.device.type} tensors"
             found |= dict.fromkeys((RING, GATHER, ULYSSES), text)
@@ -105,20 +106,20 @@ class Shared:
             seen = ~past if seen is None else seen & ~past
             padding = past.index_select(1, positions_of(self.layout, self.link.rank).to(past.device))
         steps = steps[:1] if exchange == LOCAL else steps
-        return RingCall(problem, steps, self.link.wire, seen, padding, self.link.vote)
+        return RingCall(problem, steps, self.link.transport, seen, padding, self.link.vote)
 
     def _hidden(self, call: RingCall) -> Hidden:
         """This rank's hidden rows. They are zeroed before they are sent, so that no other rank has to hide them."""
-        mine = positions_of(self.layout, self.link.rank).to(call.problem.device)
+        own = positions_of(self.layout, self.link.rank).to(call.problem.device)
         whole = Hidden.of(call.problem, key_mask=call.seen)
-        keys = None if whole.keys is None else whole.keys.index_select(1, mine)
+        keys = None if whole.keys is None else whole.keys.index_select(1, own)
         return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])
 
     def _by_heads(
         self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        wire, layout, problem = self.link.wire, self.layout, self.problem
-        q, k, v = (ulysses.to_heads(x, wire, layout) for x in (q, k, v))
+        transport, layout, problem = self.link.transport, self.layout, self.problem
+        q, k, v = (ulysses.to_heads(x, transport, layout) for x in (q, k, v))
         error = None
         try:
             out, lse = attend_alone(
@@ -136,9 +137,9 @@ class Shared:
         except Exception as raised:  # noqa: BLE001 - other ranks wait for this one's rows: NaN is sent
             error, (out, lse) = raised, _no_results(q, problem)
         del q, k, v  # unused below; autograd may hold them
-        out = ulysses.to_tokens(out, wire, layout)
+        out = ulysses.to_tokens(out, transport, layout)
         if lse is not None:
-            lse = ulysses.to_tokens(lse.transpose(1, 2), wire, layout).transpose(1, 2)
+            lse = ulysses.to_tokens(lse.transpose(1, 2), transport, layout).transpose(1, 2)
         if problem.needs_grad:
             self.link.vote(error)
         if error is not None:

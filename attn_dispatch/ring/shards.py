@@ -100,8 +100,8 @@ def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
         agree(link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
         raise
     shape = [None if at == axis else size for at, size in enumerate(x.shape)]
-    asked = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
-    layout = Layout(agree(link, asked, x.shape[axis], 0).lengths, spread.kind)
+    arguments = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
+    layout = Layout(agree(link, arguments, x.shape[axis], 0).lengths, spread.kind)
     whole: Tensor = _Gathered.apply(x, link, layout, axis)  # type: ignore[no-untyped-call]
     return whole
 

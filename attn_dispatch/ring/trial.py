@@ -15,7 +15,7 @@ from attn_dispatch.errors import InvalidInput, RankLost
 from attn_dispatch.log import logger
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
-from attn_dispatch.ring.sharded_problem import Shared
+from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.spec.orders import EXCHANGES
 from attn_dispatch.store.decision import Row
 from attn_dispatch.text import one_line
@@ -47,7 +47,7 @@ class Trial:
         tensors: q, k and v of this rank, which are not written to. masks: `seq_lens` and `key_mask`, if given.
     """
 
-    shared: Shared
+    sharded: ShardedProblem
     names: Sequence[str]
     first: str
     tensors: Tensors
@@ -64,7 +64,7 @@ class Trial:
         for name in self.names:
             self._admit(name)
         self._race()
-        self.shared.link.wire.release()  # buffers of other exchanges
+        self.sharded.link.transport.release()  # buffers of other exchanges
         entrants = [
             choice.Entrant(name, Timing(tuple(samples), self.first_ms[name]), rank=EXCHANGES.index(name))
             for name, samples in self.samples.items()
@@ -78,11 +78,11 @@ class Trial:
 
     def _admit(self, name: str) -> None:
         """Check a small problem of this kind against float64, then make a first call of the problem itself."""
-        failed = self._compare(name) or self._together(name, lambda: self.shared.reserve(name))
+        failed = self._compare(name) or self._together(name, lambda: self.sharded.reserve(name))
         if failed is None:
             start = time.perf_counter()
             failed = self._together(name, lambda: self._call(name))
-            self.first_ms[name] = max(self.shared.link.objects((time.perf_counter() - start) * 1e3))
+            self.first_ms[name] = max(self.sharded.link.objects((time.perf_counter() - start) * 1e3))
         if failed is None:
             self.samples[name] = []
         else:
@@ -101,7 +101,7 @@ class Trial:
             raise
         except Exception as raised:  # noqa: BLE001 - any error is sent to all ranks
             error = one_line(raised)
-        errors = self.shared.link.objects(error)
+        errors = self.sharded.link.objects(error)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
         if failed:
             logger.warning("%s failed in a trial: %s", name, "; ".join(failed))
@@ -109,28 +109,28 @@ class Trial:
 
     def _compare(self, name: str) -> str | None:
         """Compare a small problem of this kind over all ranks with float64; returns what is wrong, or None."""
-        ranks = self.shared.layout.ranks
+        ranks = self.sharded.layout.ranks
         if ranks > SMALL:  # fewer than one token per rank
             logger.info("%s is not compared with float64: %d ranks for a problem of %d tokens", name, ranks, SMALL)
             return None
-        shared, gate = _small(self.shared)
-        mine: dict[str, Tensor] = {}
-        failed = self._together(name, lambda: mine.update(_shard_results(shared, gate, name)))
+        sharded, gate = _small(self.sharded)
+        results: dict[str, Tensor] = {}
+        failed = self._together(name, lambda: results.update(_shard_results(sharded, gate, name)))
         if failed is not None:
             return failed
-        verdict = gate.check(_whole_results(shared, mine))
+        verdict = gate.check(_whole_results(sharded, results))
         self.errors[name] = verdict.error
         return "; ".join(verdict.failures) or None
 
     def _call(self, name: str) -> None:
         q, k, v = (x.detach() for x in self.tensors)
-        problem = self.shared.problem
+        problem = self.sharded.problem
         if not problem.needs_grad:
-            self.shared.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
+            self.sharded.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
         else:
             with torch.enable_grad():
                 inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-                out, _ = self.shared.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
+                out, _ = self.sharded.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
                 torch.autograd.grad(out, inputs, torch.ones_like(out))
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
@@ -142,10 +142,10 @@ class Trial:
             if number >= FEWEST_ROUNDS and spent > self.budget_ms:
                 return
             for name in list(self.samples):
-                self.shared.link.barrier()
+                self.sharded.link.barrier()
                 start = time.perf_counter()
                 failed = self._together(name, lambda name=name: self._call(name))  # type: ignore[misc]
-                took = max(self.shared.link.objects((time.perf_counter() - start) * 1e3))
+                took = max(self.sharded.link.objects((time.perf_counter() - start) * 1e3))
                 spent += took
                 if failed is None:
                     self.samples[name].append(took)
@@ -176,9 +176,9 @@ class Trial:
         )
 
 
-def _small(shared: Shared) -> tuple[Shared, Oracle]:
+def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
     """A small problem of the same kind over the same ranks, and its oracle."""
-    problem, layout = shared.problem, shared.layout
+    problem, layout = sharded.problem, sharded.layout
     pattern = fitted(problem.pattern, SMALL)
     pattern.check(SMALL, SMALL)
     small = replace(
@@ -189,18 +189,19 @@ def _small(shared: Shared) -> tuple[Shared, Oracle]:
         lengths = deal(SMALL, layout.ranks, layout.lengths)
     except InvalidInput:  # in these proportions a rank would have no token
         lengths = deal(SMALL, layout.ranks)
-    return replace(shared, problem=small, layout=Layout(lengths, layout.kind)), Oracle.of(make(replace(small, ranks=1)))
+    oracle = Oracle.of(make(replace(small, ranks=1)))
+    return replace(sharded, problem=small, layout=Layout(lengths, layout.kind)), oracle
 
 
-def _shard_results(shared: Shared, gate: Oracle, exchange: str) -> dict[str, Tensor]:
+def _shard_results(sharded: ShardedProblem, gate: Oracle, exchange: str) -> dict[str, Tensor]:
     """This rank's results for its shard of the gate's example; a collective."""
-    example, needs_grad = gate.example, shared.problem.needs_grad
-    at = positions_of(shared.layout, shared.link.rank).to(shared.problem.device)
+    example, needs_grad = gate.example, sharded.problem.needs_grad
+    at = positions_of(sharded.layout, sharded.link.rank).to(sharded.problem.device)
     seq_lens, key_mask = example.masks.get("seq_lens"), example.masks.get("key_mask")
     key_mask = None if key_mask is None else key_mask.index_select(1, at)
     with torch.set_grad_enabled(needs_grad):
         q, k, v = (x.detach().index_select(1, at).requires_grad_(needs_grad) for x in (example.q, example.k, example.v))
-        out, lse = shared.run(exchange, q, k, v, seq_lens, key_mask)
+        out, lse = sharded.run(exchange, q, k, v, seq_lens, key_mask)
         assert lse is not None
         found = {"out": out.detach(), "lse": lse.detach()}
         if gate.grad is not None:
@@ -211,13 +212,13 @@ def _shard_results(shared: Shared, gate: Oracle, exchange: str) -> dict[str, Ten
     return found
 
 
-def _whole_results(shared: Shared, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+def _whole_results(sharded: ShardedProblem, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gather the results of all ranks by position; a collective."""
-    gathered = shared.link.objects({name: x.cpu() for name, x in mine.items()})
-    order = torch.cat([positions_of(shared.layout, rank) for rank in range(shared.layout.ranks)])
+    gathered = sharded.link.objects({name: x.cpu() for name, x in results.items()})
+    order = torch.cat([positions_of(sharded.layout, rank) for rank in range(sharded.layout.ranks)])
     whole = {}
-    for name in mine:
+    for name in results:
         axis = 2 if name == "lse" else 1
         parts = torch.cat([each[name] for each in gathered], axis)
-        whole[name] = torch.empty_like(parts).index_copy_(axis, order, parts).to(shared.problem.device)
+        whole[name] = torch.empty_like(parts).index_copy_(axis, order, parts).to(sharded.problem.device)
     return whole

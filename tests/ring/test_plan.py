@@ -1,10 +1,11 @@
-"""What `plan` predicts, against what ranks really ship, and the command from outside."""
+"""Predictions of `plan` against the bytes that ranks send, and the command."""
 
 from __future__ import annotations
 
 import json
 import os
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from torch.multiprocessing.spawn import start_processes
 from attn_dispatch import Sharded, attend, shard
 from attn_dispatch.cli import main
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.ring.engine.exchange import Transport
 from attn_dispatch.ring.engine.parts import solver
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.link import link_of
-from attn_dispatch.ring.plan.bytes_sent import Freight, Load, freight_of, why_not
-from attn_dispatch.ring.plan.counts import counts_of
-from attn_dispatch.ring.plan.footprint import footprint_of
+from attn_dispatch.ring.plan.bytes_sent import BytesSent, CountedProblem, bytes_sent_of, refusal
 from attn_dispatch.ring.plan.forecast import forecasts_over
-from attn_dispatch.ring.plan.schedule import Pace, seconds
+from attn_dispatch.ring.plan.peak_memory import peak_memory_of
+from attn_dispatch.ring.plan.schedule import RankSpeed, seconds
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout, deal
 from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
@@ -59,13 +62,13 @@ def vars_of(problem: Problem) -> dict[str, Any]:
     return {name: getattr(problem, name) for name in Problem.__dataclass_fields__ if name != "_hash"}
 
 
-def served(case: Case, ranks: int) -> list[tuple[str, bool, list[Freight]]]:
-    """What is predicted of every exchange that serves, forward and with backward through out and lse."""
+def served(case: Case, ranks: int) -> list[tuple[str, bool, list[BytesSent]]]:
+    """The bytes predicted for every exchange that can serve, forward, and with backward through out and lse."""
     found = []
     for backward in (False, True):
         problem, layout = problem_for(case, ranks, backward, lse=backward)
-        load = Load(problem, layout, counts_of(problem.pattern, layout, problem.heads, problem.kv_heads))
-        found += [(each, backward, freight_of(load, each)) for each in EXCHANGES if not why_not(load, each)]
+        counted = CountedProblem.of(problem, layout)
+        found += [(each, backward, bytes_sent_of(counted, each)) for each in EXCHANGES if not refusal(counted, each)]
     return found
 
 
@@ -81,7 +84,7 @@ def work(rank: int, folder: str) -> None:
             for exchange, backward, _ in served(case, ranks):
                 found.append(shipped(case, ranks, group, exchange, backward))
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # who leaves first takes the others' connections along
+    dist.barrier()  # a rank that exits first closes connections that others still use
     dist.destroy_process_group()
 
 
@@ -91,73 +94,81 @@ def shipped(case: Case, ranks: int, group: Any, exchange: str, backward: bool) -
     mesh = Sharded(group, kind, None if weights is None else weights[:ranks])
     whole = (torch.randn(2, TOKENS, h, 8, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     q, k, v = (shard(x, mesh).requires_grad_(backward) for x in whole)
-    wire = link_of(mesh.mesh).wire
-    wire.shipped = 0
+    transport = link_of(mesh.mesh).transport
+    transport.bytes_sent = 0
     result = attend(q, k, v, pattern, mesh=mesh, order=exchange, return_lse=backward)
-    forward = wire.shipped
+    forward = transport.bytes_sent
     if backward:
         torch.autograd.backward(list(result), [torch.ones_like(x) for x in result])
-    return forward, wire.shipped - forward
+    return forward, transport.bytes_sent - forward
 
 
-def test_bytes_are_those_that_ranks_ship(tmp_path: Path) -> None:
+def test_predicted_bytes_are_those_that_ranks_send(tmp_path: Path) -> None:
     start_processes(work, (str(tmp_path),), nprocs=RANKS)  # type: ignore[no-untyped-call]
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     expected = [(case, ranks, each) for case in CASES for ranks in (RANKS, 2) for each in served(case, ranks)]
     exchanges = set()
-    for number, (case, ranks, (exchange, backward, freight)) in enumerate(expected):
+    for number, (case, ranks, (exchange, backward, sent)) in enumerate(expected):
         exchanges.add((exchange, backward))
         for rank in range(RANKS):
-            mine = freight[rank % ranks if ranks == 2 else rank]
-            assert seen[rank][number] == [mine.forward, mine.backward], (case, ranks, exchange, backward, rank)
+            predicted = sent[rank % ranks if ranks == 2 else rank]
+            assert seen[rank][number] == [predicted.forward, predicted.backward], (
+                case,
+                ranks,
+                exchange,
+                backward,
+                rank,
+            )
     assert exchanges == {(each, backward) for each in EXCHANGES for backward in (False, True)}
 
 
-def test_one_rank_ships_nothing() -> None:
-    for exchange, _, freight in served(CASES[0], 1):
-        assert freight == [Freight(0, 0)], exchange
+def test_one_rank_sends_nothing() -> None:
+    for exchange, _, sent in served(CASES[0], 1):
+        assert sent == [BytesSent(0, 0)], exchange
 
 
 # --- schedule ---------------------------------------------------------------------------------------------------------
 
 
-def load_of(pattern: Pattern, tokens: int, ranks: int, *, backward: bool = False, kind: str = CONTIGUOUS) -> Load:
+def counted_of(
+    pattern: Pattern, tokens: int, ranks: int, *, backward: bool = False, kind: str = CONTIGUOUS
+) -> CountedProblem:
     problem = problem_of((1, tokens, 4, 8), pattern, torch.float32, CPU, backward=backward)
     layout = Layout(deal(tokens, ranks), kind)
-    return Load(problem, layout, counts_of(problem.pattern, layout, 4, 4))
+    return CountedProblem.of(problem, layout)
 
 
-def test_where_the_link_is_fast_work_is_all() -> None:
-    load = load_of(Dense(), 1024, 4, backward=True)
+def test_with_a_fast_link_time_is_compute() -> None:
+    counted = counted_of(Dense(), 1024, 4, backward=True)
     work = 1024**2 * 4 * 8 * 14 / 4
     for exchange in (RING, GATHER, ULYSSES):
-        assert seconds(load, exchange, Pace(1.0, 1e30)) == pytest.approx(work)
+        assert seconds(counted, exchange, RankSpeed(1.0, 1e30)) == pytest.approx(work)
 
 
-def test_where_work_is_fast_the_link_is_all() -> None:
-    load = load_of(Dense(), 1024, 4, backward=True)
+def test_with_fast_compute_time_is_sending() -> None:
+    counted = counted_of(Dense(), 1024, 4, backward=True)
     for exchange in (RING, GATHER, ULYSSES):
-        (most, *others) = [freight.total for freight in freight_of(load, exchange)]
+        (most, *others) = [sent.total for sent in bytes_sent_of(counted, exchange)]
         assert {most} == set(others)
-        assert seconds(load, exchange, Pace(1e30, 1.0)) == pytest.approx(most)
+        assert seconds(counted, exchange, RankSpeed(1e30, 1.0)) == pytest.approx(most)
 
 
-def test_a_ring_hides_what_is_shipped_behind_the_work() -> None:
-    """Four equal steps of work, three messages: the longer of the two, step by step."""
-    load = load_of(Dense(), 1024, 4)
+def test_a_ring_overlaps_sending_and_compute() -> None:
+    """Four equal steps of compute, three messages: each step takes as long as the longer of the two."""
+    counted = counted_of(Dense(), 1024, 4)
     step = 256**2 * 4 * 8 * 4.0
-    message = 256 * 4 * load.row_bytes
+    message = 256 * 4 * counted.row_bytes
     for link, expected in ((2.0, 4 * step), (0.5, 3 * 2 * step + step)):
-        pace = Pace(1.0, link * message / step)
-        assert seconds(load, RING, pace) == pytest.approx(max(expected, 4 * step))
-    assert seconds(load, GATHER, Pace(1.0, 0.5 * message / step)) == pytest.approx(3 * 2 * step + 3 * step)
+        speed = RankSpeed(1.0, link * message / step)
+        assert seconds(counted, RING, speed) == pytest.approx(max(expected, 4 * step))
+    assert seconds(counted, GATHER, RankSpeed(1.0, 0.5 * message / step)) == pytest.approx(3 * 2 * step + 3 * step)
 
 
-def test_causal_work_is_shared_out_by_zigzag() -> None:
+def test_zigzag_balances_causal_work() -> None:
     """Contiguous shards wait for the last rank, which has about twice the mean."""
-    whole = seconds(load_of(Dense(is_causal=True), 1024, 1), LOCAL, Pace(1.0, 1.0))
+    whole = seconds(counted_of(Dense(is_causal=True), 1024, 1), LOCAL, RankSpeed(1.0, 1.0))
     times = {
-        kind: seconds(load_of(Dense(is_causal=True), 1024, 4, kind=kind), GATHER, Pace(1.0, 1e30))
+        kind: seconds(counted_of(Dense(is_causal=True), 1024, 4, kind=kind), GATHER, RankSpeed(1.0, 1e30))
         for kind in (CONTIGUOUS, ZIGZAG)
     }
     assert times[CONTIGUOUS] == pytest.approx(whole * 7 / 16, rel=0.01)
@@ -167,21 +178,33 @@ def test_causal_work_is_shared_out_by_zigzag() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_what_can_be_told_by_hand() -> None:
-    """Beyond what a kernel says of itself: `python -m tools.checks.plan_memory` compares with real ranks."""
-    load = load_of(Dense(), 1 << 20, 4)
+def test_memory_computed_by_hand() -> None:
+    """Without workspaces of kernels: `python -m tools.checks.plan_memory` compares with real ranks."""
+    counted = counted_of(Dense(), 1 << 20, 4)
     q = (1 << 18) * 4 * 8 * 4
-    ring, gather = (footprint_of(load, exchange, 0) for exchange in (RING, GATHER))
+    ring, gather = (peak_memory_of(counted, exchange, 0) for exchange in (RING, GATHER))
     assert ring.input_bytes == gather.input_bytes == 3 * q
-    assert ring.buffer_bytes == 3 * 2 * q // 16  # of pieces: two that arrive by turns, one that leaves
+    assert ring.buffer_bytes == 3 * 2 * q // 16  # three pieces: two received in turn, one sent
     assert gather.buffer_bytes == 6 * 2 * q
     assert ring.peak_bytes >= ring.input_bytes + ring.buffer_bytes + q
-    assert gather.peak_bytes - ring.peak_bytes >= 2 * 6 * q  # and what came from each is put together
+    assert gather.peak_bytes - ring.peak_bytes >= 2 * 6 * q  # rows of all ranks are also concatenated
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
+def test_predicted_buffers_are_those_that_the_engine_reserves(case: Case) -> None:
+    for backward in (False, True):
+        problem, layout = problem_for(case, RANKS, backward, lse=backward)
+        counted = CountedProblem.of(problem, layout)
+        for exchange, rank in product((RING, GATHER), range(RANKS)):
+            transport = Transport(None)
+            RingCall(problem, steps_of(problem, layout, rank, exchange), transport).reserve()
+            reserved = sum(buffer.nbytes for buffer in transport.buffers.values())
+            assert peak_memory_of(counted, exchange, rank).buffer_bytes == reserved, (exchange, backward, rank)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_of_a_single_rank_is_that_of_one_device(backward: bool) -> None:
-    """q, k, v and out, with gradients of all four; nothing is summed up apart or kept for others."""
+    """q, k, v and out, with gradients of all four; no buffers and no sums in another dtype."""
     problem = problem_of((1, 1 << 16, 8, 64), Dilated((2048, 4096), (1, 2)), torch.bfloat16, CPU, backward=backward)
     (local, *others) = forecasts_over(problem, Layout((1 << 16,)), None)
     assert all(each.memory is None for each in others)
@@ -203,14 +226,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], words: str) -> tuple[str, str]:
+def planned(capsys: pytest.CaptureFixture[str], words: str) -> tuple[str, str]:
     assert main(["plan", *words.split()]) == 0
     captured = capsys.readouterr()
     return captured.out, captured.err
 
 
-def test_a_plan_for_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = told(capsys, f"{HALF_A_BILLION} --ranks 32,64 --json")
+def test_plan_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = planned(capsys, f"{HALF_A_BILLION} --ranks 32,64 --json")
     found = json.loads(out)
     assert found["rate"] == {"operations": 2e14, "source": "--rate", "key": None}
     assert (found["problem"]["q_len"], found["link_bytes_per_s"]) == (2**29, 5e10)
@@ -229,8 +252,8 @@ def test_a_plan_for_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) 
         assert plan["fastest"] in EXCHANGES
 
 
-def test_a_plan_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = told(capsys, f"{SMALL} --ranks 1:4 --rate 0.1")
+def test_plan_as_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = planned(capsys, f"{SMALL} --ranks 1:4 --rate 0.1")
     rows = [line.split() for line in out.splitlines()]
     table = [row for row in rows if len(row) > 1 and row[1] in EXCHANGES]
     assert [row[:2] for row in table] == [[ranks, each] for ranks in ("1", "2", "4") for each in EXCHANGES]
@@ -243,17 +266,17 @@ def test_the_rate_is_that_of_the_nearest_decision(folder: Path, capsys: pytest.C
     for length, ms in ((1024, 1.0), (16384, 100.0)):
         problem = problem_of((1, length, 8, 64), Dense(is_causal=True), torch.float32, CPU, kv_heads=4, backward=True)
         keep(folder, problem, ms)
-    out, err = told(capsys, f"{SMALL} --ranks 4 --json")
+    out, err = planned(capsys, f"{SMALL} --ranks 4 --json")
     rate = json.loads(out)["rate"]
     assert rate["operations"] == pytest.approx(8 * 16384 * 16385 / 2 * 64 * 14 / 0.1)
     assert "100 ms" in rate["source"]
     assert not err
 
 
-def test_a_call_that_only_begins_tells_no_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_that_is_mostly_overhead_gives_no_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     problem = problem_of((1, 16, 2, 8), Dense(is_causal=True), torch.float32, CPU, kv_heads=2, backward=True)
     keep(folder, problem, 5.0)
-    out, err = told(capsys, f"{SMALL} --ranks 4 --json")
+    out, err = planned(capsys, f"{SMALL} --ranks 4 --json")
     assert json.loads(out)["rate"] is None
     assert "no time is predicted" in err
 
@@ -269,7 +292,7 @@ def keep(folder: Path, problem: Problem, median_ms: float) -> None:
 
 
 def test_without_a_rate_there_is_no_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = told(capsys, f"{SMALL} --ranks 4 --json")
+    out, err = planned(capsys, f"{SMALL} --ranks 4 --json")
     found = json.loads(out)
     assert found["rate"] is None
     assert all(each["seconds"] is None for each in found["plans"][0]["exchanges"])
@@ -278,7 +301,7 @@ def test_without_a_rate_there_is_no_time(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--ranks 4 --link 1", "--tokens N"),
         ("--tokens 4k --grid 64,64 --window 3 --ranks 4 --link 1", "not both"),
@@ -290,10 +313,10 @@ def test_without_a_rate_there_is_no_time(folder: Path, capsys: pytest.CaptureFix
         ("--tokens 4k --kv-heads 3 --ranks 4 --link 1", "heads of k and v must divide"),
     ],
 )
-def test_wrong_usage(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code: Any = main(["plan", *words.split()])
     except SystemExit as error:
         code = error.code
     assert code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`profile` under torchrun: problems dealt out to ranks, and sequences that lie on all of them."""
+"""`profile` under torchrun: problems distributed over ranks, and sequences sharded over all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.ring_ranks import Ranks
 
 
 def by_ranks(folder: Path, *options: str) -> Any:
-    """What `profile --json` prints under two ranks."""
+    """The output of `profile --json` with two ranks."""
     launched = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "attn_dispatch", "profile"
     more = {"ATTN_DISPATCH_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launched, "--json", *options]
@@ -66,6 +66,6 @@ def test_problems_are_dealt_out_and_sequences_measured_together(tmp_path: Path) 
     assert len(list(tmp_path.glob("v2/ring-2r-1h-zigzag-*/*/*.json"))) == 1
 
 
-def test_without_ranks_nothing_can_be_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharded_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--shape", "1,64,2,16", "--sharded", "contiguous"]) == 2
     assert "--sharded needs ranks" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""attend() over real processes: every way of exchanging rows against float64, and every way of naming the ranks."""
+"""attend() over real processes: every exchange of rows against float64, and every kind of `mesh` argument."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ IN_BLOCKS = (
     "dense", "dense-grouped", "dense-key-mask", "causal", "causal-both-masks", "window-causal", "window-both-sides",
     "window-sinks", "rate-not-dividing-causal", "longnet-ragged", "neighborhood-2d-mixed",
 )  # fmt: skip
-#: In what proportion ranks get tokens: evenly where the number of ranks is not here.
+#: Proportions of tokens by number of ranks; others get equal shares.
 WEIGHTS = {3: (1.0, 5.0, 2.0)}
 
 
 def exchanges(problem: Problem, layout: Layout) -> list[str]:
-    """Those that can be forced."""
+    """The exchanges that can be forced."""
     pattern, heads, kv_heads = problem.pattern, problem.heads, problem.kv_heads
     if not any(traffic_of(pattern, layout, heads, kv_heads, rank).receives for rank in range(layout.ranks)):
         return [LOCAL]
-    return [RING, GATHER, *[ULYSSES] * (not ulysses.why_not(problem, layout.ranks))]
+    return [RING, GATHER, *[ULYSSES] * (not ulysses.refusal(problem, layout.ranks))]
 
 
 def options_of(case: Case, exchange: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def options_of(case: Case, exchange: str) -> dict[str, Any]:
 
 
 def run(ranks: Ranks, case: Case, dtype: torch.dtype, layout: Layout, exchange: str) -> dict[str, Tensor]:
-    """Results of all ranks, put together."""
+    """The joined results of all ranks."""
     problem = case.problem(dtype, needs_grad=True)
     args = [(each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(gate(problem), layout)]
     return whole(ranks.each(attended, args), layout)
@@ -93,14 +93,14 @@ def run(ranks: Ranks, case: Case, dtype: torch.dtype, layout: Layout, exchange: 
     size=(2, 3, 4),
 )
 def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None:
-    """Out, lse and gradients through both, whatever the layout and the exchange. Few lengths divide by the ranks."""
+    """Out, lse and gradients through both, for every layout and exchange. Few lengths are multiples of the ranks."""
     set_mode("off")
     problem = case.problem(torch.float32, needs_grad=True)
     for number, kind in enumerate(KINDS):
         layout = Layout(deal(problem.q_len, size, WEIGHTS.get(size)), kind)
-        able = exchanges(problem, layout)
-        # Two ranks do all of them; more do every other one, and what they leave out in the other layout.
-        for exchange in able if size == 2 else able[(number + size) % 2 :: 2] or able:
+        usable = exchanges(problem, layout)
+        # Two ranks run all of them; more ranks run every other one, and the rest in the other layout.
+        for exchange in usable if size == 2 else usable[(number + size) % 2 :: 2] or usable:
             found = run(ranks, case, torch.float32, layout, exchange)
             assert gate(problem).check(found).failures == (), (kind, exchange)
 
@@ -138,7 +138,7 @@ def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> 
 
 @crossed(lambda name, size: {"size": size}, name=IN_BLOCKS, size=(2, 3))
 def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int, set_mode: Any) -> None:
-    """As shards of long sequences are: rows arrive in many messages, and are worked on block by block."""
+    """Like shards of long sequences: rows are received in many messages and computed on in blocks."""
     set_mode("off")
     problem = BY_ID[name].problem(torch.float32, needs_grad=True)
     for kind, rows in zip(KINDS, (5, 8)):
@@ -159,11 +159,11 @@ def test_the_same_bits_every_time(ranks: Ranks, exchange: str, set_mode: Any) ->
     assert all(torch.equal(first[part], second[part]) for part in ("out", "lse", "dq", "dk", "dv"))
 
 
-# --- what ranks are called by -----------------------------------------------------------------------------------------
+# --- kinds of mesh ----------------------------------------------------------------------------------------------------
 
 
 def right(mesh: object, data: int = 0) -> bool:
-    """Whether a mesh gives what float64 does; `data`: which of several batches this mesh is given."""
+    """Whether results over a mesh are those of float64; `data`: number of the batch that this mesh gets."""
     q, k, v = changed(lambda x: x + data, tensors())
     found = attend(*changed(lambda x: shard(x, mesh), (q, k, v)), is_causal=True, mesh=mesh)
     return close(unshard(found, mesh), formula(q, k, v, Dense(True))[0])
@@ -182,13 +182,13 @@ def on_device_mesh() -> bool:
 
 
 def on_one_axis() -> bool:
-    """4 x 2: each pair of neighbours has a sequence of its own."""
+    """4 x 2: each pair of neighbouring ranks has a sequence of its own."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context"))
     return right(mesh["context"], data=mesh["data"].get_local_rank())
 
 
 def on_a_single_rank() -> bool:
-    """Nothing is asked of anybody: other ranks could be anywhere."""
+    """Without communication: the other ranks do not take part."""
     mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))
     if dist.get_rank() % 2:
         return True
@@ -196,7 +196,7 @@ def on_a_single_rank() -> bool:
 
 
 def forced_on_a_single_rank() -> list[Any]:
-    """It runs what it can alone; the fault of what needs others is its own, and it says so at once."""
+    """It runs everything that needs no other rank, and raises for the rest."""
     mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))["context"]
     q, k, v = tensors()
     found: list[Any] = []
@@ -210,24 +210,24 @@ def forced_on_a_single_rank() -> list[Any]:
     return found
 
 
-def on_two_groups_by_turns() -> bool:
-    """The same call, with decisions of their own."""
+def on_two_groups_in_turn() -> bool:
+    """The same call, with a decision for each group."""
     world, half = dist.group.WORLD, dist.new_group(range(4))
     found = [right(mesh) for mesh in ((half, world, half) if dist.get_rank() < 4 else (world,))]
     return all(found)
 
 
 def on_groups() -> bool:
-    """Subsets that share no rank, at once."""
+    """Disjoint groups at the same time."""
     groups = [dist.new_group(range(start, start + 2)) for start in range(0, 8, 2)]
     return right(groups[dist.get_rank() // 2], data=dist.get_rank() // 2)
 
 
-JOBS = (on_world, on_device_mesh, on_one_axis, on_a_single_rank, on_two_groups_by_turns, on_groups)
+JOBS = (on_world, on_device_mesh, on_one_axis, on_a_single_rank, on_two_groups_in_turn, on_groups)
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_every_way_to_name_ranks(ranks: Ranks, job: Any, set_mode: Any) -> None:
+def test_every_kind_of_mesh(ranks: Ranks, job: Any, set_mode: Any) -> None:
     set_mode("off")
     assert all(ranks.everywhere(job))
 
@@ -271,28 +271,28 @@ def of_two_axes() -> str:
     return not_a_mesh(init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context")))
 
 
-def test_what_is_no_mesh(ranks: Ranks) -> None:
+def test_arguments_that_are_no_mesh(ranks: Ranks) -> None:
     assert "does not contain this process" in ranks.everywhere(of_others)[-1]
     assert "one dimension, got 2: name one" in ranks.everywhere(of_two_axes)[0]
     assert "got int" in ranks.outcomes(not_a_mesh, [(4,)])[0]
 
 
-def test_a_world_that_nobody_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_that_was_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert "mesh is 'world', but torch.distributed is not initialized" in not_a_mesh("world")
 
 
-# --- how it is asked --------------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def swapped(kind: str) -> tuple[bool, bool]:
     """Whether layout="bhnd" gives the same bits, gradients included."""
     mesh = Sharded(ring_ranks.group(), kind)
-    mine = part(mesh, grads="qkv")
-    out = attend(*mine, is_causal=True, mesh=mesh)
-    turned = changed(lambda x: x.transpose(1, 2), mine)
+    local = part(mesh, grads="qkv")
+    out = attend(*local, is_causal=True, mesh=mesh)
+    turned = changed(lambda x: x.transpose(1, 2), local)
     other = attend(*turned, is_causal=True, mesh=mesh, layout="bhnd").transpose(1, 2)
-    grads, others = (torch.autograd.grad(x.square().sum(), mine) for x in (out, other))
+    grads, others = (torch.autograd.grad(x.square().sum(), local) for x in (out, other))
     return torch.equal(out, other), all(torch.equal(x, y) for x, y in zip(grads, others))
 
 
@@ -303,13 +303,13 @@ def test_heads_first(ranks: Ranks, set_mode: Any) -> None:
 
 def with_autocast() -> list[Any]:
     mesh = ring_ranks.group()
-    mine = part(mesh, grads="qkv")
-    expected = attend(*changed(Tensor.bfloat16, mine), mesh=mesh)
+    local = part(mesh, grads="qkv")
+    expected = attend(*changed(Tensor.bfloat16, local), mesh=mesh)
     with torch.autocast("cpu", torch.bfloat16):
-        out, lse = attend(*mine, mesh=mesh, return_lse=True)
-        single = attend(*changed(lambda x: x.detach().double(), mine), mesh=mesh)
+        out, lse = attend(*local, mesh=mesh, return_lse=True)
+        single = attend(*changed(lambda x: x.detach().double(), local), mesh=mesh)
     out.sum().backward()
-    grad = mine[0].grad
+    grad = local[0].grad
     assert grad is not None
     return [out.dtype, lse.dtype, torch.equal(out, expected), grad.dtype, single.dtype]
 
@@ -322,10 +322,10 @@ def test_autocast(ranks: Ranks, set_mode: Any) -> None:
 
 def without_gradients(order: str) -> tuple[bool, bool]:
     mesh = ring_ranks.group()
-    mine = part(mesh)
-    alone = attend(*mine, mesh=mesh, order=order)
+    local = part(mesh)
+    alone = attend(*local, mesh=mesh, order=order)
     with torch.no_grad():
-        also = attend(*changed(Tensor.requires_grad_, mine), mesh=mesh, order=order)
+        also = attend(*changed(Tensor.requires_grad_, local), mesh=mesh, order=order)
     return alone.requires_grad or also.requires_grad, torch.equal(alone, also)
 
 
@@ -339,11 +339,11 @@ def some_gradients(which: str) -> bool:
     """Whether only those of q, k and v that need a gradient get one, and the right one."""
     mesh = Sharded(ring_ranks.group(), ZIGZAG)
     exact = changed(lambda x: x.double().requires_grad_(), tensors())
-    mine = part(mesh, grads=which)
+    local = part(mesh, grads=which)
     expected = torch.autograd.grad(formula(*exact, Dense(True))[0].square().sum(), exact)
-    attend(*mine, is_causal=True, mesh=mesh).square().sum().backward()
-    assert [x.grad is not None for x in mine] == [name in which for name in "qkv"]
-    return all(close(x.grad, shard(y, mesh)) for x, y in zip(mine, expected) if x.grad is not None)
+    attend(*local, is_causal=True, mesh=mesh).square().sum().backward()
+    assert [x.grad is not None for x in local] == [name in which for name in "qkv"]
+    return all(close(x.grad, shard(y, mesh)) for x, y in zip(local, expected) if x.grad is not None)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "qv"])
@@ -382,25 +382,25 @@ def test_what_no_query_sees_never_matters(ranks: Ranks, case: Case, exchange: st
     assert gate(example.problem).check(found).failures == ()
 
 
-# --- what is left out -------------------------------------------------------------------------------------------------
+# --- bytes sent -------------------------------------------------------------------------------------------------------
 
 
-def shipped(pattern: Pattern, tokens: int, kind: str, order: str) -> int:
+def sent(pattern: Pattern, tokens: int, kind: str, order: str) -> int:
     """Bytes that this rank sent in one forward pass."""
     mesh = Sharded(ring_ranks.group(), kind)
     link, _ = spread_of(mesh)
-    mine = part(mesh, tokens)
-    attend(*mine, pattern=pattern, mesh=mesh, order=order)
-    link.wire.shipped = 0
-    attend(*mine, pattern=pattern, mesh=mesh, order=order)
-    return link.wire.shipped
+    local = part(mesh, tokens)
+    attend(*local, pattern=pattern, mesh=mesh, order=order)
+    link.transport.bytes_sent = 0
+    attend(*local, pattern=pattern, mesh=mesh, order=order)
+    return link.transport.bytes_sent
 
 
-def test_what_goes_over_the_wire_is_what_is_counted(ranks: Ranks, set_mode: Any) -> None:
-    """A window of 4 needs 4 rows of the rank before, and nothing else; k and v of [2, rows, 4, 8] float32."""
+def test_only_needed_rows_are_sent(ranks: Ranks, set_mode: Any) -> None:
+    """A window of 4 needs 4 rows of the rank before; k and v of [2, rows, 4, 8] float32."""
     set_mode("off")
     row = 2 * 2 * 4 * 8 * 4
     for order in (RING, GATHER):
-        assert ranks.everywhere(shipped, Window(4, 0), 48, CONTIGUOUS, order, ranks=3) == [4 * row, 4 * row, 0]
-    assert ranks.everywhere(shipped, Dense(), 48, CONTIGUOUS, RING, ranks=3) == [2 * 16 * row] * 3
-    assert ranks.everywhere(shipped, Dilated((16,), (2,)), 48, CONTIGUOUS, LOCAL, ranks=3) == [0] * 3
+        assert ranks.everywhere(sent, Window(4, 0), 48, CONTIGUOUS, order, ranks=3) == [4 * row, 4 * row, 0]
+    assert ranks.everywhere(sent, Dense(), 48, CONTIGUOUS, RING, ranks=3) == [2 * 16 * row] * 3
+    assert ranks.everywhere(sent, Dilated((16,), (2,)), 48, CONTIGUOUS, LOCAL, ranks=3) == [0] * 3

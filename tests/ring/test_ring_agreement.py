@@ -1,4 +1,4 @@
-"""Ranks that do not ask for the same, or that know different things: nobody waits, and all decide alike."""
+"""Ranks with different arguments or different stored decisions: no rank waits, and all make the same decision."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def call(
     settings: dict[str, str] | None = None,
     **options: Any,
 ) -> tuple[int, ...]:
-    """A job: the shape of what comes out."""
+    """A job: the shape of the result."""
     os.environ.update(settings or {})
     q, k, v = (torch.ones(shape, dtype=dtype, requires_grad=grads) for _ in range(3))
     out: Tensor = attend(q, k, v, mesh=Sharded(ring_ranks.group(), kind), **options)
     return tuple(out.shape)
 
 
-def called(ranks: Ranks, *asked: dict[str, Any]) -> list[Any]:
-    """What the ranks return or raise, each with its own arguments."""
-    return ranks.outcomes(_call, [(each,) for each in asked])
+def called(ranks: Ranks, *arguments: dict[str, Any]) -> list[Any]:
+    """The result or error of each rank, called with its own arguments."""
+    return ranks.outcomes(_call, [(each,) for each in arguments])
 
 
-def _call(asked: dict[str, Any]) -> tuple[int, ...]:
-    return call(**asked)
+def _call(arguments: dict[str, Any]) -> tuple[int, ...]:
+    return call(**arguments)
 
 
 def works(ranks: Ranks) -> bool:
     return called(ranks, *[{}] * SIZE) == [(2, 12, 4, 8)] * SIZE
 
 
-# --- who asks for what ------------------------------------------------------------------------------------------------
+# --- different arguments ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ({"shape": (3, 12, 4, 8)}, "batch: 2 on ranks 0, 2, 3 on rank 1"),
         ({"shape": (2, 12, 6, 8)}, "heads: 4 on ranks 0, 2, 6 on rank 1"),
@@ -77,15 +77,15 @@ def works(ranks: Ranks) -> bool:
     ],
     ids=str,
 )
-def test_ranks_that_ask_for_different_things(ranks: Ranks, other: dict[str, Any], told: str, set_mode: Any) -> None:
+def test_ranks_with_different_arguments(ranks: Ranks, other: dict[str, Any], message: str, set_mode: Any) -> None:
     set_mode("off")
     for error in called(ranks, {}, other, {}):
         assert isinstance(error, GroupMismatch)
-        assert told in str(error)
+        assert message in str(error)
     assert works(ranks)
 
 
-def test_everything_that_differs_is_told(ranks: Ranks) -> None:
+def test_the_error_names_every_argument_that_differs(ranks: Ranks) -> None:
     found = called(ranks, {"is_causal": True}, {"shape": (2, 12, 2, 8)}, {"dtype": torch.bfloat16, "grads": True})
     assert len({str(error) for error in found}) == 1
     assert {line.split(":")[0].strip() for line in str(found[0]).splitlines()[1:]} >= {
@@ -93,7 +93,7 @@ def test_everything_that_differs_is_told(ranks: Ranks) -> None:
     }
 
 
-def test_different_budgets_would_end_trials_at_different_times(ranks: Ranks) -> None:
+def test_different_budgets_are_refused(ranks: Ranks) -> None:
     for error in called(ranks, {}, {}, {"settings": {"ATTN_DISPATCH_BUDGET_MS": "70"}}):
         assert isinstance(error, GroupMismatch)
         assert "budget_ms: 0.0 on ranks 0, 1, 70.0 on rank 2" in str(error)
@@ -101,7 +101,7 @@ def test_different_budgets_would_end_trials_at_different_times(ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"shape": (2, 12, 4)}, "q must have 4 axes"),
         ({"order": "hilbert"}, "order must be None or one of"),
@@ -115,10 +115,10 @@ def test_different_budgets_would_end_trials_at_different_times(ranks: Ranks) -> 
     ],
     ids=str,
 )
-def test_a_wrong_argument_on_one_rank(ranks: Ranks, wrong: dict[str, Any], told: str) -> None:
+def test_a_wrong_argument_on_one_rank(ranks: Ranks, wrong: dict[str, Any], message: str) -> None:
     first, second, third = called(ranks, {}, {}, wrong)
     assert isinstance(third, InvalidInput)
-    assert told in str(third)
+    assert message in str(third)
     for error in (first, second):
         assert isinstance(error, GroupMismatch)
         assert f"rank 2: InvalidInput: {third}"[:60] in str(error)
@@ -130,7 +130,7 @@ def put_together(shape: tuple[int, ...], dtype: torch.dtype, kind: str, dim: int
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (((3, 5), torch.float32, "contiguous", 1), "shape: [2, None] on ranks 0, 2, [3, None] on rank 1"),
         (((2, 5), torch.float64, "contiguous", 1), "dtype: torch.float32 on ranks 0, 2, torch.float64 on rank 1"),
@@ -139,18 +139,18 @@ def put_together(shape: tuple[int, ...], dtype: torch.dtype, kind: str, dim: int
     ],
     ids=str,
 )
-def test_shards_that_are_not_alike(ranks: Ranks, other: tuple[Any, ...], told: str) -> None:
+def test_shards_of_different_kinds(ranks: Ranks, other: tuple[Any, ...], message: str) -> None:
     right = ((2, 4), torch.float32, "contiguous", 1)
     first, second, third = ranks.outcomes(put_together, [right, other, right])
     for error in (first, third):
         assert isinstance(error, GroupMismatch)
-        assert told in str(error)
-    assert isinstance(second, InvalidInput if "InvalidInput" in told else GroupMismatch)
+        assert message in str(error)
+    assert isinstance(second, InvalidInput if "InvalidInput" in message else GroupMismatch)
     assert ranks.everywhere(put_together, *right, ranks=SIZE) == [(2, 12)] * SIZE
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "told"),
+    ("arguments", "kind", "message"),
     [
         ({"order": "ulysses"}, NoBackend, "ulysses: 4 heads and 4 key heads do not come out even over 3 ranks"),
         ({"order": "local"}, NoBackend, "local: rank 0 sees 96 key rows of other ranks"),
@@ -161,18 +161,18 @@ def test_shards_that_are_not_alike(ranks: Ranks, other: tuple[Any, ...], told: s
     ],
     ids=str,
 )
-def test_what_no_rank_can_do(ranks: Ranks, asked: dict[str, Any], kind: type[AttnDispatchError], told: str) -> None:
-    found = called(ranks, *[asked] * SIZE)
+def test_no_rank_can_run(ranks: Ranks, arguments: dict[str, Any], kind: type[AttnDispatchError], message: str) -> None:
+    found = called(ranks, *[arguments] * SIZE)
     assert {type(error) for error in found} == {kind}
-    assert all(told in str(error) for error in found)
+    assert all(message in str(error) for error in found)
     assert works(ranks)
 
 
-# --- ranks that know different things ---------------------------------------------------------------------------------
+# --- different decisions ----------------------------------------------------------------------------------------------
 
 
 def decided(settings: dict[str, str], change: Callable[[], object]) -> dict[str, Any]:
-    """A job: the explanation of a call by what this rank then has on disk. `change`: what is done to that before."""
+    """A job: the explanation of a call, from the decisions on disk. `change` may change these before."""
     os.environ.update(settings)
     change()
     mesh = ring_ranks.group()
@@ -182,7 +182,7 @@ def decided(settings: dict[str, str], change: Callable[[], object]) -> dict[str,
 
 
 def lose_all() -> None:
-    """As on a host that is new."""
+    """As on a new host."""
     ring_ranks.forget()
     shutil.rmtree(cache_folder())
 
@@ -193,7 +193,7 @@ def lose_memory() -> None:
 
 
 def put_aside() -> None:
-    time.sleep(1.0)  # what is measured within one second is equally old
+    time.sleep(1.0)  # times of decisions are in whole seconds
     ring_ranks.forget()
     cache_folder().rename(_aside())
 
@@ -212,8 +212,10 @@ LOCKED = {"ATTN_DISPATCH_MODE": "locked"}
 
 @pytest.mark.parametrize("cold", [(0,), (1, 2), (0, 2)])
 @pytest.mark.parametrize("change", [lose_all, lose_memory])
-def test_who_knows_tells_the_others(ranks: Ranks, cold: tuple[int, ...], change: Callable[[], object]) -> None:
-    """Nothing is measured again: locked mode would raise."""
+def test_a_rank_with_a_decision_sends_it_to_the_others(
+    ranks: Ranks, cold: tuple[int, ...], change: Callable[[], object]
+) -> None:
+    """Without a new trial: locked mode would raise."""
     first = ranks.everywhere(decided, {}, nothing, ranks=SIZE)
     assert first[0]["source"] == "measured"
     assert first == [first[0]] * SIZE
@@ -221,8 +223,7 @@ def test_who_knows_tells_the_others(ranks: Ranks, cold: tuple[int, ...], change:
     assert ranks.each(decided, then) == first
 
 
-def test_ranks_that_know_different_decisions_go_by_one(ranks: Ranks) -> None:
-    """The latest, which all keep from then on."""
+def test_the_latest_of_different_decisions_is_taken_and_stored_by_all(ranks: Ranks) -> None:
     first = ranks.everywhere(decided, {}, nothing, ranks=SIZE)
     second = ranks.everywhere(decided, {}, put_aside, ranks=SIZE)
     assert second != first

@@ -1,4 +1,4 @@
-"""Rows and pairs counted by arithmetic, against what is exchanged and against the pattern's own definition."""
+"""Rows and pairs counted by arithmetic, against the listed rows and the pattern's definition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.ring.plan.counts import MOST_CELLS, counts_of
+from attn_dispatch.ring.plan.counts import MOST_CELLS, count_layout
 from attn_dispatch.ring.rows.layout import KINDS, Layout, deal
 from attn_dispatch.ring.rows.traffic import traffic_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -63,9 +63,9 @@ def problems(draw: st.DrawFn) -> tuple[Pattern, Layout, int, int]:
 
 @given(problems())
 @settings(max_examples=150, deadline=None)
-def test_what_is_counted_is_what_is_sent(problem: tuple[Pattern, Layout, int, int]) -> None:
+def test_counted_rows_are_the_listed_rows(problem: tuple[Pattern, Layout, int, int]) -> None:
     pattern, layout, heads, kv_heads = problem
-    counts = counts_of(pattern, layout, heads, kv_heads)
+    counts = count_layout(pattern, layout, heads, kv_heads)
     for rank in range(layout.ranks):
         traffic = traffic_of(pattern, layout, heads, kv_heads, rank, CPU)
         received = {peer: sum(rows.count for rows in each) for peer, each in traffic.receives.items()}
@@ -81,7 +81,7 @@ def test_pairs_are_those_of_the_definition(problem: tuple[Pattern, Layout, int, 
     pattern, layout, heads, kv_heads = problem
     seen = pattern.multiplicity(layout.tokens, heads=heads).expand(heads, -1, -1).sum(0)
     at = [torch.cat([torch.arange(c.start, c.stop) for c in chunks]) for chunks in layout.chunks]
-    found = counts_of(pattern, layout, heads, kv_heads).pairs
+    found = count_layout(pattern, layout, heads, kv_heads).pairs
     assert found == tuple(tuple(int(seen[q][:, k].sum()) for k in at) for q in at)
 
 
@@ -93,20 +93,20 @@ COPRIME = Dilated((2**29,) * 5, (3, 5, 7, 11, 13))
 def test_half_a_billion_tokens_over_64_ranks(pattern: Pattern, heads: tuple[int, int]) -> None:
     """Seconds: at one entry per token this would take minutes, or all memory."""
     tokens, ranks = 2**29, 64
-    counts = counts_of(pattern, Layout(deal(tokens, ranks), "zigzag"), *heads)
-    whole = counts_of(pattern, Layout((tokens,)), *heads)
+    counts = count_layout(pattern, Layout(deal(tokens, ranks), "zigzag"), *heads)
+    whole = count_layout(pattern, Layout((tokens,)), *heads)
     assert sum(map(sum, counts.pairs)) == whole.pairs[0][0]
     if isinstance(pattern, Dense):
         assert whole.pairs[0][0] == heads[0] * tokens * (tokens + 1) // 2
-        # Early and late parts in turn: whoever has the last needs all others' keys.
+        # Zigzag: rank 0 has the last chunk, whose queries see all keys.
         assert counts.received(0) == heads[1] * (tokens - tokens // ranks)
     else:
         assert 0 < max(map(counts.received, range(ranks))) < heads[1] * tokens
 
 
-def test_what_cannot_be_counted() -> None:
+def test_patterns_that_cannot_be_counted() -> None:
     grid = Neighborhood((MOST_CELLS + 1,), (3,))
     with pytest.raises(InvalidInput, match="grid must have at most"):
-        counts_of(grid, Layout(deal(MOST_CELLS + 1, 2)), 1, 1)
+        count_layout(grid, Layout(deal(MOST_CELLS + 1, 2)), 1, 1)
     with pytest.raises(InvalidInput, match="natural order"):
-        counts_of(Reordered(Neighborhood((8, 8), (3,)), "hilbert"), Layout((32, 32)), 1, 1)
+        count_layout(Reordered(Neighborhood((8, 8), (3,)), "hilbert"), Layout((32, 32)), 1, 1)

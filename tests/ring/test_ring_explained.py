@@ -1,4 +1,4 @@
-"""What is decided for a call over many ranks, and what `explain` says of it."""
+"""Decisions for calls over many ranks, and what `explain` reports of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.usefixtures("little_time")
 
 
 def decided(forget: bool) -> tuple[str, str]:
-    """The order that was taken, and where it came from."""
+    """The order and the source of the decision."""
     if forget:
         ring_ranks.forget()
     mesh = ring_ranks.group()
-    mine = part(mesh)
-    attend(*mine, is_causal=True, mesh=mesh)
-    found = explain(*mine, is_causal=True, mesh=mesh)
+    tensors = part(mesh)
+    attend(*tensors, is_causal=True, mesh=mesh)
+    found = explain(*tensors, is_causal=True, mesh=mesh)
     assert found.choice == "ring"
     return str(found.order), found.source
 
 
 def explained(order: str) -> tuple[str, str]:
-    """What is said of a forced exchange before anything was run."""
+    """The order and source that `explain` reports of a forced exchange before any call, or its error."""
     ring_ranks.forget()
     mesh = ring_ranks.group()
     try:
@@ -49,7 +49,7 @@ def test_a_forced_exchange_is_explained(ranks: Ranks, set_mode: Any) -> None:
 
 
 def explained_shorter() -> str:
-    """After a call whose segments lie in shards, of one whose segment does not."""
+    """The order of a call whose segment is not in one shard, after a call whose segments are."""
     mesh = ring_ranks.group()
     attend(*part(mesh, 16), Dilated((8,), (1,)), mesh=mesh)
     return str(explain(*part(mesh, 8), Dilated((8,), (1,)), mesh=mesh).order)
@@ -60,7 +60,7 @@ def test_other_lengths_are_explained_anew(ranks: Ranks, set_mode: Any) -> None:
     assert LOCAL not in ranks.everywhere(explained_shorter, ranks=2)
 
 
-def test_measured_once_and_kept(ranks: Ranks, set_mode: Any) -> None:
+def test_a_decision_is_measured_once_and_stored(ranks: Ranks, set_mode: Any) -> None:
     found = set(ranks.everywhere(decided, False, ranks=2))
     assert len(found) == 1
     assert found.pop()[1] == "measured"

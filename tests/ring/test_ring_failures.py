@@ -1,4 +1,4 @@
-"""Ranks that fail, in a trial, a call or a backward pass: nobody waits, and nobody trusts what they leave undone."""
+"""Ranks that fail in a trial, a call or a backward pass: no other rank waits or uses incomplete gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from attn_dispatch import attend, explain, shard
 from attn_dispatch.decisions import decide as decisions
 from attn_dispatch.decisions.explanation import CandidateReport
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.ring.engine.passes import RingCall, Step
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import Step
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense
 from tests.support import ring_ranks
@@ -30,7 +31,7 @@ SIZE = 3
 
 @contextmanager
 def planted(fault: Callable[[], object]) -> Iterator[None]:
-    """Do this wherever this rank works on rows of several others at once."""
+    """Call `fault` before each step on rows of several other ranks."""
     forward = RingCall._forward_step
 
     def faulty(self: RingCall, step: Step, *args: Any) -> None:
@@ -45,7 +46,7 @@ def planted(fault: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def planted_early(fault: Callable[[], object], name: str = "_forward_step") -> Iterator[None]:
-    """Do this instead of all work, from the first step on, while rows are still to be sent."""
+    """Call `fault` instead of each step, the first included, while rows are still to be sent."""
     with pytest.MonkeyPatch.context() as patch:
         if fault is not nothing:
             patch.setattr(RingCall, name, lambda *_: fault())
@@ -54,7 +55,7 @@ def planted_early(fault: Callable[[], object], name: str = "_forward_step") -> I
 
 @contextmanager
 def planted_alone(fault: Callable[[], object]) -> Iterator[None]:
-    """Do this wherever this rank attends to whole sequences."""
+    """Call `fault` before each call of a rank on the whole sequence of some heads."""
     decide = decisions.decide
 
     def faulty(problem: Any) -> Any:
@@ -83,7 +84,7 @@ def is_slow() -> None:
 
 
 def tried(fault: Callable[[], object], plant: Any = planted) -> tuple[str, dict[str, CandidateReport], bool]:
-    """A job: what is chosen in a trial, the rows by order, and whether the call is right."""
+    """A job: the choice of a trial, its rows by order, and whether the result is right."""
     mesh = ring_ranks.group()
     with plant(fault):
         out = attend(*part(mesh), mesh=mesh)
@@ -115,7 +116,7 @@ def test_a_candidate_that_fails_everywhere_leaves_the_others(ranks: Ranks) -> No
         assert all(f"rank {rank}: ValueError: planted" in rows[GATHER].reason for rank in range(SIZE))
 
 
-def test_heads_that_fail_on_one_rank_are_ruled_out_on_all(ranks: Ranks) -> None:
+def test_ulysses_that_fails_on_one_rank_is_ruled_out_on_all(ranks: Ranks) -> None:
     for order, rows, right in ranks.each(tried, [(nothing, planted_alone), (raises, planted_alone)]):
         assert order in (RING, GATHER)
         assert right
@@ -133,7 +134,7 @@ def test_the_slowest_rank_counts(ranks: Ranks) -> None:
 
 
 def failing(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
-    """A job: what a call raises while something fails, if anything, and whether the next one is right."""
+    """A job: the error of a call with the fault, if any, and whether the next call is right."""
     mesh, error = ring_ranks.group(), None
     attend(*part(mesh), mesh=mesh, order=order)
     with plant(fault):
@@ -149,7 +150,7 @@ def failing(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, b
     [(raises, GATHER, planted), (no_memory, RING, planted_early)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
+def test_a_kernel_that_fails_on_one_rank_stops_no_other_rank(
     ranks: Ranks, fault: Callable[[], object], order: str, plant: Any, set_mode: Any
 ) -> None:
     set_mode("off")
@@ -161,7 +162,7 @@ def test_a_kernel_that_fails_on_one_rank_leaves_nobody_waiting(
 
 
 def failing_in_training(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
-    """A job: what a forward pass raises where gradients are needed, and whether the next call is right."""
+    """A job: the error of a forward pass with gradients, and whether the next call is right."""
     mesh, error = ring_ranks.group(), None
     attend(*part(mesh, grads="qkv"), mesh=mesh, order=order)
     with plant(fault):
@@ -173,7 +174,7 @@ def failing_in_training(fault: Callable[[], object], order: str, plant: Any) -> 
 
 
 @pytest.mark.parametrize(("order", "plant"), [(RING, planted_early), (ULYSSES, planted_alone)], ids=["ring", "ulysses"])
-def test_nobody_goes_on_to_a_backward_pass_without_a_rank(ranks: Ranks, order: str, plant: Any, set_mode: Any) -> None:
+def test_no_backward_pass_after_a_rank_has_failed(ranks: Ranks, order: str, plant: Any, set_mode: Any) -> None:
     set_mode("off")
     found = ranks.each(failing_in_training, [(nothing, order, plant), (raises, order, plant)])
     assert [right for _, right in found] == [True] * 2
@@ -182,29 +183,29 @@ def test_nobody_goes_on_to_a_backward_pass_without_a_rank(ranks: Ranks, order: s
 
 
 def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, bool, bool]:
-    """A job: what a backward pass raises, whether it gave gradients, and whether the next call is right."""
-    mesh, mine, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
-    out = attend(*mine, mesh=mesh, order=order)
+    """A job: the error of a backward pass, whether it gave gradients, and whether the next call is right."""
+    mesh, local, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
+    out = attend(*local, mesh=mesh, order=order)
     with planted_early(fault, "_backward_step"):
         try:
             out.sum().backward()
         except (ValueError, BackendFailed) as raised:
             error = str(raised)
-    return error, any(x.grad is not None for x in mine), _right(attend(*part(mesh), mesh=mesh, order=order))
+    return error, any(x.grad is not None for x in local), _right(attend(*part(mesh), mesh=mesh, order=order))
 
 
 @pytest.mark.parametrize("order", [RING, GATHER])
-def test_a_backward_pass_that_fails_on_one_rank_leaves_no_gradients_to_trust(
+def test_a_backward_pass_that_fails_on_one_rank_gives_no_gradients_on_any(
     ranks: Ranks, order: str, set_mode: Any
 ) -> None:
-    """Keys of other ranks lack what the queries of the one that failed make of them."""
+    """Gradients of other ranks' keys would lack the part of the failed rank's queries."""
     set_mode("off")
     others = ("rank 1 of the mesh failed in this call, and gradients need every rank", False, True)
     expected = [others, ("planted", False, True), others]
     assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
 
 
-def test_heads_that_fail_on_one_rank_leave_nobody_waiting(ranks: Ranks, set_mode: Any) -> None:
+def test_ulysses_that_fails_on_one_rank_stops_no_other_rank(ranks: Ranks, set_mode: Any) -> None:
     set_mode("off")
     found = ranks.each(failing, [(nothing, ULYSSES, planted_alone), (raises, ULYSSES, planted_alone)])
     assert [right for _, right in found] == [True] * 2

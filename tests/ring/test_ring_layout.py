@@ -1,4 +1,4 @@
-"""Who holds what of a sequence, which rows go where, and what is made of them: all without any process."""
+"""Layouts, rows to send and receive, and parts, without processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.ring.engine.parts import SOLVERS, Part, Source
-from attn_dispatch.ring.engine.passes import steps_of
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.needs import kv_classes, seen_by
 from attn_dispatch.ring.rows.traffic import Traffic, positions_of, traffic_of
@@ -63,15 +63,15 @@ def layouts(tokens: int) -> tuple[Layout, ...]:
 
 
 def problem_of(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> Problem:
-    """With an entry of a head for each token."""
+    """A problem with head_dim >= tokens, for `_add`."""
     shape = 1, tokens, heads, -(-tokens // 16) * 16
     return Case("", pattern, shape, kv_heads=kv_heads).problem(torch.float32, needs_grad=False)
 
 
 def needed(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int) -> Tensor:
     """Bool [kv_heads, tokens]: the key rows that this rank's queries see, from the definition."""
-    mine = positions_of(layout, rank)
-    counts = pattern.multiplicity(layout.tokens, heads=heads, q_pos=mine)
+    own = positions_of(layout, rank)
+    counts = pattern.multiplicity(layout.tokens, heads=heads, q_pos=own)
     return (counts > 0).any(1).view(kv_heads, heads // kv_heads, layout.tokens).any(1)
 
 
@@ -80,7 +80,7 @@ def needed(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: in
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(4, 4, 4), (5, 1, 2, 7), (1, 1), (3,)], ids=str)
-def test_every_token_lies_on_one_rank(kind: str, lengths: tuple[int, ...]) -> None:
+def test_every_token_is_on_one_rank(kind: str, lengths: tuple[int, ...]) -> None:
     layout = Layout(lengths, kind)
     found = [positions_of(layout, rank) for rank in range(layout.ranks)]
     assert [len(positions) for positions in found] == list(lengths)
@@ -88,7 +88,7 @@ def test_every_token_lies_on_one_rank(kind: str, lengths: tuple[int, ...]) -> No
     assert all(bool((positions.diff() > 0).all()) for positions in found)
 
 
-def test_where_the_parts_lie() -> None:
+def test_chunks_of_layouts() -> None:
     assert Layout((3, 2), CONTIGUOUS).chunks == ((range(3),), (range(3, 5),))
     assert Layout((4, 3, 1), ZIGZAG).chunks == (
         (range(2), range(6, 8)),
@@ -99,7 +99,7 @@ def test_where_the_parts_lie() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
 @pytest.mark.parametrize("tokens", [2**12, 2**12 + 77])
-def test_zigzag_shares_causal_work_out_evenly(ranks: int, tokens: int) -> None:
+def test_zigzag_balances_causal_pairs(ranks: int, tokens: int) -> None:
     def most_over_mean(kind: str) -> float:
         layout = Layout(deal(tokens, ranks), kind)
         pairs = [int((positions_of(layout, rank) + 1).sum()) for rank in range(ranks)]
@@ -110,7 +110,7 @@ def test_zigzag_shares_causal_work_out_evenly(ranks: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "lengths"),
+    ("arguments", "lengths"),
     [
         ((10, 4), (3, 3, 2, 2)),
         ((12, 3, (1, 2, 1)), (3, 6, 3)),
@@ -121,12 +121,12 @@ def test_zigzag_shares_causal_work_out_evenly(ranks: int, tokens: int) -> None:
         ((5, 1), (5,)),
     ],
 )
-def test_deal(asked: tuple[Any, ...], lengths: tuple[int, ...]) -> None:
-    assert deal(*asked) == lengths
+def test_deal(arguments: tuple[Any, ...], lengths: tuple[int, ...]) -> None:
+    assert deal(*arguments) == lengths
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("arguments", "message"),
     [
         ((2, 3), "2 tokens over 3 ranks leave rank 2 none"),
         ((63, 8, None, 16), "63 tokens over 8 ranks in multiples of 16 leave rank 3 none"),
@@ -138,18 +138,16 @@ def test_deal(asked: tuple[Any, ...], lengths: tuple[int, ...]) -> None:
         ((10, 2, (1, float("nan"))), "weights must be"),
     ],
 )
-def test_what_cannot_be_dealt_out(asked: tuple[Any, ...], message: str) -> None:
+def test_deal_refuses(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        deal(*asked)
+        deal(*arguments)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("pattern", "tokens", "heads", "kv_heads"), SHARED, ids=IDS)
-def test_rows_that_are_seen_are_found_without_looking_at_pairs(
-    pattern: Pattern, tokens: int, heads: int, kv_heads: int
-) -> None:
+def test_seen_rows_are_those_of_the_definition(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> None:
     classes = kv_classes(pattern, heads, kv_heads)
     assert sorted(head for members, _ in classes for head in members) == list(range(kv_heads))
     for layout in layouts(tokens):
@@ -161,23 +159,23 @@ def test_rows_that_are_seen_are_found_without_looking_at_pairs(
 
 
 @pytest.mark.parametrize(("pattern", "tokens", "heads", "kv_heads"), SHARED, ids=IDS)
-def test_each_row_that_is_needed_is_shipped_once_and_no_other(
+def test_each_needed_row_is_received_once_and_no_other(
     pattern: Pattern, tokens: int, heads: int, kv_heads: int
 ) -> None:
     for layout in layouts(tokens):
         traffic = [traffic_of(pattern, layout, heads, kv_heads, rank) for rank in range(layout.ranks)]
         for rank, each in enumerate(traffic):
-            shipped = torch.zeros(kv_heads, tokens, dtype=torch.int64)
+            received = torch.zeros(kv_heads, tokens, dtype=torch.int64)
             for rows in (rows for peer in each.receives.values() for rows in peer):
                 for head in rows.heads:
-                    shipped[head] += torch.bincount(rows.positions, minlength=tokens)
+                    received[head] += torch.bincount(rows.positions, minlength=tokens)
             expected = needed(pattern, layout, heads, kv_heads, rank).long()
             expected[:, each.own] = 0
-            assert torch.equal(shipped, expected)
+            assert torch.equal(received, expected)
 
 
 @pytest.mark.parametrize(("pattern", "tokens", "heads", "kv_heads"), SHARED, ids=IDS)
-def test_what_one_sends_is_what_the_other_expects(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> None:
+def test_sent_rows_are_those_that_are_received(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> None:
     for layout in layouts(tokens):
         traffic = [traffic_of(pattern, layout, heads, kv_heads, rank) for rank in range(layout.ranks)]
         for sender, receiver in product(range(layout.ranks), repeat=2):
@@ -188,14 +186,14 @@ def test_what_one_sends_is_what_the_other_expects(pattern: Pattern, tokens: int,
 
 
 def _message(traffic: Traffic, peer: int, sends: bool) -> list[tuple[range, list[int]]]:
-    """Heads and positions, in the order in which they go over the wire."""
+    """Heads and positions, in the order of the message."""
     rows = (traffic.sends if sends else traffic.receives).get(peer, ())
     assert all(each.count for each in rows)
     return [(each.heads, each.positions.tolist()) for each in rows]
 
 
-def test_key_heads_that_see_the_same_go_together() -> None:
-    """Heads 0 and 4, and their like: with more rates than heads could tell apart, fewer and longer messages."""
+def test_key_heads_that_see_the_same_rows_are_one_class() -> None:
+    """Heads 0 and 4 have one offset, and so on: one message instead of two."""
     members = [heads for heads, _ in kv_classes(Dilated((32,), (4,)), 8, 8)]
     assert members == [range(0, 8, 4), range(1, 8, 4), range(2, 8, 4), range(3, 8, 4)]
     assert [heads for heads, _ in kv_classes(Dense(True), 8, 2)] == [range(2)]
@@ -209,12 +207,12 @@ def test_parts_add_up_to_the_definition(pattern: Pattern, tokens: int, heads: in
     problem = problem_of(pattern, tokens, heads, kv_heads)
     for layout, exchange in zip(layouts(tokens), (RING, GATHER, GATHER, RING, RING, GATHER)):
         for rank in range(layout.ranks):
-            mine = positions_of(layout, rank)
-            found = torch.zeros(heads, len(mine), tokens, dtype=torch.int32)
+            own = positions_of(layout, rank)
+            found = torch.zeros(heads, len(own), tokens, dtype=torch.int32)
             for step in steps_of(problem, layout, rank, exchange):
                 for part in step.parts:
                     _add(found, part, step.sources[part.source])
-            assert torch.equal(found, pattern.multiplicity(tokens, heads=heads, q_pos=mine))
+            assert torch.equal(found, pattern.multiplicity(tokens, heads=heads, q_pos=own))
 
 
 @crossed(
@@ -230,7 +228,7 @@ def test_blocks_add_up_to_the_definition(case: tuple[Pattern, int, int, int], ro
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_message_is_a_small_part_of_a_shard(kind: str) -> None:
-    """Between two ranks there are as many on both sides, however unequal the shards are."""
+    """Sender and receiver have equal numbers of messages, also with unequal shards."""
     problem = problem_of(Dense(True), 256, 2, 2)
     layout = Layout(deal(256, 3, (1.0, 4.0, 3.0)), kind)
     with blocks_of(4):
@@ -246,16 +244,16 @@ def test_every_message_is_a_small_part_of_a_shard(kind: str) -> None:
 
 
 def _add(found: Tensor, part: Part, source: Source) -> None:
-    """How often each of a part's queries sees each key, added to [heads, rows of the shard, tokens].
+    """Add the number of times that each query of a part sees each key to `found` [heads, rows of the shard, tokens].
 
-    It is asked of the part itself: with scores of 0 and a v that tells keys apart, out is the counts over their sum.
+    The part computes it: with scores of 0 and a unit vector of v for each key, out is the counts over their sum.
     """
     heads, rows = torch.arange(found.shape[0])[part.heads], torch.arange(found.shape[1])[part.rows]
-    keys, asked = source.positions[part.keys], part.problem
-    assert (asked.heads, asked.q_len, asked.k_len) == (len(heads), len(rows), len(keys))
-    q = torch.zeros(1, len(rows), len(heads), asked.head_dim)
-    k = torch.zeros(1, len(keys), asked.kv_heads, asked.head_dim)
-    v = torch.eye(asked.head_dim)[keys][None, :, None].expand(k.shape).contiguous()
+    keys, problem = source.positions[part.keys], part.problem
+    assert (problem.heads, problem.q_len, problem.k_len) == (len(heads), len(rows), len(keys))
+    q = torch.zeros(1, len(rows), len(heads), problem.head_dim)
+    k = torch.zeros(1, len(keys), problem.kv_heads, problem.head_dim)
+    v = torch.eye(problem.head_dim)[keys][None, :, None].expand(k.shape).contiguous()
     out, lse = part.call(None).forward(q, k, v)
     counts = out * lse.transpose(1, 2).exp()[..., None]
     assert (counts - counts.round()).abs().max() < 1e-2
@@ -263,8 +261,8 @@ def _add(found: Tensor, part: Part, source: Source) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_runs_stay_patterns_that_kernels_know(kind: str) -> None:
-    """Nothing of a causal sequence goes row by row, and no part is larger than what is seen by half."""
+def test_parts_of_runs_are_slices_with_dense_patterns(kind: str) -> None:
+    """No part of a causal sequence is computed by position, and all parts together have few pairs that are not seen."""
     problem = problem_of(Dense(True), 256, 2, 2)
     layout = Layout(deal(256, 4), kind)
     pairs = 0
@@ -276,6 +274,6 @@ def test_runs_stay_patterns_that_kernels_know(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({name for names in SOLVERS.values() for name in names}))
-def test_whoever_solves_parts_can_be_given_the_results_of_the_whole(name: str) -> None:
+def test_every_solver_has_partial(name: str) -> None:
     backend: Any = registry.load(name)
     assert callable(backend.partial)

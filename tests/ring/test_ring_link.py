@@ -1,4 +1,4 @@
-"""Groups that end: a group that was destroyed is held by nobody."""
+"""Process groups that were destroyed are not referenced any more."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ import atexit, sys, weakref
 import torch
 import torch.distributed as dist
 
-atexit.register(lambda: print(int(group() is not None)))  # called last: what is registered later goes first
+atexit.register(lambda: print(int(group() is not None)))  # called last: functions run in reverse order of registration
 from attn_dispatch import shard
 
 dist.init_process_group("gloo", f"file://{sys.argv[1]}/0", rank=0, world_size=1)
@@ -65,7 +65,7 @@ dist.destroy_process_group()
 """
 
 
-def test_none_is_held_when_a_process_ends(tmp_path: Path) -> None:
-    """A group's threads that come back to a Python that is gone end the process by SIGABRT."""
+def test_no_group_is_referenced_when_a_process_ends(tmp_path: Path) -> None:
+    """Threads of a group that return to Python after its end abort the process (SIGABRT)."""
     command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
     assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout == "0\n"

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or stay away: every other one is told within the time-out, and told again if it goes on."""
+"""Ranks that die, hang or make no call: every other rank raises RankLost within the time-out, at each further call."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from attn_dispatch.spec.orders import GATHER, RING
 from tests.support import ring_ranks
 from tests.support.pairwise import thinned
 from tests.support.ring_calls import part, tensors
-from tests.support.ring_ranks import Gone, Ranks
+from tests.support.ring_ranks import Exited, Ranks
 
 TIMEOUT_S = 3.0  #: of the process group
 
 
 @pytest.fixture
 def three(set_mode: Callable[[str], None]) -> Iterator[Ranks]:
-    """Processes of this test's own, the last of which is lost."""
+    """Processes for one test; the last one is lost in it."""
     set_mode("off")
     made = Ranks(3, TIMEOUT_S)
     try:
@@ -37,16 +37,16 @@ def three(set_mode: Callable[[str], None]) -> Iterator[Ranks]:
 
 
 def warmed() -> None:
-    """A job: what a first call loads, before anybody waits for anybody."""
+    """A job: load everything that a first call loads, before ranks wait for one another."""
     attend(*tensors())
     spread_of(ring_ranks.group())
 
 
 def survived(fault: int, passing: str, order: str | None) -> list[tuple[str, float]]:
-    """A job: what two calls raise, and after how many seconds, while the last rank sends itself a signal.
+    """A job: the errors of two calls, with their seconds, while the last rank sends itself a signal.
 
     Args:
-        passing: in which pass, "forward" or "backward", amid the exchange.
+        passing: the pass in which the signal is sent, "forward" or "backward".
     """
     mesh = Sharded(ring_ranks.group(), "zigzag")
     attend(*part(mesh, grads="q"), mesh=mesh, order=order).sum().backward()
@@ -63,7 +63,7 @@ def survived(fault: int, passing: str, order: str | None) -> list[tuple[str, flo
 
 
 def _signalled(fault: int, passing: str) -> None:
-    """From now on the last rank gets a signal where it works on rows of others."""
+    """From now on the last rank sends itself a signal when it computes on rows of other ranks."""
     if ring_ranks.rank() < 2:
         return
     name = f"_{passing}_step"
@@ -88,18 +88,18 @@ def _signalled(fault: int, passing: str) -> None:
     3,
     str,
 )
-def test_a_rank_that_is_lost_amid_a_call(three: Ranks, fault: int, passing: str, order: str) -> None:
+def test_a_rank_that_is_lost_during_a_call(three: Ranks, fault: int, passing: str, order: str) -> None:
     killed = fault == signal.SIGKILL
     found = three.outcomes(survived, [(fault, passing, order)] * 3, but=[] if killed else [2])
-    assert found[2] == (Gone(-signal.SIGKILL, "") if killed else None)
+    assert found[2] == (Exited(-signal.SIGKILL, "") if killed else None)
     for first, second in found[:2]:
-        for told, seconds in (first, second):
-            assert "a rank of the mesh is gone, or did not answer in time" in told
+        for error, seconds in (first, second):
+            assert "a rank of the mesh is gone, or did not answer in time" in error
             assert seconds < TIMEOUT_S + 10  # far from the minutes that a process group waits by default
 
 
 def absent(away: bool, job: Callable[[], object]) -> str:
-    """A job: what a collective raises where the last rank does something else."""
+    """A job: the error of a collective in which the last rank does not take part."""
     mesh = ring_ranks.group()
     attend(*part(mesh), mesh=mesh)
     if away:
@@ -119,6 +119,6 @@ def gathering() -> object:
 
 
 @thinned("job", [attending, gathering], 2)
-def test_a_rank_that_stays_away(three: Ranks, job: Callable[[], object]) -> None:
+def test_a_rank_that_does_not_take_part(three: Ranks, job: Callable[[], object]) -> None:
     found = three.each(absent, [(False, job), (False, job), (True, job)])
-    assert all("did not answer in time" in told for told in found[:2])
+    assert all("did not answer in time" in error for error in found[:2])

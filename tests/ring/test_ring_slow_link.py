@@ -1,4 +1,4 @@
-"""A ring over a link that is held back: in a network namespace of its own, where one can be made."""
+"""A ring over a rate-limited link, in a network namespace; skipped where that needs more rights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.lib.ring_overlap import slowed
 BYTES_PER_S = 2e6
 
 
-def why_not() -> str:
+def skip_reason() -> str:
     missing = [name for name in ("unshare", "tc", "ip") if shutil.which(name) is None]
     if missing:
         return f"there is no {', '.join(missing)}"
@@ -24,11 +24,11 @@ def why_not() -> str:
 
 @pytest.mark.full
 def test_a_slow_link_changes_nothing_but_time() -> None:
-    reason = why_not()
+    reason = skip_reason()
     if reason:
         pytest.skip(reason)
     command = ["unshare", "-n", sys.executable, "-m", "tests.support.slow_link", str(BYTES_PER_S)]
-    took, shipped, *failures = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    took, bytes_sent, *failures = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert not failures
-    assert int(shipped) == 256 * 4 * 64 * 4 * 2 * 3, "k and v forward and backward, and gradients home"
-    assert float(took) > int(shipped) / BYTES_PER_S / 2, "the link was as slow as that"
+    assert int(bytes_sent) == 256 * 4 * 64 * 4 * 2 * 3, "k and v forward and backward, and their gradients"
+    assert float(took) > int(bytes_sent) / BYTES_PER_S / 2, "the link was that slow"

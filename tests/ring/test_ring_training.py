@@ -1,4 +1,4 @@
-"""A sequence over many ranks amid what else a model is trained with: shards, checkpoints, DDP, FSDP, torch.compile."""
+"""Sequences over many ranks with shards, checkpoints, DDP, FSDP and torch.compile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.ring_ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
-def _little_is_measured(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
+def _short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
     set_mode("off")
 
@@ -36,20 +36,20 @@ def _little_is_measured(little_time: None, monkeypatch: pytest.MonkeyPatch, set_
 
 
 def round_trip(options: dict[str, Any], shape: tuple[int, ...], dim: int) -> tuple[Tensor, Tensor, bool, bool]:
-    """A job: the positions that this rank was given, its shard of them, and whether gradients are those of indexing."""
+    """A job: this rank's positions, its shard, and whether gradients are those of indexing."""
     spread = Sharded(ring_ranks.group(), **options)
     x = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape).requires_grad_()
     at = shard_positions(shape[dim], spread)
-    mine = shard(x, spread, dim)
-    assert mine.is_contiguous()
-    assert torch.equal(mine, x.index_select(dim, at))
-    back = unshard(mine, spread, dim)
+    local = shard(x, spread, dim)
+    assert local.is_contiguous()
+    assert torch.equal(local, x.index_select(dim, at))
+    back = unshard(local, spread, dim)
     assert torch.equal(back, x)
     weights = x.detach().cos()
-    (grad,) = torch.autograd.grad((mine * mine * weights.index_select(dim, at)).sum(), x, retain_graph=True)
+    (grad,) = torch.autograd.grad((local * local * weights.index_select(dim, at)).sum(), x, retain_graph=True)
     indexed = torch.zeros_like(x).index_copy(dim, at, (2 * x * weights).index_select(dim, at))
-    (whole,) = torch.autograd.grad((back * weights).sum(), mine)
-    return at, mine, torch.allclose(grad, indexed), torch.equal(whole, weights.index_select(dim, at))
+    (whole,) = torch.autograd.grad((back * weights).sum(), local)
+    return at, local, torch.allclose(grad, indexed), torch.equal(whole, weights.index_select(dim, at))
 
 
 @pytest.mark.parametrize(
@@ -71,26 +71,26 @@ def test_shards_and_back(ranks: Ranks, options: dict[str, Any], shape: tuple[int
     assert all(len(at) % options.get("multiple_of", 1) == 0 for at, _, _, _ in found[:-1])
 
 
-def put_together(length: int) -> Tensor:
-    """A job: shards of lengths that no rule deals out."""
+def unsharded(length: int) -> Tensor:
+    """A job: unshard shards of arbitrary lengths."""
     return unshard(torch.full((2, length), float(ring_ranks.rank())), ring_ranks.group())
 
 
-def test_shards_of_any_lengths_are_put_together(ranks: Ranks) -> None:
+def test_unshard_takes_shards_of_any_lengths(ranks: Ranks) -> None:
     expected = torch.tensor([0.0, 1, 1, 1, 1, 2, 2]).expand(2, 7)
-    assert all(torch.equal(found, expected) for found in ranks.each(put_together, [(1,), (4,), (2,)]))
+    assert all(torch.equal(found, expected) for found in ranks.each(unsharded, [(1,), (4,), (2,)]))
 
 
-def weighed(each: float) -> tuple[float, ...]:
+def weighted(each: float) -> tuple[float, ...]:
     mesh = ring_ranks.group()
     weights = weights_of(mesh, each)
     assert shard(torch.zeros(1, 60), Sharded(mesh, weights=weights)).shape[1] == round(60 * each / sum(weights))
     return weights
 
 
-def test_weights_from_what_each_rank_says(ranks: Ranks) -> None:
-    assert ranks.each(weighed, [(1.0,), (3,), (2.0,)]) == [(1.0, 3.0, 2.0)] * 3
-    for error in ranks.outcomes(weighed, [(1.0,), (-3.0,)]):
+def test_weights_of_numbers_of_each_rank(ranks: Ranks) -> None:
+    assert ranks.each(weighted, [(1.0,), (3,), (2.0,)]) == [(1.0, 3.0, 2.0)] * 3
+    for error in ranks.outcomes(weighted, [(1.0,), (-3.0,)]):
         assert isinstance(error, InvalidInput)
         assert "got [1.0, -3.0]" in str(error)
 
@@ -113,17 +113,17 @@ PATTERNS = (Dense(True), Dilated((8, 16), (1, 2), True), Neighborhood((6, 8), (3
 def right(pattern: Pattern, order: str | None) -> bool:
     """Whether out, lse and gradients through both are those of float64."""
     mesh = ring_ranks.group()
-    mine, exact = part(mesh, grads="qkv"), changed(lambda x: x.double().requires_grad_(), tensors())
-    out, lse = attend(*mine, pattern=pattern, mesh=mesh, order=order, return_lse=True)
+    local, exact = part(mesh, grads="qkv"), changed(lambda x: x.double().requires_grad_(), tensors())
+    out, lse = attend(*local, pattern=pattern, mesh=mesh, order=order, return_lse=True)
     expected, expected_lse = formula(*exact, pattern)
-    grads = torch.autograd.grad(out.square().sum() + lse.sum(), mine)
+    grads = torch.autograd.grad(out.square().sum() + lse.sum(), local)
     wanted = torch.autograd.grad(expected.square().sum() + expected_lse.sum(), exact)
     rows = [(out, expected, 1), (lse, expected_lse, 2), *((x, y, 1) for x, y in zip(grads, wanted))]
     return all(close(x, shard(y, mesh, dim)) for x, y, dim in rows)
 
 
 def trained_after_inference(pattern: Pattern, order: str | None) -> bool:
-    """A job. What is kept from the first call must be of use to the second."""
+    """A job: tensors cached by a call in inference mode must work in training."""
     with torch.inference_mode():
         attend(*part(ring_ranks.group()), pattern=pattern, mesh=ring_ranks.group(), order=order)
     return right(pattern, order)
@@ -154,37 +154,37 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def amid(default: str, pattern: Pattern, order: str | None) -> bool:
-    """A job: whether a default of torch's changes no bit."""
+def with_default(default: str, pattern: Pattern, order: str | None) -> bool:
+    """A job: whether results are bit-identical with another default of torch."""
     mesh = Sharded(ring_ranks.group(), "zigzag")
-    mine = part(mesh)
+    local = part(mesh)
     with DEFAULTS[default]():
-        found = attend(*mine, pattern=pattern, mesh=mesh, order=order)
+        found = attend(*local, pattern=pattern, mesh=mesh, order=order)
         again = shard(unshard(found, mesh), mesh)
-    order = order or explain(*mine, pattern=pattern, mesh=mesh).order
+    order = order or explain(*local, pattern=pattern, mesh=mesh).order
     ring_ranks.forget()
-    expected = attend(*mine, pattern=pattern, mesh=mesh, order=order)
+    expected = attend(*local, pattern=pattern, mesh=mesh, order=order)
     return torch.equal(found, expected) and torch.equal(again, expected)
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_defaults(ranks: Ranks, default: str, pattern: Pattern, set_mode: Callable[[str], None]) -> None:
-    assert ranks.everywhere(amid, default, pattern, GATHER, ranks=2) == [True] * 2
+    assert ranks.everywhere(with_default, default, pattern, GATHER, ranks=2) == [True] * 2
     if pattern == PATTERNS[0]:
         set_mode("tune")
-        assert ranks.everywhere(amid, default, pattern, None, ranks=2) == [True] * 2
+        assert ranks.everywhere(with_default, default, pattern, None, ranks=2) == [True] * 2
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
-    """A job: whether gradients are the same bits with a checkpoint around the call, and whether there are any."""
+    """A job: whether gradients are bit-identical with a checkpoint around the call, and whether they are nonzero."""
     mesh = Sharded(ring_ranks.group(), "zigzag")
 
     def last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Nothing else is saved for the backward pass: the recomputation ends amid the call."""
+        """The recomputation ends inside the call: nothing after it is saved for the backward pass."""
         found: Tensor = attend(q.sin(), k, v, mesh=mesh, order=order, is_causal=True)
         return found
 
@@ -192,9 +192,9 @@ def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
         return last(q, k, v).sin() * q
 
     run = {"last": last, "first": first}[layer]
-    mine = part(mesh, grads="qkv")
-    expected = torch.autograd.grad(run(*mine).square().sum(), mine)
-    found = torch.autograd.grad(checkpoint(run, *mine, use_reentrant=False).square().sum(), mine)
+    local = part(mesh, grads="qkv")
+    expected = torch.autograd.grad(run(*local).square().sum(), local)
+    found = torch.autograd.grad(checkpoint(run, *local, use_reentrant=False).square().sum(), local)
     return all(map(torch.equal, found, expected)), all(bool(x.any()) for x in found)
 
 
@@ -204,7 +204,7 @@ def test_checkpoints(ranks: Ranks, order: str, layer: str) -> None:
     assert ranks.everywhere(checkpointed, order, layer, ranks=2) == [(True, True)] * 2
 
 
-# --- data beside sequences --------------------------------------------------------------------------------------------
+# --- data parallelism -------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -226,7 +226,7 @@ class Block(nn.Module):
 
 
 def batches() -> Tensor:
-    """[rows, tokens, 8], the same on every rank: one row for each place on the axis of data."""
+    """[rows, tokens, 8], the same on every rank: one row for each index on the data axis."""
     return torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -240,7 +240,7 @@ def exact() -> list[Tensor]:
 def trained(parallel: Callable[[Block, DeviceMesh], nn.Module]) -> bool:
     """A job on 4 x 2 ranks: whether gradients are those of the whole batch.
 
-    The axis of data averages them over its ranks; each rank of a sequence has those of its own tokens, which add up.
+    The data axis averages them over its ranks; each rank of a sequence has those of its own tokens, to be summed.
     """
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context"))
     spread = Sharded(mesh["context"], "zigzag")
@@ -268,7 +268,7 @@ def with_fsdp(model: Block, data: DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize("parallel", [with_ddp, with_fsdp])
-def test_data_beside_sequences(ranks: Ranks, parallel: Callable[[Block, DeviceMesh], nn.Module]) -> None:
+def test_data_parallelism(ranks: Ranks, parallel: Callable[[Block, DeviceMesh], nn.Module]) -> None:
     assert ranks.everywhere(trained, parallel) == [True] * 8
 
 
@@ -276,7 +276,7 @@ def test_data_beside_sequences(ranks: Ranks, parallel: Callable[[Block, DeviceMe
 
 
 def compiled() -> tuple[bool, bool]:
-    """A job: whether a compiled model gives the same bits, gradients included."""
+    """A job: whether a compiled model gives bit-identical results and gradients."""
     mesh = Sharded(ring_ranks.group(), "zigzag")
     plain = Block(mesh)
     fast = torch.compile(plain, backend="eager")

@@ -1,4 +1,4 @@
-"""Calls over many ranks: whole tensors cut into shards, a job that attends to them, and results put together."""
+"""Calls over many ranks: shards of whole tensors, a job that calls attend(), and joined results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Sharded, attend, shard
-from attn_dispatch.ring.engine import passes
+from attn_dispatch.ring.engine import steps
 from attn_dispatch.ring.rows import chunking
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
@@ -42,16 +42,16 @@ def part(mesh: object, tokens: int = 48, grads: str = "") -> Qkv:
 
 
 def nothing() -> None:
-    """In a job: what is done on the ranks where nothing fails and nothing changes."""
+    """In a job: for ranks on which nothing fails or changes."""
 
 
 def cut(x: Tensor, layout: Layout, dim: int = 1) -> list[Tensor]:
-    """Each rank's rows."""
+    """The rows of each rank."""
     return [x.detach().index_select(dim, positions_of(layout, rank)) for rank in range(layout.ranks)]
 
 
 def whole(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
-    """Every rank's results as one."""
+    """The results of all ranks, joined in the order of positions."""
     order = torch.cat([positions_of(layout, rank) for rank in range(layout.ranks)]).argsort()
     return {
         name: torch.cat([each[name] for each in found], AXIS.get(name, 1)).index_select(AXIS.get(name, 1), order)
@@ -60,7 +60,7 @@ def whole(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Tenso
 
 
 def shards(gate: Oracle, layout: Layout) -> list[dict[str, Tensor]]:
-    """What each rank needs of an example: q, k, v, the gradients to go back with, and masks."""
+    """The arguments of `attended` for each rank: q, k, v, gradients of the results, and masks."""
     example = gate.example
     rows: dict[str, list[Tensor]] = {name: cut(x, layout) for name, x in zip("qkv", (example.q, example.k, example.v))}
     if gate.grad is not None:
@@ -76,10 +76,10 @@ def shards(gate: Oracle, layout: Layout) -> list[dict[str, Tensor]]:
 
 
 def attended(shard: dict[str, Tensor], kind: str, strides: Sequence[str], options: dict[str, Any]) -> dict[str, Tensor]:
-    """A job: this rank's out and lse, and gradients through both where there are some to go back with.
+    """A job: this rank's out and lse, and gradients through both if `shard` has gradients of results.
 
     Args:
-        kind: how the shards lie.
+        kind: of the shards.
         strides: the memory order of q, k and v, such as "bnhd".
         options: for `attend`.
     """
@@ -98,11 +98,11 @@ def attended(shard: dict[str, Tensor], kind: str, strides: Sequence[str], option
 
 @contextmanager
 def blocks_of(rows: int) -> Iterator[None]:
-    """Small sequences are cut up as long ones are: into blocks of so many rows."""
+    """Split small sequences like long ones, into blocks of `rows` rows."""
     with mock.patch.dict(chunking.LEAST_ROWS, cpu=rows), mock.patch.dict(chunking.LEAST_WORK, cpu=1.0):
-        passes.steps_of.cache_clear()
+        steps.steps_of.cache_clear()
         yield
-    passes.steps_of.cache_clear()
+    steps.steps_of.cache_clear()
 
 
 def attended_in_blocks(rows: int, *args: Any) -> dict[str, Tensor]:

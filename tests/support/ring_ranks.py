@@ -1,7 +1,7 @@
-"""Ranks for tests: processes that share a gloo process group, are started once, and do one job after the other.
+"""Ranks for tests: processes of one gloo process group, started once, which run one job after the other.
 
-A job is a module's function: it is called in every process that takes part, with arguments of that rank's own, and
-what it returns or raises comes back. A process that takes too long writes down where it is, and ends.
+A job is a function of a module. It is called in every process that takes part, with that rank's arguments; its result
+or error is sent back. A process that exceeds the time limit writes its stacks to a file and exits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from attn_dispatch.kernels.native import library
 from tests.support import processes
 
 PREFIX = "ATTN_DISPATCH_"
-GROUP_S = 20.0  #: the process groups' time-out
-JOB_S = 60.0  #: that one job may take
-MARGIN_S = 5.0  #: that a process has to say where it hangs
-SIZES = (2, 3, 4)  #: groups of the first ranks that a larger world has besides
+GROUP_S = 20.0  #: time-out of process groups
+JOB_S = 60.0  #: time limit of a job
+MARGIN_S = 5.0  #: time to write stacks after it
+SIZES = (2, 3, 4)  #: a larger world also has groups of its first 2, 3 and 4 ranks
 
 Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
-class Gone:
-    """What comes back from a process that ended before it was done, with the stacks that it wrote down, if any."""
+class Exited:
+    """The outcome of a job whose process exited, with the stacks that it wrote, if any."""
 
     exitcode: int | None
     stacks: str
@@ -50,7 +50,7 @@ class Ranks:
     """Processes 0 to size - 1 of one process group.
 
     Args:
-        timeout_s: of the process group: after it, ranks that wait for another one give up.
+        timeout_s: of the process group: the longest that a rank waits for another.
     """
 
     def __init__(self, size: int, timeout_s: float = GROUP_S) -> None:
@@ -71,32 +71,32 @@ class Ranks:
             self.processes.append(process)
 
     def everywhere(self, job: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
-        """What the job returned, by rank, the arguments being the same on all. Raises what it raised on one of them."""
+        """The results of a job by rank, with the same arguments on all. Raises the error of the first rank with one."""
         return self.each(job, [args] * (ranks or self.size))
 
     def each(self, job: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What the job returned, by rank, with each rank's arguments. Raises what it raised on one of them."""
+        """The results of a job by rank, with each rank's arguments. Raises the error of the first rank with one."""
         found = self.outcomes(job, args)
         for rank, one in enumerate(found):
-            if isinstance(one, Exception | Gone):
+            if isinstance(one, Exception | Exited):
                 raise AssertionError(f"rank {rank} of {len(found)}: {one!r}") from _error(one)
         return found
 
     def outcomes(
         self, job: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, but: Sequence[int] = ()
     ) -> list[Any]:
-        """What the job returned or raised, by rank; `Gone` where the process ended.
+        """The results or errors of a job by rank; `Exited` if the process exited.
 
         Args:
-            args: of each rank that takes part: all of them, or the first few.
-            but: ranks that are not waited for; None stands for what they give.
+            args: of each rank that takes part: all, or the first few.
+            but: ranks not to wait for; their outcome is None.
         """
         settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
         for pipe, each in zip(self.pipes, args):
             pipe.send_bytes(pickle.dumps((settings, len(args), job, each)))
         end = time.monotonic() + JOB_S + MARGIN_S
         found = [None if rank in but else self._answer(rank, end) for rank in range(len(args))]
-        self.broken |= any(isinstance(one, Gone | RankLost) for one in found)  # messages may be left under way
+        self.broken |= any(isinstance(one, Exited | RankLost) for one in found)  # messages may be left in the group
         return found
 
     def signal(self, rank: int, number: int) -> None:
@@ -107,7 +107,7 @@ class Ranks:
         return not self.broken and all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
-        """End all processes, stopped and hanging ones too."""
+        """Kill all processes, stopped and hanging ones included."""
         for process in self.processes:
             process.kill()
         for process, pipe in zip(self.processes, self.pipes):
@@ -120,18 +120,18 @@ class Ranks:
         try:
             if pipe.poll(max(0.0, end - time.monotonic())):
                 return pickle.loads(pipe.recv_bytes())
-            process.kill()  # it could not even end itself
+            process.kill()  # it did not exit by itself
         except (EOFError, ConnectionResetError):
             pass
         process.join()
-        return Gone(process.exitcode, _stacks(self.folder, rank).read_text(encoding="utf-8"))
+        return Exited(process.exitcode, _stacks(self.folder, rank).read_text(encoding="utf-8"))
 
 
 _open: dict[int, Ranks] = {}
 
 
 def ranks_of(size: int) -> Ranks:
-    """So many processes, the same ones every time, as long as none of them is gone."""
+    """`size` processes; the same at each call while all are usable."""
     found = _open.get(size)
     if found is not None and not found.usable:
         found.close()
@@ -158,22 +158,22 @@ def group() -> Group:
 
 
 def rank() -> int:
-    """In a job: this process's place in it."""
+    """In a job: this process's rank in the group."""
     return int(dist.get_rank(group()))
 
 
 def forget() -> None:
-    """In a job: what this process keeps in memory, as if it were a new one; decisions on disk count."""
+    """In a job: clear what this process remembers, like a new process; decisions on disk remain."""
     from attn_dispatch.ring import link
-    from attn_dispatch.ring.engine import passes
+    from attn_dispatch.ring.engine import steps
     from attn_dispatch.ring.rows import traffic
     from tests.support import calls
 
     calls.forget()
-    for kept in (passes.steps_of, traffic.traffic_of):
-        kept.cache_clear()
+    for cached in (steps.steps_of, traffic.traffic_of):
+        cached.cache_clear()
     for each in link._links.values():
-        each.wire.release()
+        each.transport.release()
 
 
 def _serve(number: int, size: int, folder: Path, timeout_s: float, pipe: Connection) -> None:
@@ -187,18 +187,18 @@ def _serve(number: int, size: int, folder: Path, timeout_s: float, pipe: Connect
             try:
                 settings, taking_part, job, args = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                os._exit(0)  # whoever asked is gone
+                os._exit(0)  # the test process has exited
             faulthandler.dump_traceback_later(JOB_S, file=stacks, exit=True)
             pipe.send_bytes(_done(settings, number, taking_part, job, args))
             faulthandler.cancel_dump_traceback_later()
 
 
 def _join(number: int, size: int, folder: Path, timeout: timedelta) -> None:
-    begin = timedelta(seconds=GROUP_S)  # processes may start one long after the other
+    begin = timedelta(seconds=GROUP_S)  # processes may start at different times
     dist.init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=size, timeout=begin)
     for few in (*(few for few in SIZES if few < size), size):
         made = dist.new_group(range(few), timeout=timeout)
-        if isinstance(made, dist.ProcessGroup):  # of which this process is one
+        if isinstance(made, dist.ProcessGroup):  # this process is in the group
             _groups[few] = made
 
 
@@ -210,7 +210,7 @@ def _done(
     try:
         _adopt(settings, number)
         return pickle.dumps(job(*args))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+    except Exception as error:  # noqa: BLE001 - any error is sent to the test
         error.add_note(traceback.format_exc())
         return _pickled(error)
 
@@ -219,13 +219,13 @@ def _pickled(error: Exception) -> bytes:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 - its text is better than nothing
+    except Exception:  # noqa: BLE001 - the text is sent instead
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return data
 
 
 def _adopt(settings: Mapping[str, str], number: int) -> None:
-    """The test's own settings, each rank with a cache folder of its own; another test's decisions are forgotten."""
+    """Take over the test's settings, with a cache folder for each rank, and forget decisions of another test."""
     folder = settings[f"{PREFIX}CACHE_DIR"] + f"-rank{number}"
     if os.environ.get(f"{PREFIX}CACHE_DIR") != folder:
         forget()
@@ -239,5 +239,5 @@ def _stacks(folder: Path, number: int) -> Path:
     return folder / f"stacks-{number}"
 
 
-def _error(one: Exception | Gone) -> Exception | None:
+def _error(one: Exception | Exited) -> Exception | None:
     return one if isinstance(one, Exception) else None

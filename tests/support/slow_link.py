@@ -1,4 +1,4 @@
-"""Two ranks over a loopback device that is held back, in the network namespace that this process was started in.
+"""Two ranks over a rate-limited loopback device, in this process's network namespace.
 
 unshare -n python -m tests.support.slow_link BYTES_PER_S
 """
@@ -32,21 +32,21 @@ def problem() -> Problem:
 
 def work() -> tuple[float, int, dict[str, torch.Tensor]]:
     """Seconds of a call with its gradients, bytes sent, and results."""
-    mine = shards(gate(problem()), LAYOUT)[dist.get_rank()]
-    q, k, v = (mine[name].requires_grad_() for name in "qkv")
+    local = shards(gate(problem()), LAYOUT)[dist.get_rank()]
+    q, k, v = (local[name].requires_grad_() for name in "qkv")
     dist.barrier()
     start = time.perf_counter()
     out, lse = attend(q, k, v, is_causal=True, return_lse=True, mesh="world", order="ring")
-    grads = torch.autograd.grad([out, lse], (q, k, v), [mine["grad"], mine["grad_lse"]])
+    grads = torch.autograd.grad([out, lse], (q, k, v), [local["grad"], local["grad_lse"]])
     took = time.perf_counter() - start
-    return took, link_of("world").wire.shipped, dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    return took, link_of("world").transport.bytes_sent, dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
 
 
 def main(bytes_per_s: float) -> None:
     subprocess.run(["sh", "-c", slowed(bytes_per_s)], check=True)
-    times, shipped, found = zip(*together(work, LAYOUT.ranks))
+    times, bytes_sent, found = zip(*together(work, LAYOUT.ranks))
     verdict = gate(problem()).check(whole([{name: x.detach() for name, x in each.items()} for each in found], LAYOUT))
-    print(max(times), sum(shipped), *verdict.failures)
+    print(max(times), sum(bytes_sent), *verdict.failures)
 
 
 if __name__ == "__main__":

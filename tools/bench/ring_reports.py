@@ -53,7 +53,7 @@ def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
         out = torch.empty(0)
         for _ in range(3):
             link.barrier()
-            link.wire.shipped = 0
+            link.transport.bytes_sent = 0
             start = time.perf_counter()
             out = attend(q, k, v, pattern, mesh="world")
             seconds.append(time.perf_counter() - start)
@@ -63,7 +63,7 @@ def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
         (out, exchange), peak = peak_bytes(thrice, torch.device("cpu"))
     draws = link.objects(drawn(pattern, sequence, DRAWS) if link.rank == 0 else None)[0]
     assert draws is not None
-    mine: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak, "shipped_bytes": link.wire.shipped}
+    mine: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak, "shipped_bytes": link.transport.bytes_sent}
     said: list[dict[str, Any]] = link.objects({**mine, "errors": errors(out, sequence.layout, link.rank, draws)})
     dist.destroy_process_group()
     slowest = [max(each) for each in zip(*(one["seconds"] for one in said))]

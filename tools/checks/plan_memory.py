@@ -73,7 +73,7 @@ def work(rank: int, port: int, case: Case, exchange: str, backward: bool, folder
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=case.ranks, timeout=TIMEOUT)
     run(case, WARM, exchange, backward)
-    link_of("world").wire.release()
+    link_of("world").transport.release()
     dist.barrier()
     _, taken = peak_bytes(lambda: run(case, case.shape[1], exchange, backward, times=2), CPU)
     Path(folder, f"{rank}.json").write_text(json.dumps(taken))

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from attn_dispatch import GroupMismatch, InvalidInput, Problem, RankLost, Sharded, attend
 from attn_dispatch.ring import link
-from attn_dispatch.ring.engine.exchange import Flight, Wire
+from attn_dispatch.ring.engine.exchange import PendingExchange, Transport
 from attn_dispatch.ring.engine.parts import Part
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
@@ -205,7 +205,7 @@ def _struck(fault: Fault, rank: int) -> Iterator[None]:
         with mock.patch.object(Part, "call", _before(Part.call, fault.at, lambda: _raise(error))):
             yield
     else:
-        with mock.patch.object(Wire, "exchange", _amid(Wire.exchange, fault.at, fault.kind)):
+        with mock.patch.object(Transport, "exchange", _amid(Transport.exchange, fault.at, fault.kind)):
             yield
 
 
@@ -221,15 +221,15 @@ def _before(call: Callable[..., Any], at: int, strike: Callable[[], None]) -> Ca
     return struck
 
 
-def _amid(exchange: Callable[..., Flight], at: int, kind: str) -> Callable[..., Flight]:
+def _amid(exchange: Callable[..., PendingExchange], at: int, kind: str) -> Callable[..., PendingExchange]:
     """The exchange, whose `at`-th time is under way when the signal comes."""
     calls = iter(range(2**62))
 
-    def struck(*arguments: Any) -> Flight:
-        flight = exchange(*arguments)
+    def struck(*arguments: Any) -> PendingExchange:
+        pending = exchange(*arguments)
         if next(calls) == at:
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        return flight
+        return pending
 
     return struck
 

@@ -132,14 +132,14 @@ def shipped(ranks: int) -> Iterator[dict[str, Any]]:
 
 def _sent(cases: list[Sending]) -> list[dict[str, int]]:
     """Bytes that this rank sent in each case."""
-    rank, wire, found = dist.get_rank(), link_of("world").wire, []
+    rank, transport, found = dist.get_rank(), link_of("world").transport, []
     for pattern, layout, exchange in cases:
         q, k, v = (x.requires_grad_() for x in Tokens(layout, HEADS, HEAD_DIM, torch.bfloat16).shard(rank))
-        wire.shipped = 0
+        transport.bytes_sent = 0
         out = attend(q, k, v, pattern, order=exchange, mesh=Sharded("world", layout.kind))
-        forward, wire.shipped = wire.shipped, 0
+        forward, transport.bytes_sent = transport.bytes_sent, 0
         out.sum().backward()
-        found.append({"forward_bytes": forward, "backward_bytes": wire.shipped})
+        found.append({"forward_bytes": forward, "backward_bytes": transport.bytes_sent})
     return found
 
 

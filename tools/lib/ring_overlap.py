@@ -24,8 +24,9 @@ from torch import Tensor
 
 from attn_dispatch import Problem
 from attn_dispatch.kernels.autograd import recorded
-from attn_dispatch.ring.engine.exchange import Flight, Wire
-from attn_dispatch.ring.engine.passes import RingCall, steps_of
+from attn_dispatch.ring.engine.exchange import PendingExchange, Transport
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.tuning.intervals import Timing
@@ -59,11 +60,11 @@ def slowed(bytes_per_s: float) -> str:
     return f"ip link set lo up && tc qdisc replace dev lo root tbf {rate}"
 
 
-class Silent(Wire):
-    """A wire that sends nothing: buffers hold the rows of an earlier exchange."""
+class Silent(Transport):
+    """A transport that sends nothing: buffers hold the rows of an earlier exchange."""
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
-        return Flight([], sends, receives)
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> PendingExchange:
+        return PendingExchange([], sends, receives)
 
 
 def measured(tokens: int, rounds: int, backward: bool) -> dict[str, Any]:
@@ -72,12 +73,12 @@ def measured(tokens: int, rounds: int, backward: bool) -> dict[str, Any]:
     q, k, v = (x.requires_grad_(backward) for x in Tokens(layout, HEADS, HEAD_DIM, torch.float32).shard(rank))
     meta = torch.empty(1, tokens, HEADS, HEAD_DIM, device="meta", requires_grad=backward)
     problem = Problem.of(meta, meta, meta, Dense(), device="cpu")
-    steps, wire = steps_of(problem, layout, rank, "ring"), Wire(dist.group.WORLD)
+    steps, transport = steps_of(problem, layout, rank, "ring"), Transport(dist.group.WORLD)
     idle = tuple(replace(step, parts=()) for step in steps)
     calls = {
-        "whole": RingCall(problem, steps, wire),
-        "computing": RingCall(problem, steps, Silent(wire.group, buffers=wire.buffers)),
-        "exchange": RingCall(problem, idle, wire),
+        "whole": RingCall(problem, steps, transport),
+        "computing": RingCall(problem, steps, Silent(transport.group, buffers=transport.buffers)),
+        "exchange": RingCall(problem, idle, transport),
     }
 
     def run(kind: str) -> float:
@@ -94,9 +95,9 @@ def measured(tokens: int, rounds: int, backward: bool) -> dict[str, Any]:
 
     run("whole")
     computing = min(run("computing") for _ in range(2))
-    wire.shipped = 0
+    transport.bytes_sent = 0
     run("whole")
-    total = torch.tensor(wire.shipped)
+    total = torch.tensor(transport.bytes_sent)
     dist.all_reduce(total)
     shipped = int(total)
     links = [_link(run, shipped / (share * computing / 1e3), share, rounds) for share in SHARES]

@@ -171,14 +171,14 @@ def million(shrink: int = 1) -> list[dict[str, Any]]:
 
 
 def _long(pattern: Pattern, tokens: Tokens, draws: list[Drawn]) -> dict[str, Any]:
-    rank, seconds, wire = dist.get_rank(), list[float](), link_of("world").wire
+    rank, seconds, transport = dist.get_rank(), list[float](), link_of("world").transport
 
     def twice() -> tuple[Tensor, str]:
         tensors = tokens.shard(rank)
         out = torch.empty(0)
         for _ in range(2):
             dist.barrier()
-            wire.shipped = 0
+            transport.bytes_sent = 0
             start = time.perf_counter()
             out = once(tensors, pattern, True)
             seconds.append(time.perf_counter() - start)
@@ -187,5 +187,5 @@ def _long(pattern: Pattern, tokens: Tokens, draws: list[Drawn]) -> dict[str, Any
     (out, exchange), peak = peak_bytes(twice, CPU)
     return {
         "exchange": exchange, "first_seconds": seconds[0], "seconds": seconds[1], "peak_bytes": _known(peak),
-        "shipped_bytes": wire.shipped, "errors": errors(out, tokens.layout, rank, draws),
+        "shipped_bytes": transport.bytes_sent, "errors": errors(out, tokens.layout, rank, draws),
     }  # fmt: skip

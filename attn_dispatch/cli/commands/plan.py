@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--causal", dest="is_causal", action="store_true", help="mask the keys after each query")
 
 
-class Plan(NamedTuple):
+class RankForecasts(NamedTuple):
     """The forecasts for one number of ranks."""
 
     ranks: int
@@ -129,24 +129,24 @@ def _no_rate(problem: Problem) -> str:
     return f"{what}, or measure with 'attn-dispatch profile --shape {shape} --dtype {dtype}'"
 
 
-def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> list[Plan]:
+def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> list[RankForecasts]:
     from rich.console import Console
 
     from attn_dispatch.ring.plan.forecast import forecasts_over
-    from attn_dispatch.ring.plan.schedule import Pace
+    from attn_dispatch.ring.plan.schedule import RankSpeed
     from attn_dispatch.ring.rows.layout import Layout, deal
 
-    pace = None if rate is None else Pace(rate.operations, args.link * 1e9)
+    speed = None if rate is None else RankSpeed(rate.operations, args.link * 1e9)
     found = []
     with Console(stderr=True).status("") as status:
         for ranks in args.ranks:
             status.update(f"counting over {ranks} ranks")
             lengths = deal(problem.q_len, ranks)
-            found.append(Plan(ranks, lengths, forecasts_over(problem, Layout(lengths, args.layout), pace)))
+            found.append(RankForecasts(ranks, lengths, forecasts_over(problem, Layout(lengths, args.layout), speed)))
     return found
 
 
-def _best(plan: Plan) -> Forecast | None:
+def _best(plan: RankForecasts) -> Forecast | None:
     timed = [each for each in plan.forecasts if each.seconds is not None]
     return min(timed, key=lambda each: each.seconds or 0.0, default=None)
 
@@ -154,7 +154,7 @@ def _best(plan: Plan) -> Forecast | None:
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans: Sequence[Plan]) -> list[str]:
+def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans: Sequence[RankForecasts]) -> list[str]:
     shards = f"{args.layout} shards on {problem.device.type}, {args.link:g} GB/s each way"
     found = [f"problem   {problem}", f"shards    {shards}"]
     if rate is not None:
@@ -167,7 +167,7 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
     return found
 
 
-def _cells(problem: Problem, plan: Plan, forecast: Forecast, first: Plan) -> list[str]:
+def _cells(problem: Problem, plan: RankForecasts, forecast: Forecast, first: RankForecasts) -> list[str]:
     start = [str(plan.ranks), forecast.exchange]
     if forecast.memory is None:
         return [*start, *"-" * 7, f"no: {forecast.reason}"]
@@ -180,7 +180,9 @@ def _cells(problem: Problem, plan: Plan, forecast: Forecast, first: Plan) -> lis
     return [*start, *map(gib, figures), *times, "fastest" if forecast is best else ""]
 
 
-def _to_dict(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans: Sequence[Plan]) -> dict[str, Any]:
+def _to_dict(
+    args: argparse.Namespace, problem: Problem, rate: Rate | None, plans: Sequence[RankForecasts]
+) -> dict[str, Any]:
     return {
         "problem": problem.to_dict(),
         "title": " ".join(str(problem).split()),

@@ -1,4 +1,4 @@
-"""The passes over a sequence on many ranks: parts of the work, the exchange of rows, partial sums.
+"""The forward and backward pass over a sequence on many ranks: attention problems, messages, merged results.
 
 Imports ring/rows, kernels, spec and the ground.
 Public: nothing.

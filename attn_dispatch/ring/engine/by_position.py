@@ -1,4 +1,4 @@
-"""Tables of some rows of q over some rows of k, by the position of each, and who goes by them."""
+"""Attention of some rows of q over some rows of k, by the position of each row: tables, and kernels that read them."""
 
 from __future__ import annotations
 
@@ -25,54 +25,55 @@ from attn_dispatch.spec.reordered import kept_in
 
 TILE = 64  #: rows of a tile
 
-Solve = Callable[[Problem, Tensor | None], Call]  #: from a problem and a mask of its keys, or None, to its passes
+#: Builds the kernel call of a problem; the tensor is a mask of its keys.
+Solve = Callable[[Problem, Tensor | None], Call]
 
 
-class Listing(Protocol):
-    """How tables of rows of q over given rows of k are made."""
+class PositionTables(Protocol):
+    """Makes the tables of rows of q over given rows of k."""
 
-    def arranged(self, queries: Tensor) -> Tensor:
-        """Rows of q at these positions, in the order that tiles shall have them."""
+    def order(self, queries: Tensor) -> Tensor:
+        """The order in which tiles take these rows of q: int64 [rows], indices."""
         ...
 
-    def tables(self, queries: Tensor) -> tuple[Tensor, Solve]:
-        """Which tiles of rows at these positions meet any key, bool [tiles], and who solves it."""
+    def build(self, queries: Tensor) -> tuple[Tensor, Solve]:
+        """bool [tiles], whether a tile of these rows of q sees any key; and what builds the kernel call."""
         ...
 
 
-def listing_of(problem: Problem, pattern: Pattern, which: range, keys: Tensor) -> Listing:
-    """A grid on a CPU has a kernel of its own, single key by single key; the rest goes by tiles of keys.
+def position_tables(problem: Problem, pattern: Pattern, which: range, keys: Tensor) -> PositionTables:
+    """Tables of single keys for a neighborhood on the CPU, whose kernel reads them; else tables of key tiles.
 
     Args:
-        problem: the whole sequence's. pattern: its own, or a branch of it.
-        which: the query heads that the rows are of.
+        problem: the whole sequence's. pattern: its pattern, or one branch of it.
+        which: the query heads.
         keys: int64, the positions of the rows of k.
     """
     grid = pattern.natural
     if isinstance(grid, Neighborhood) and not registry.load("native").refusals(replace(problem, ranks=1)):
         at = permutation(kept_in(pattern), grid, problem.q_len)
-        return _Keys(grid, len(which), keys, at)
-    return _Tiles(problem, pattern, which, keys)
+        return _KeyTables(grid, len(which), keys, at)
+    return _TileTables(problem, pattern, which, keys)
 
 
 @dataclass(frozen=True, slots=True)
-class _Keys:
-    """Args: at: the position in natural order at each place; None where places are positions."""
+class _KeyTables:
+    """Args: at: the position in natural order of each stored token; None if tokens are stored in natural order."""
 
     grid: Neighborhood
     heads: int
     keys: Tensor
     at: Tensor | None
 
-    def arranged(self, queries: Tensor) -> Tensor:
+    def order(self, queries: Tensor) -> Tensor:
         grid = self.grid
         curve = permutation(HILBERT, grid, len(self._all)) if serves(HILBERT, grid) else None
-        there = self._natural(queries)
-        return (there if curve is None else places(curve)[there]).argsort()
+        natural = self._natural(queries)
+        return (natural if curve is None else places(curve)[natural]).argsort()
 
-    def tables(self, queries: Tensor) -> tuple[Tensor, Solve]:
+    def build(self, queries: Tensor) -> tuple[Tensor, Solve]:
         found = neighbour_tiles_at(self.grid, self.heads, self._natural(queries), self._natural(self.keys))
-        return found.tiles[:, 4] > 0, partial(_by_keys, found)
+        return found.tiles[:, 4] > 0, partial(_solve_by_keys, found)
 
     @property
     def _all(self) -> range:
@@ -83,27 +84,27 @@ class _Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
+class _TileTables:
     problem: Problem
     pattern: Pattern
     which: range
     keys: Tensor
 
-    def arranged(self, queries: Tensor) -> Tensor:
+    def order(self, queries: Tensor) -> Tensor:
         return torch.arange(len(queries))
 
-    def tables(self, queries: Tensor) -> tuple[Tensor, Solve]:
+    def build(self, queries: Tensor) -> tuple[Tensor, Solve]:
         problem, dtype = self.problem, sum_dtype(self.problem.dtype)
         found = tables_at(self.pattern, problem.q_len, problem.heads, self.which, queries, self.keys, TILE, dtype)
-        meets = torch.stack([table.first.diff() > 0 for table in found]).any(0)
+        sees_any = torch.stack([table.first.diff() > 0 for table in found]).any(0)
         if problem.device.type != "cpu":
             found = tuple(table.to(problem.device) for table in found)
-        return meets, partial(_by_tiles, found)
+        return sees_any, partial(_solve_by_tiles, found)
 
 
-def _by_keys(found: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
-    return native.partial(problem, key_mask, found)
+def _solve_by_keys(tables: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
+    return native.partial(problem, key_mask, tables)
 
 
-def _by_tiles(found: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
-    return tiles.partial(problem, found, dense.kernel_of(problem), key_mask)
+def _solve_by_tiles(tables: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
+    return tiles.partial(problem, tables, dense.kernel_of(problem), key_mask)

@@ -1,8 +1,8 @@
-"""Rows on their way: batched point-to-point messages, into buffers that are used again; what is shipped is counted."""
+"""Batched point-to-point messages of rows, with reused buffers and a count of the bytes sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,47 +11,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch.errors import RankLost
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.rows.traffic import Rows
-
-Peers = Sequence[int]
+from attn_dispatch.spec.problem import Problem
 
 
 @dataclass
-class Wire:
-    """A process group with what has gone over it.
+class Transport:
+    """Sends and receives tensors over a process group, and keeps the buffers for them.
 
     Args:
         group: the ranks that share a sequence.
-        shipped: bytes sent by this rank, since it was last set to 0.
+        bytes_sent: by this rank, since it was last set to 0.
+        buffers: flat tensors by slot, dtype and device.
     """
 
     group: Any
-    shipped: int = 0
+    bytes_sent: int = 0
     buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
-        """Start to send and to receive flat contiguous tensors, by peer. Touch none of them before `Flight.wait`."""
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> PendingExchange:
+        """Start to send and to receive flat contiguous tensors, by peer; in use until `PendingExchange.wait`."""
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
             for operation, tensors in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in sorted(tensors.items())
             if tensor.numel()
         ]
-        self.shipped += sum(tensor.numel() * tensor.itemsize for tensor in sends.values())
+        self.bytes_sent += sum(tensor.numel() * tensor.itemsize for tensor in sends.values())
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise lost(error) from error
-        return Flight(works, sends, receives)
+        return PendingExchange(works, sends, receives)
 
-    def buffer(self, slot: int, size: int, like: Tensor) -> Tensor:
-        """A flat tensor of that many entries, in memory that the next call for this slot uses again."""
-        key = slot, like.dtype, like.device
-        kept = self.buffers.get(key)
-        if kept is None or len(kept) < size:
+    def buffer(self, slot: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor of `size` entries; it reuses the memory of earlier calls for the slot, if large enough."""
+        key = slot, dtype, device
+        found = self.buffers.get(key)
+        if found is None or len(found) < size:
             with torch.inference_mode(False):  # the next call may be in another mode
-                kept = self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return kept[:size]
+                found = self.buffers[key] = torch.empty(size, dtype=dtype, device=device)
+        return found[:size]
 
     def release(self) -> None:
         """Drop the buffers."""
@@ -59,18 +60,18 @@ class Wire:
 
 
 @dataclass
-class Flight:
-    """Messages under way. What they read and write is held until they have arrived."""
+class PendingExchange:
+    """Messages that were started. References to their tensors are kept until `wait` returns."""
 
     works: list[Any]
     sends: Mapping[int, Tensor]
     receives: Mapping[int, Tensor]
 
     def wait(self) -> None:
-        """Until all of them have arrived.
+        """Wait until every message has been sent and received.
 
         Raises:
-            RankLost: a peer is gone, or did not answer within the group's time-out.
+            RankLost: a peer has exited, or did not answer within the group's time-out.
         """
         for work in self.works:
             try:
@@ -84,13 +85,37 @@ def lost(error: Exception) -> RankLost:
     return RankLost(f"a rank of the mesh is gone, or did not answer in time: {' '.join(str(error).split())[:300]}")
 
 
-def message_size(rows: Iterable[Rows], batch: int, head_dim: int) -> int:
-    """Entries of a message of k and v rows."""
-    return 2 * batch * head_dim * sum(each.count for each in rows)
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the tensors of some tokens.
+
+    Args:
+        q: also of out, and of a gradient of either. kv: k and v together. lse: in the dtype of sums.
+        wider: bytes of an element of sums over those of an element of q.
+    """
+
+    q: int
+    kv: int
+    lse: int
+    wider: int
+
+    @classmethod
+    def of(cls, problem: Problem, tokens: int) -> Sizes:
+        element, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
+        head = tokens * problem.batch * problem.head_dim * element
+        return cls(
+            problem.heads * head, 2 * problem.kv_heads * head, tokens * problem.batch * problem.heads * wide,
+            wide // element,
+        )  # fmt: skip
+
+
+def message_size(rows: int, problem: Problem) -> int:
+    """Entries of a message of k and v, or of their gradients, of `rows` rows of one key head."""
+    return 2 * problem.batch * problem.head_dim * rows
 
 
 def pack(first: Tensor, second: Tensor, rows: Sequence[Rows], into: Tensor) -> Tensor:
-    """Those rows of two tensors [batch, tokens, kv_heads, head_dim], such as k and v, written to a flat one."""
+    """Copy rows of two tensors [batch, tokens, kv_heads, head_dim], such as k and v, to a flat one."""
     for each, views in zip(rows, unpack(into, rows, first.shape[0], first.shape[3])):
         for x, view in zip((first, second), views):
             torch.index_select(x[:, :, _slice(each.heads)], 1, each.local, out=view)
@@ -98,7 +123,7 @@ def pack(first: Tensor, second: Tensor, rows: Sequence[Rows], into: Tensor) -> T
 
 
 def unpack(flat: Tensor, rows: Sequence[Rows], batch: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Views of a message: for each of its rows, k and v [batch, rows, heads, head_dim]."""
+    """Views of a message: k and v [batch, rows, heads, head_dim] for each of `rows`."""
     found, start = [], 0
     for each in rows:
         size = batch * each.count * head_dim
@@ -108,8 +133,8 @@ def unpack(flat: Tensor, rows: Sequence[Rows], batch: int, head_dim: int) -> lis
     return found
 
 
-def add_home(totals: Sequence[Tensor], flat: Tensor, rows: Sequence[Rows]) -> None:
-    """Add gradients that have come home to those of this rank's own rows, dk and dv."""
+def add_returned(totals: Sequence[Tensor], flat: Tensor, rows: Sequence[Rows]) -> None:
+    """Add gradients of rows that this rank sent, which another rank computed, to dk and dv."""
     for each, views in zip(rows, unpack(flat, rows, totals[0].shape[0], totals[0].shape[3])):
         for total, view in zip(totals, views):
             total[:, :, _slice(each.heads)].index_add_(1, each.local, view)

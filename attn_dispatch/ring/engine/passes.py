@@ -1,162 +1,78 @@
-"""One rank's forward and backward pass over a sequence that lies on many.
+"""One rank's forward and backward pass over a sequence that is sharded over many ranks.
 
-Forward: rows of k and v arrive from the others while those that are there are worked on; partial results are joined by
-lse in float32. Backward: the same rows arrive again, each part's own backward is given the out and lse of the whole,
-and gradients of k and v travel home to where the rows came from, where they are added up in the order of steps.
+Forward: rows of k and v are received from other ranks while the kernels compute on the rows of the step before; partial
+results are merged by their lse, in float32. Backward: the same rows are received again, each part's backward gets the
+out and lse over all keys, and gradients of k and v are sent back to the rows' owner, which adds them in step order.
 
-Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that no query sees stay where they are.
+Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that no query sees are not sent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
-from attn_dispatch.ring.engine.exchange import Flight, Peers, Wire, add_home, message_size, pack, unpack
-from attn_dispatch.ring.engine.parts import Part, Source, parts_of
-from attn_dispatch.ring.rows.chunking import own_shares, pieces
-from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import Rows, Traffic, plain, traffic_of
-from attn_dispatch.spec.orders import GATHER
+from attn_dispatch.ring.engine.exchange import (
+    PendingExchange,
+    Sizes,
+    Transport,
+    add_returned,
+    message_size,
+    pack,
+    unpack,
+)
+from attn_dispatch.ring.engine.parts import Part
+from attn_dispatch.ring.engine.steps import GRAD_SLOTS, Step, buffer_rows, own_work, row_slots
+from attn_dispatch.ring.rows.traffic import Rows
 from attn_dispatch.spec.problem import Problem
-
-#: Buffers: rows arrive in two by turns; rows that leave; gradients that come home, and that leave for home.
-ARRIVING, LEAVING, HOME, HOMEWARD = (0, 1), 2, 3, 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """Rows that are worked on together: a rank's own, or a piece of what others send.
-
-    Args:
-        receives: from whom they come, with what each sends; `sends` what goes to whom meanwhile. Empty for own rows.
-        sources: the rows, by key heads.
-        parts: what is made of them.
-    """
-
-    receives: dict[int, tuple[Rows, ...]]
-    sends: dict[int, tuple[Rows, ...]]
-    sources: tuple[Source, ...]
-    parts: tuple[Part, ...]
-
-
-@lru_cache(maxsize=16)
-@plain()
-def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
-    """A rank's steps, its own rows first.
-
-    Args:
-        problem: the whole sequence's.
-        exchange: "ring": one peer after the other, each a step further on, piece by piece. "gather": everybody at once.
-    """
-    traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)
-    own = Source(range(problem.kv_heads), traffic.own)
-    count = 1 if exchange == GATHER else pieces(problem, layout)
-    found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
-    # A step stays even where this rank has nothing to do in it: messages between two ranks are matched by their order,
-    # so that every rank must go through the same steps.
-    for peers in _turns(rank, layout.ranks, exchange):
-        found += [_step(problem, traffic, peers, number, count) for number in range(count)]
-    return tuple(found)
-
-
-def _turns(rank: int, ranks: int, exchange: str) -> list[tuple[Peers, Peers]]:
-    """From whom and to whom, step by step."""
-    if exchange == GATHER:
-        others = [peer for peer in range(ranks) if peer != rank]
-        return [(others, others)]
-    return [([(rank - step) % ranks], [(rank + step) % ranks]) for step in range(1, ranks)]
-
-
-def _step(problem: Problem, traffic: Traffic, peers: tuple[Peers, Peers], number: int, count: int) -> Step:
-    """One of so many pieces of what peers send."""
-
-    def pieces_of(rows: Mapping[int, tuple[Rows, ...]], peers: Peers) -> dict[int, tuple[Rows, ...]]:
-        found = {peer: tuple(each.piece(number, count) for each in rows.get(peer, ())) for peer in peers}
-        some = {peer: tuple(each for each in rows if each.count) for peer, rows in found.items()}
-        return {peer: rows for peer, rows in some.items() if rows}
-
-    receives, sends = pieces_of(traffic.receives, peers[0]), pieces_of(traffic.sends, peers[1])
-    by_heads: dict[range, list[Tensor]] = {}
-    for rows in receives.values():
-        for each in rows:
-            by_heads.setdefault(each.heads, []).append(each.positions)
-    sources = tuple(Source(heads, torch.cat(positions)) for heads, positions in by_heads.items())
-    parts = parts_of(problem, traffic.layout, traffic.rank, sources, own=False)
-    return Step(receives, sends, sources, parts)
-
-
-@lru_cache(maxsize=32)
-def _own_work(steps: tuple[Step, ...], slots: int) -> list[Step]:
-    """A rank's own rows, dealt out over the steps (see `own_shares`)."""
-    own, far = steps[0], steps[1:]
-    if not far:
-        return [own]
-    each = sum(part.pairs for step in far for part in step.parts) / len(far)
-    shares = own_shares(sum(part.pairs for part in own.parts), each, len(steps), slots)
-    dealt: list[list[Part]] = [[] for _ in steps]
-    number, done, due = 0, 0, shares[0]
-    for part in own.parts:
-        while done >= due and number + 1 < slots:
-            number += 1
-            due += shares[number]
-        dealt[number].append(part)
-        done += part.pairs
-    return [replace(own, parts=tuple(parts)) for parts in dealt]
 
 
 @dataclass(slots=True)
 class RingCall:
-    """A problem over many ranks; forward and backward as `recorded` wants them.
+    """A problem over many ranks; a `Call` of `kernels.autograd`.
 
     Args:
-        problem: the whole sequence's, its scale above 0.
-        seen: bool [batch, tokens of the whole sequence], what masks leave; None: everything.
-        padding: bool [batch, tokens of this rank], queries that are none; None: none.
-        vote: told at the end of a pass what failed here, or None; raises if anything failed anywhere, since gradients
-            of this rank's keys come from the others too. Not asked where no gradients are needed.
+        problem: the whole sequence's; its scale is above 0.
+        seen: bool [batch, tokens of the whole sequence], the keys that masks leave visible; None: all.
+        padding: bool [batch, tokens of this rank], the queries that are padding; None: none.
+        vote: called at the end of a pass with this rank's error, or None; raises if any rank has an error, since other
+            ranks compute gradients of this rank's keys. Called only if gradients are needed.
     """
 
     problem: Problem
     steps: tuple[Step, ...]
-    wire: Wire
+    transport: Transport
     seen: Tensor | None = None
     padding: Tensor | None = None
     vote: Callable[[Exception | None], None] | None = None
 
     def reserve(self) -> None:
-        """Take the memory for what is sent and received."""
-        empty = torch.empty(0, dtype=self.problem.dtype, device=self.problem.device)
-        wide = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
-        for number, step in enumerate(self.steps):
-            self._buffers(ARRIVING[number % 2], step.receives, empty)
-            self._buffers(LEAVING, step.sends, empty)
-            if self.problem.needs_grad:
-                self._buffers(HOME, step.sends, wide)
-                self._buffers(HOMEWARD, step.receives, wide)
+        """Allocate the buffers for sent and received rows and gradients."""
+        for slot, rows in buffer_rows(step.counts for step in self.steps[1:]).items():
+            if self.problem.needs_grad or slot not in GRAD_SLOTS:
+                self._buffer(slot, message_size(rows, self.problem))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        sums, trouble = Sums(q), _Trouble()
-        flight = None
-        for number, (step, own) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps) - 1))):
-            rows = self._arrived(step, flight)
-            flight = self._start(number + 1, k, v)
-            if not trouble:
-                with trouble:
+        sums, failure = Sums(q), _DeferredError()
+        pending = None
+        for number, (step, own_step) in enumerate(zip(self.steps, own_work(self.steps, backward=False))):
+            rows = self._received(step, pending)
+            pending = self._start_rows(number + 1, k, v)
+            if not failure:
+                with failure:
                     if number:
                         self._forward_step(step, q, rows, sums)
-                    self._forward_step(own, q, [(k, v)], sums)
+                    self._forward_step(own_step, q, [(k, v)], sums)
             del rows
         if self.problem.needs_grad:
-            self._vote(trouble)  # a rank that fails now would be waited for in the backward pass
-        trouble.raised()
+            self._vote(failure)  # in the backward pass the other ranks would wait for a rank that failed here
+        failure.reraise()
         out, lse = sums.results()
         if self.padding is not None:
             out = out.masked_fill(self.padding[:, :, None, None], 0.0)
@@ -168,38 +84,38 @@ class RingCall:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         grad = torch.zeros_like(out) if grad is None else grad
-        # A query without keys, or one that is padding, weighs nothing: exp(s - inf) is 0.
+        # A query without keys, or a padding query, gets no probability: exp(s - inf) is 0.
         lse = lse.masked_fill(lse == -math.inf, math.inf)
         q_side = grad, None if grad_lse is None else grad_lse.transpose(1, 2), q, out, lse.transpose(1, 2)
         wide = sum_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-        trouble = _Trouble()
-        flight = homeward = None
-        for number, (step, mine) in enumerate(zip(self.steps, _own_work(self.steps, len(self.steps)))):
-            rows = self._arrived(step, flight)
-            flight = self._start(number + 1, k, v)
+        failure = _DeferredError()
+        pending = returning = None
+        for number, (step, own_step) in enumerate(zip(self.steps, own_work(self.steps, backward=True))):
+            rows = self._received(step, pending)
+            pending = self._start_rows(number + 1, k, v)
             if number:
                 grads: list[tuple[Tensor, ...]] = []
-                if not trouble:
-                    with trouble:
+                if not failure:
+                    with failure:
                         grads = [_zeros_like(pair, wide) for pair in rows]
                         self._backward_step(step, q_side, rows, dq, grads)
-                self._land(self.steps[number - 1], homeward, own)
-                homeward = self._start_home(step, [] if trouble else grads)
+                self._add_returned(self.steps[number - 1], returning, own)
+                returning = self._start_grads(step, [] if failure else grads)
                 del grads
             del rows
-            if not trouble:
-                with trouble:
-                    self._backward_step(mine, q_side, [(k, v)], dq, [own])
-        self._land(self.steps[-1], homeward, own)
-        self._vote(trouble)
-        trouble.raised()
+            if not failure:
+                with failure:
+                    self._backward_step(own_step, q_side, [(k, v)], dq, [own])
+        self._add_returned(self.steps[-1], returning, own)
+        self._vote(failure)
+        failure.reraise()
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 
-    def _vote(self, trouble: _Trouble) -> None:
+    def _vote(self, failure: _DeferredError) -> None:
         if self.vote is not None and len(self.steps) > 1:
-            self.vote(trouble.error)
+            self.vote(failure.error)
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -219,17 +135,17 @@ class RingCall:
     ) -> None:
         masks = self._masks(step)
         for part in step.parts:
-            g, slope, q, out, lse = (None if x is None else part.of(x) for x in q_side)
+            g, g_lse, q, out, lse = (None if x is None else part.of(x) for x in q_side)
             assert q is not None
             assert out is not None
             assert lse is not None
             keys, values = (part.keys_of(x) for x in rows[part.source])
-            slope = None if slope is None else slope.transpose(1, 2)
+            g_lse = None if g_lse is None else g_lse.transpose(1, 2)
             saved = q, keys, values, out, lse.transpose(1, 2)
-            found = part.call(masks[part.source]).backward(g, slope, saved)
+            found = part.call(masks[part.source]).backward(g, g_lse, saved)
             add_rows(dq, part, found[0])
-            for total, one in zip(grads[part.source], found[1:]):
-                part.add_keys(total, one)
+            for total, grad in zip(grads[part.source], found[1:]):
+                part.add_keys(total, grad)
 
     def _masks(self, step: Step) -> list[Tensor | None]:
         seen = self.seen
@@ -239,43 +155,45 @@ class RingCall:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _start(self, number: int, k: Tensor, v: Tensor) -> Flight | None:
-        """Set a step's rows on their way."""
+    def _start_rows(self, number: int, k: Tensor, v: Tensor) -> PendingExchange | None:
+        """Start to send and receive the rows of a step."""
         if number >= len(self.steps):
             return None
         step = self.steps[number]
-        receives = self._buffers(ARRIVING[number % 2], step.receives, k)
-        sends = self._buffers(LEAVING, step.sends, k)
+        into, out = row_slots(number)
+        receives, sends = self._buffers(into, step.receives), self._buffers(out, step.sends)
         for peer, rows in step.sends.items():
             pack(k, v, rows, sends[peer])
-        return self.wire.exchange(sends, receives)
+        return self.transport.exchange(sends, receives)
 
-    def _buffers(self, slot: int, rows: dict[int, tuple[Rows, ...]], like: Tensor) -> dict[int, Tensor]:
-        """A flat tensor for each peer's rows."""
-        sizes = {peer: message_size(each, self.problem.batch, self.problem.head_dim) for peer, each in rows.items()}
-        whole = self.wire.buffer(slot, sum(sizes.values()), like)
-        return dict(zip(sizes, torch.split(whole, list(sizes.values())))) if sizes else {}
+    def _buffers(self, slot: int, rows: dict[int, tuple[Rows, ...]]) -> dict[int, Tensor]:
+        """A flat tensor for the rows, or the gradients of rows, of each peer."""
+        sizes = [message_size(sum(each.count for each in several), self.problem) for several in rows.values()]
+        return dict(zip(rows, torch.split(self._buffer(slot, sum(sizes)), sizes))) if rows else {}
 
-    def _arrived(self, step: Step, flight: Flight | None) -> list[tuple[Tensor, Tensor]]:
-        """k and v of each source of a step; none where nothing is under way."""
-        if flight is None:
+    def _buffer(self, slot: int, size: int) -> Tensor:
+        dtype = sum_dtype(self.problem.dtype) if slot in GRAD_SLOTS else self.problem.dtype
+        return self.transport.buffer(slot, size, dtype, self.problem.device)
+
+    def _received(self, step: Step, pending: PendingExchange | None) -> list[tuple[Tensor, Tensor]]:
+        """Wait for a step's rows: k and v of each of its sources; empty if it receives none."""
+        if pending is None:
             return []
-        flight.wait()
+        pending.wait()
         by_heads: dict[range, list[tuple[Tensor, Tensor]]] = {}
         for peer, rows in step.receives.items():
-            views = unpack(flight.receives[peer], rows, self.problem.batch, self.problem.head_dim)
+            views = unpack(pending.receives[peer], rows, self.problem.batch, self.problem.head_dim)
             for each, pair in zip(rows, views):
                 by_heads.setdefault(each.heads, []).append(pair)
         return [_joined(pairs) for pairs in by_heads.values()]
 
-    def _start_home(self, step: Step, grads: Sequence[tuple[Tensor, ...]]) -> Flight:
-        """Set gradients of a step's rows on their way to where the rows came from; NaN after a failure, so that nobody
-        takes them for gradients.
+    def _start_grads(self, step: Step, grads: Sequence[tuple[Tensor, ...]]) -> PendingExchange:
+        """Start to send gradients of a step's rows back to their owners; NaN after a failure, so that they cannot pass
+        for gradients.
         """
-        like = torch.empty(0, dtype=sum_dtype(self.problem.dtype), device=self.problem.device)
         size = self.problem.batch, self.problem.head_dim
-        receives = self._buffers(HOME, step.sends, like)
-        sends = self._buffers(HOMEWARD, step.receives, like)
+        into, out = GRAD_SLOTS
+        receives, sends = self._buffers(into, step.sends), self._buffers(out, step.receives)
         taken = dict.fromkeys((source.heads for source in step.sources), 0)
         totals = dict(zip(taken, grads))
         for peer, rows in step.receives.items():
@@ -287,26 +205,26 @@ class RingCall:
                 taken[each.heads] += len(each.positions)
                 for view, total in zip(views, totals[each.heads]):
                     view.copy_(total[:, start : taken[each.heads]])
-        return self.wire.exchange(sends, receives)
+        return self.transport.exchange(sends, receives)
 
-    def _land(self, step: Step, flight: Flight | None, own: tuple[Tensor, ...]) -> None:
-        """Add up gradients that have come home."""
-        if flight is not None:
-            flight.wait()
+    def _add_returned(self, step: Step, pending: PendingExchange | None, own: tuple[Tensor, ...]) -> None:
+        """Wait for the gradients of rows that this rank sent in a step, and add them to dk and dv."""
+        if pending is not None:
+            pending.wait()
             for peer, rows in step.sends.items():
-                add_home(own, flight.receives[peer], rows)
+                add_returned(own, pending.receives[peer], rows)
 
 
 def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Rows of several peers as one tensor."""
+    """Concatenate rows of several peers."""
     if len(pairs) == 1:
         return pairs[0]
     keys, values = (torch.cat(each, dim=1) for each in zip(*pairs))
     return keys, values
 
 
-class _Trouble:
-    """A rank that fails goes on sending and receiving, so that nobody waits for it in vain, and says so afterwards."""
+class _DeferredError:
+    """Catches a rank's first error, to raise it after the pass: until then the other ranks need its messages."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -323,7 +241,7 @@ class _Trouble:
     def __bool__(self) -> bool:
         return self.error is not None
 
-    def raised(self) -> None:
+    def reraise(self) -> None:
         if self.error is not None:
             raise self.error
 
@@ -333,7 +251,7 @@ def _zeros_like(pair: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, .
 
 
 class Sums:
-    """out [batch, tokens, heads, head_dim] and lse [batch, tokens, heads] over the keys met so far."""
+    """out [batch, tokens, heads, head_dim] and lse [batch, tokens, heads] over the keys of all parts so far."""
 
     def __init__(self, q: Tensor) -> None:
         self.q = q
@@ -341,7 +259,7 @@ class Sums:
         self.lse: Tensor | None = None
 
     def add(self, part: Part, out: Tensor, lse: Tensor) -> None:
-        """Join what a part of the keys gave; lse is [batch, heads, tokens]."""
+        """Merge the results of a part; lse is [batch, heads, tokens]."""
         wide = sum_dtype(self.q.dtype)
         out, lse = out.to(wide), lse.transpose(1, 2)
         if self.out is None or self.lse is None:
@@ -350,14 +268,14 @@ class Sums:
                 return
             self.out = torch.zeros(self.q.shape, dtype=wide, device=self.q.device)
             self.lse = torch.full(self.q.shape[:3], -math.inf, dtype=wide, device=self.q.device)
-        mine, stats = part.of(self.out), part.of(self.lse)
-        merge_(mine, stats, out, lse)
+        out_so_far, lse_so_far = part.of(self.out), part.of(self.lse)
+        merge_(out_so_far, lse_so_far, out, lse)
         if isinstance(part.rows, Tensor):
-            self.out[:, :, part.heads].index_copy_(1, part.rows, mine)
-            self.lse[:, :, part.heads].index_copy_(1, part.rows, stats)
+            self.out[:, :, part.heads].index_copy_(1, part.rows, out_so_far)
+            self.lse[:, :, part.heads].index_copy_(1, part.rows, lse_so_far)
 
     def results(self) -> tuple[Tensor, Tensor]:
-        """out in the dtype of q, and lse [batch, heads, tokens]; zeros and -inf where nothing was met."""
+        """out in the dtype of q, and lse [batch, heads, tokens]; zeros and -inf without parts."""
         if self.out is None or self.lse is None:
             wide = sum_dtype(self.q.dtype)
             none = torch.full(self.q.shape[:3], -math.inf, dtype=wide, device=self.q.device)
@@ -367,8 +285,59 @@ class Sums:
 
 def add_rows(total: Tensor, part: Part, grad: Tensor) -> None:
     """Add a part's gradient to its rows and heads of `total` [batch, tokens, heads, head_dim]."""
-    mine = total[:, :, part.heads]
+    heads = total[:, :, part.heads]
     if isinstance(part.rows, Tensor):
-        mine.index_add_(1, part.rows, grad.to(total.dtype))
+        heads.index_add_(1, part.rows, grad.to(total.dtype))
     else:
-        mine[:, part.rows] += grad
+        heads[:, part.rows] += grad
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """The size of a part.
+
+    Args:
+        queries, keys: its rows and heads of q and of k, as shares of the rank's.
+        workspace: bytes that the backend allocates.
+    """
+
+    queries: float
+    keys: float
+    workspace: int
+
+
+def forward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize]) -> int:
+    """Most bytes that `RingCall.forward` allocates at once, buffers aside.
+
+    Args:
+        own, far: the parts on the rank's own rows, and on rows of other ranks.
+    """
+    widened = rank.q * rank.wider if rank.wider > 1 else 0
+    out = rank.q + widened  # of a part, and its copy in the dtype of sums
+    sums = rank.q * rank.wider + rank.lse
+    first = max(int((out + 2 * rank.lse) * part.queries) + part.workspace for part in own)
+    if len(own) > 1 or own[0].queries < 1:
+        first += sums  # allocated for the first of several parts
+    later = sums + max((int((out + 3 * rank.lse) * part.queries) + part.workspace for part in far), default=0)
+    results = sums + rank.lse + (rank.q if widened else 0)
+    return max(first, later, results)
+
+
+def backward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize], grads: int) -> int:
+    """Most bytes that `RingCall.backward` allocates at once or was given besides q, k and v, buffers aside.
+
+    Args:
+        own, far: as for `forward_peak`.
+        grads: bytes of the gradients of the rows that one step received.
+    """
+    given = 2 * rank.q + 2 * rank.lse  # out and its gradient; lse, and its copy without -inf
+    sums = (rank.q + rank.kv) * rank.wider
+    first, later = (
+        max((int(rank.q * part.queries + rank.kv * part.keys) + part.workspace for part in parts), default=0)
+        for parts in (own, far)
+    )
+    results = rank.q + rank.kv if rank.wider > 1 else 0
+    return given + sums + max(first, grads + later, results)

@@ -1,4 +1,4 @@
-"""What ranks ship in one call, in bytes, by counts alone: what `exchange.Wire.shipped` comes to."""
+"""Predicts the bytes that ranks send in one call, from counts of rows: those that `Transport.bytes_sent` counts."""
 
 from __future__ import annotations
 
@@ -7,47 +7,39 @@ from dataclasses import dataclass
 
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.engine import ulysses
-from attn_dispatch.ring.plan.counts import Counts
+from attn_dispatch.ring.engine.exchange import Sizes, message_size
+from attn_dispatch.ring.plan.counts import Counts, count_layout
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """A problem over ranks with what was counted of it.
-
-    Args:
-        problem: the whole sequence's.
-    """
+class CountedProblem:
+    """The problem of a whole sequence, its layout over ranks, and the counts for the layout."""
 
     problem: Problem
     layout: Layout
     counts: Counts
 
+    @classmethod
+    def of(cls, problem: Problem, layout: Layout) -> CountedProblem:
+        return cls(problem, layout, count_layout(problem.pattern, layout, problem.heads, problem.kv_heads))
+
     @property
     def row_bytes(self) -> int:
-        """Of one row of one key head: k and v, all batch rows."""
-        return 2 * self.problem.batch * self.problem.head_dim * self.problem.dtype.itemsize
+        """Bytes of k and v of one row of one key head, for all batch rows."""
+        return message_size(1, self.problem) * self.problem.dtype.itemsize
 
     @property
     def grad_row_bytes(self) -> int:
-        """Of the gradients of one row, which go home in the dtype that sums are kept in."""
-        return 2 * self.problem.batch * self.problem.head_dim * sum_dtype(self.problem.dtype).itemsize
-
-    def token_bytes(self, heads: int) -> int:
-        """Of one token of so many heads."""
-        return self.problem.batch * heads * self.problem.head_dim * self.problem.dtype.itemsize
-
-    @property
-    def lse_bytes(self) -> int:
-        """Of one token's lse, all heads."""
-        return self.problem.batch * self.problem.heads * sum_dtype(self.problem.dtype).itemsize
+        """Bytes of the gradients of one row, which are sent in the dtype of sums."""
+        return message_size(1, self.problem) * sum_dtype(self.problem.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Freight:
-    """Bytes that one rank sends, forward, and backward where there is one."""
+class BytesSent:
+    """Bytes that one rank sends in each pass; backward is 0 if no gradients are needed."""
 
     forward: int
     backward: int
@@ -57,47 +49,47 @@ class Freight:
         return self.forward + self.backward
 
 
-def why_not(load: Load, exchange: str) -> str:
-    """Why ranks would not exchange rows so; empty where they could."""
-    most = max(map(load.counts.received, range(load.layout.ranks)))
+def refusal(counted: CountedProblem, exchange: str) -> str:
+    """The reason why an exchange cannot serve; "" if it can."""
+    most = max(map(counted.counts.received, range(counted.layout.ranks)))
     if exchange == LOCAL:
         return f"a rank sees {most} key rows of other ranks" if most else ""
     if not most:
         return "no rank sees another's rows: there is nothing to exchange"
-    return ulysses.why_not(load.problem, load.layout.ranks) if exchange == ULYSSES else ""
+    return ulysses.refusal(counted.problem, counted.layout.ranks) if exchange == ULYSSES else ""
 
 
-def freight_of(load: Load, exchange: str) -> list[Freight]:
-    """By rank. A gradient that reaches lse is counted where lse is asked for."""
-    ranks = range(load.layout.ranks)
+def bytes_sent_of(counted: CountedProblem, exchange: str) -> list[BytesSent]:
+    """For each rank. A gradient of lse is counted if lse is returned."""
+    ranks = range(counted.layout.ranks)
     if exchange == ULYSSES:
-        return [_by_heads(load, rank) for rank in ranks]
+        return [_by_heads(counted, rank) for rank in ranks]
     if exchange in (RING, GATHER):
-        return [_rows(load, rank) for rank in ranks]
-    return [Freight(0, 0) for _ in ranks]
+        return [_rows(counted, rank) for rank in ranks]
+    return [BytesSent(0, 0) for _ in ranks]
 
 
-def _rows(load: Load, rank: int) -> Freight:
-    forward = load.counts.sent(rank) * load.row_bytes
-    home = load.counts.received(rank) * load.grad_row_bytes
-    return Freight(forward, forward + home if load.problem.needs_grad else 0)
+def _rows(counted: CountedProblem, rank: int) -> BytesSent:
+    forward = counted.counts.sent(rank) * counted.row_bytes
+    grads = counted.counts.received(rank) * counted.grad_row_bytes
+    return BytesSent(forward, forward + grads if counted.problem.needs_grad else 0)
 
 
-def _by_heads(load: Load, rank: int) -> Freight:
-    """Tokens go to all others by heads, and heads go back by tokens; gradients the other way."""
-    problem, lengths = load.problem, load.layout.lengths
-    inputs = load.token_bytes(problem.heads + 2 * problem.kv_heads)
-    results = load.token_bytes(problem.heads) + (load.lse_bytes if problem.return_lse else 0)
+def _by_heads(counted: CountedProblem, rank: int) -> BytesSent:
+    """Each rank sends its tokens of other ranks' heads, then its heads of other ranks' tokens; gradients conversely."""
+    problem, lengths = counted.problem, counted.layout.lengths
+    token = Sizes.of(problem, 1)
+    inputs, results = token.q + token.kv, token.q + (token.lse if problem.return_lse else 0)
     forward = _to_heads(lengths, rank, inputs) + _to_tokens(lengths, rank, results)
     backward = _to_heads(lengths, rank, results) + _to_tokens(lengths, rank, inputs)
-    return Freight(forward, backward if problem.needs_grad else 0)
+    return BytesSent(forward, backward if problem.needs_grad else 0)
 
 
-def _to_heads(lengths: Sequence[int], rank: int, token: int) -> int:
-    """Own tokens, but for own heads."""
-    return lengths[rank] * token // len(lengths) * (len(lengths) - 1)
+def _to_heads(lengths: Sequence[int], rank: int, token_bytes: int) -> int:
+    """Bytes of the rank's tokens, for the heads of other ranks."""
+    return lengths[rank] * token_bytes // len(lengths) * (len(lengths) - 1)
 
 
-def _to_tokens(lengths: Sequence[int], rank: int, token: int) -> int:
-    """Own heads, but for own tokens."""
-    return (sum(lengths) - lengths[rank]) * (token // len(lengths))
+def _to_tokens(lengths: Sequence[int], rank: int, token_bytes: int) -> int:
+    """Bytes of the rank's heads, for the tokens of other ranks."""
+    return (sum(lengths) - lengths[rank]) * (token_bytes // len(lengths))

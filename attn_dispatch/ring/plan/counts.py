@@ -1,4 +1,4 @@
-"""Runs of a row-major grid as boxes, and the query-key pairs of a neighborhood between two runs."""
+"""Rows that ranks need of one another, and query-key pairs, counted without listing them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from attn_dispatch.kernels.heads import heads_by_offset
 from attn_dispatch.ring.rows.chunking import line_of
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import Kind, kv_classes, seen_by
-from attn_dispatch.ring.rows.runs import _cut, cells_of
+from attn_dispatch.ring.rows.runs import _cut, seen_spans
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.reach import Band
 
-Box = tuple[range, ...]  #: by axis
+SubGrid = tuple[range, ...]  #: by axis
 
-MOST_CELLS = 2**24  #: of a grid: its rows are counted by masks of one entry per token
+MOST_CELLS = 2**24  #: most tokens of a grid: its rows are counted by masks with an entry per token
 
 Table = tuple[tuple[int, ...], ...]  #: [receiver][sender]
 
 
-def box_pairs(pattern: Neighborhood, queries: range, keys: range) -> int:
-    """How many queries of one run see a key of the other, counted with each key: axis by axis, since a window on one
-    axis does not depend on the place on another.
+def grid_pairs(pattern: Neighborhood, queries: range, keys: range) -> int:
+    """Query-key pairs of two runs of a grid: the product of the pairs on each axis, since a window on one axis does not
+    depend on the coordinate on another.
     """
-    theirs = list(boxes(pattern.grid, keys))
+    key_grids = list(sub_grids(pattern.grid, keys))
     return sum(
-        math.prod(_along(pattern, axis, xs, ys) for axis, (xs, ys) in enumerate(zip(mine, other)))
-        for mine in boxes(pattern.grid, queries)
-        for other in theirs
+        math.prod(_along(pattern, axis, xs, ys) for axis, (xs, ys) in enumerate(zip(query_grid, key_grid)))
+        for query_grid in sub_grids(pattern.grid, queries)
+        for key_grid in key_grids
     )
 
 
-def boxes(grid: tuple[int, ...], run: range) -> Iterator[Box]:
-    """A run of places in row-major order, cut into boxes."""
+def sub_grids(grid: tuple[int, ...], run: range) -> Iterator[SubGrid]:
+    """A run of row-major positions, split into sub-grids."""
     if len(grid) == 1:
         yield (run,)
         return
@@ -57,18 +57,18 @@ def boxes(grid: tuple[int, ...], run: range) -> Iterator[Box]:
         yield from _in_row(grid, last, 0, run.stop - last * row)
 
 
-def _in_row(grid: tuple[int, ...], place: int, start: int, stop: int) -> Iterator[Box]:
-    for box in boxes(grid[1:], range(start, stop)):
-        yield (range(place, place + 1), *box)
+def _in_row(grid: tuple[int, ...], place: int, start: int, stop: int) -> Iterator[SubGrid]:
+    for part in sub_grids(grid[1:], range(start, stop)):
+        yield (range(place, place + 1), *part)
 
 
 def _along(pattern: Neighborhood, axis: int, queries: range, keys: range) -> int:
-    """Pairs of places on one axis."""
+    """Query-key pairs of coordinates on one axis."""
     low, high = pattern.axes[axis].bounds()
     step = pattern.dilation[axis]
     x = torch.arange(queries.start, queries.stop)
     residue = x % step
-    # Places in the residue class: those of keys.start and after, and before keys.stop.
+    # Within a residue class: the first index from keys.start on, and the first from keys.stop on.
     first = torch.maximum(low[x], _divided_up(keys.start - residue, step))
     stop = torch.minimum(high[x] + 1, _divided_up(keys.stop - residue, step))
     return int((stop - first).clamp(min=0).sum())
@@ -80,11 +80,11 @@ def _divided_up(x: Tensor, by: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What ranks need of one another, for one batch row.
+    """Rows and pairs between ranks, for one batch row.
 
     Args:
-        rows: of keys, counted once for each key head, that a rank must be sent by another; 0 from itself.
-        pairs: of a query of one rank and a key of another, over all heads, as often as the pattern counts them.
+        rows: key rows that a rank receives from another, counted once for each key head; 0 from itself.
+        pairs: query-key pairs of a rank's queries and another's keys, over all heads, with multiplicity.
     """
 
     rows: Table
@@ -98,11 +98,11 @@ class Counts:
 
 
 @lru_cache(maxsize=64)
-def counts_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Counts:
-    """Count for a layout, exactly; rows are those that `traffic.traffic_of` lists.
+def count_layout(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Counts:
+    """Exact counts for a layout; rows are those that `traffic.traffic_of` lists.
 
     Raises:
-        InvalidInput: tokens are kept in another order, or a grid has over MOST_CELLS cells.
+        InvalidInput: tokens are stored in another order, or a grid has over MOST_CELLS cells.
     """
     if pattern is not pattern.natural:
         raise InvalidInput(f"pattern must be one in natural order to be counted, got {pattern}")
@@ -123,14 +123,14 @@ def counts_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Co
 
 
 def _rows(pattern: Pattern, layout: Layout, kind: Kind) -> Iterator[list[int]]:
-    """For each receiver the rows of every sender, of one key head whose query heads have these offsets."""
+    """For each receiver, the rows of every sender, for one key head whose query heads have these offsets."""
     for receiver, chunks in enumerate(layout.chunks):
         if isinstance(pattern, Neighborhood):
             seen = seen_by(pattern, layout.tokens, chunks, kind)
-            row = [sum(int(seen[c.start : c.stop].sum()) for c in theirs) for theirs in layout.chunks]
+            row = [sum(int(seen[c.start : c.stop].sum()) for c in sent) for sent in layout.chunks]
         else:
-            cells = cells_of(pattern, layout.tokens, chunks, kind)
-            row = [sum(cell.count(chunk) for chunk in theirs for cell in cells) for theirs in layout.chunks]
+            spans = seen_spans(pattern, layout.tokens, chunks, kind)
+            row = [sum(span.count(chunk) for chunk in sent for span in spans) for sent in layout.chunks]
         row[receiver] = 0
         yield row
 
@@ -142,17 +142,17 @@ def _pairs(pattern: Pattern, layout: Layout, heads: int) -> Table:
     """[receiver][sender], over all heads."""
     branches, bands = _branches(pattern, layout.tokens, heads), line_of(pattern, layout.tokens) or ()
 
-    def met(queries: range, keys: range) -> int:
-        """Of two runs of positions, which are the same one or have nothing in common."""
+    def between(queries: range, keys: range) -> int:
+        """Pairs of two runs of positions, which are equal or disjoint."""
         if isinstance(pattern, Neighborhood):
-            return heads * box_pairs(pattern, queries, keys)
+            return heads * grid_pairs(pattern, queries, keys)
         if isinstance(pattern, Dilated):
             return sum(b.inside(queries) if queries == keys else b.across(queries, keys) for b in branches)
         return heads * sum(_within(band, layout.tokens, queries, keys) for band in bands)
 
     return tuple(
-        tuple(sum(met(queries, keys) for queries in mine for keys in theirs) for theirs in layout.chunks)
-        for mine in layout.chunks
+        tuple(sum(between(queries, keys) for queries in q_chunks for keys in k_chunks) for k_chunks in layout.chunks)
+        for q_chunks in layout.chunks
     )
 
 
@@ -186,25 +186,25 @@ def _branches(pattern: Pattern, tokens: int, heads: int) -> list[_Branch]:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """One branch. `offsets` says how many heads have each; `known` keeps what `_selected` found."""
+    """One branch. `offsets`: number of heads with each offset; `selected`: results of `_selected`."""
 
     length: int
     rate: int
     tokens: int
     is_causal: bool
     offsets: dict[int, int]
-    known: dict[tuple[int, int, int], list[int]] = field(default_factory=dict[tuple[int, int, int], list[int]])
+    selected: dict[tuple[int, int, int], list[int]] = field(default_factory=dict[tuple[int, int, int], list[int]])
 
     def inside(self, run: range) -> int:
-        """Pairs with both in one run of positions."""
+        """Pairs of queries and keys of one run of positions."""
         first, last = run.start // self.length, (run.stop - 1) // self.length
         sides = [self._selected(number, run) for number in {first, last}]
         whole = [len(range(offset, self.length, self.rate)) for offset in self.offsets]
         ends = sum(map(self._squares, sides))
-        return ends + max(0, last - first - 1) * self._squares(whole)  # those in between are whole
+        return ends + max(0, last - first - 1) * self._squares(whole)  # segments in between are whole
 
     def across(self, queries: range, keys: range) -> int:
-        """Pairs of two runs of positions; they have one segment in common, or none."""
+        """Pairs of two disjoint runs of positions, which share one segment or none."""
         low, high = (queries, keys) if queries.start < keys.start else (keys, queries)
         number = high.start // self.length
         if (low.stop - 1) // self.length != number or (self.is_causal and low is queries):
@@ -217,13 +217,13 @@ class _Branch:
         return sum(members * square(side) for members, side in zip(self.offsets.values(), sides))
 
     def _selected(self, number: int, run: range) -> list[int]:
-        """How many positions of a run lie in a segment and are selected, for each offset."""
+        """Number of selected positions of a run in a segment, for each offset."""
         key = number, run.start, run.stop
-        if key not in self.known:
+        if key not in self.selected:
             start = number * self.length
             stop = min(start + self.length, self.tokens)
-            self.known[key] = [len(_cut(range(start + each, stop, self.rate), run)) for each in self.offsets]
-        return self.known[key]
+            self.selected[key] = [len(_cut(range(start + each, stop, self.rate), run)) for each in self.offsets]
+        return self.selected[key]
 
 
 def _square(side: int) -> int:

@@ -1,4 +1,4 @@
-"""How fast a rank works: from what was measured on this machine, or what came with the package."""
+"""The rate of a rank, from decisions measured on this machine or shipped with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.ring.plan.counts import counts_of
+from attn_dispatch.ring.plan.counts import count_layout
 from attn_dispatch.ring.plan.schedule import BOTH, FORWARD
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.settings import cache_folder
@@ -19,13 +19,12 @@ from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store, shipped
 
-#: Of a call that says how fast a device works, not how long it takes to begin: operations, and milliseconds.
-TELLING, TELLING_MS = 1e8, 0.1
+LEAST_OPERATIONS, LEAST_MS = 1e8, 0.1  #: of a call whose time shows the device's rate, not the overhead of a call
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Operations per second on pairs that the pattern counts, and where the figure is from."""
+    """Operations per second on the pattern's query-key pairs, and the origin of the number."""
 
     operations: float
     source: str
@@ -33,8 +32,8 @@ class Rate:
 
 
 def rate_near(problem: Problem, tokens: int) -> Rate | None:
-    """That of the fastest backend in the decision nearest to a problem of so many tokens, on one device; None where
-    nothing was measured in this dtype that is large enough to tell.
+    """The rate of the fastest backend in the decision nearest to a problem of `tokens` tokens on one device; None if
+    there is no decision in this dtype for a call that is large enough.
     """
     pattern = problem.pattern
     pattern = pattern if isinstance(pattern, Neighborhood) else pattern.simplify(tokens, tokens, problem.heads)
@@ -42,29 +41,29 @@ def rate_near(problem: Problem, tokens: int) -> Rate | None:
     near = sorted(_decisions(problem), key=lambda pair: _distance(problem, pair[1]))
     for decision, measured in near:
         chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
-        if chosen is not None and chosen.median_ms and _tells(measured, chosen.median_ms):
+        if chosen is not None and chosen.median_ms and _is_large(measured, chosen.median_ms):
             source = f"{decision.choice}, {chosen.median_ms:.3g} ms for {' '.join(decision.title.split())}"
             return Rate(operations(measured) / chosen.median_ms * 1e3, source, decision.key)
     return None
 
 
-def _tells(measured: Problem, median_ms: float) -> bool:
+def _is_large(measured: Problem, median_ms: float) -> bool:
     try:
-        return median_ms >= TELLING_MS and operations(measured) >= TELLING
+        return median_ms >= LEAST_MS and operations(measured) >= LEAST_OPERATIONS
     except InvalidInput:  # it cannot be counted
         return False
 
 
 def operations(problem: Problem) -> float:
-    """Of one call on one device."""
-    pairs = counts_of(problem.pattern, Layout((problem.q_len,)), problem.heads, problem.kv_heads).pairs[0][0]
+    """Operations of one call on one device."""
+    pairs = count_layout(problem.pattern, Layout((problem.q_len,)), problem.heads, problem.kv_heads).pairs[0][0]
     return float(pairs * problem.batch * problem.head_dim * (BOTH if problem.needs_grad else FORWARD))
 
 
 def _decisions(problem: Problem) -> Iterator[tuple[Decision, Problem]]:
-    """Those of this machine in the problem's dtype, with their problems; of two of one key the user's own."""
-    where = silicon(problem.device)
-    found = dict(shipped(where)) | {each.key: each for _, each in Store(cache_folder()).all() if each.silicon == where}
+    """Decisions of this machine in the problem's dtype, with their problems; the user's own precede shipped ones."""
+    here = silicon(problem.device)
+    found = dict(shipped(here)) | {each.key: each for _, each in Store(cache_folder()).all() if each.silicon == here}
     for decision in found.values():
         try:
             measured = Problem.from_dict(decision.problem, problem.device)
@@ -76,7 +75,7 @@ def _decisions(problem: Problem) -> Iterator[tuple[Decision, Problem]]:
 
 
 def _distance(problem: Problem, measured: Problem) -> tuple[bool, bool, bool, bool, float]:
-    """Of the same group first, then of the same kind and direction, then of nearly as many tokens and heads."""
+    """Sort key: same group first, then same kind of pattern, then same passes, then similar tokens and heads."""
     sizes = [(p.q_len, p.batch * p.heads) for p in (problem, measured)]
     return (
         group_of(problem.to_dict()) != group_of(measured.to_dict()),

@@ -1,4 +1,4 @@
-"""Which rows lie on which rank, and which rows a rank needs of the others.
+"""Which rows each rank has, and which rows of other ranks it needs.
 
 Imports spec and the ground.
 Public: nothing.

@@ -1,7 +1,7 @@
-"""How a rank's share is cut up: rows of other ranks arrive in pieces, and runs of a sequence are worked on in blocks.
+"""How a rank's work is split: rows of other ranks are received in pieces, runs of a sequence are computed in blocks.
 
-What messages and partial results take is then a small part of a shard's memory; and there is always something to work
-on while the next piece is under way.
+Messages and partial results then take little memory compared with a shard, and there are rows to compute on while the
+next piece is received.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
 
 MOST = 16  #: blocks of a shard's rows
-#: Of a block, at least: rows, and operations. Joining its results to those that are there takes as long as working on
-#: some tens of keys, and Python takes about 0.2 ms. The ones of CUDA are reckoned, not measured.
+#: Fewest rows and operations of a block. Merging its results takes as long as computing on some tens of keys, and
+#: Python takes about 0.2 ms. The numbers for CUDA are estimates, not measured.
 LEAST_ROWS = {"cpu": 512, "cuda": 4096}
 LEAST_WORK = {"cpu": 2.5e8, "cuda": 1e11}
 
 
 def block_rows(problem: Problem, layout: Layout) -> int:
-    """Rows of q or k of a block, at most; the same on every rank."""
+    """Most rows of q or k of a block; the same on every rank."""
     device = problem.device.type if problem.device.type in LEAST_ROWS else "cuda"
     element = 4 * problem.batch * problem.heads * problem.head_dim
     least = max(LEAST_ROWS[device], math.isqrt(int(LEAST_WORK[device]) // element))
@@ -30,9 +30,9 @@ def block_rows(problem: Problem, layout: Layout) -> int:
 
 
 def pieces(problem: Problem, layout: Layout) -> int:
-    """In how many messages a rank sends its rows to another: the same between any two, since they go by their order.
+    """Number of messages in which a rank sends its rows to another; equal for all pairs, which match them by order.
 
-    Where a pattern needs single rows of a run they are few, and go at once.
+    It is 1 for patterns that need single rows of a run: these are few.
     """
     pattern, longest = problem.pattern, max(layout.lengths)
     bands = line_of(pattern, layout.tokens)
@@ -47,37 +47,38 @@ def pieces(problem: Problem, layout: Layout) -> int:
     return max(1, -(-min(longest, widths) // block_rows(problem, layout)))
 
 
-def own_shares(own: float, far: float, steps: int, slots: int) -> list[float]:
-    """How much of a rank's own work goes into each step, so that something is there to do while messages are under way.
+def own_shares(own: float, far: float, steps: int, backward: bool) -> list[float]:
+    """The shares of the rank's own work to do in each step while messages are sent, so that steps take equally long.
+
+    A forward pass does none in its last step, in which nothing is sent: its share is left out. A backward pass sends
+    gradients then.
 
     Args:
-        own, far: work on the rank's own rows, and on those of each further step.
-        steps: with the first one, in which nothing has arrived.
-        slots: how many of them, from the first on, are to take equally long; the others get none.
+        own, far: work on the rank's own rows, and on the rows of each later step.
+        steps: number of steps; the first one has no rows of other ranks.
     """
+    slots = steps if backward else max(1, steps - 1)
     length = (own + (slots - 1) * far) / slots
     if length <= far:
-        return [own] + [0.0] * (steps - 1)
-    return [length] + [length - far] * (slots - 1) + [0.0] * (steps - slots)
+        return [own] + [0.0] * (slots - 1)
+    return [length] + [length - far] * (slots - 1)
 
 
 def cut(run: range, most: int) -> Iterator[range]:
-    """In parts of about the same length."""
+    """Parts of about the same length, each of at most `most`."""
     count = max(1, -(-len(run) // most))
     for number in range(count):
         yield run[len(run) * number // count : len(run) * (number + 1) // count]
 
 
 def line_of(pattern: Pattern, tokens: int) -> tuple[Band, ...] | None:
-    """The branches of a pattern in which two runs of positions meet as in a window: those without segments; None where
-    there are others.
-    """
+    """The branches of a pattern that are windows on the sequence; None if some branch is not (it has segments)."""
     bands = pattern.bands(tokens, tokens, ())
     return bands if bands and all(band.segment is None for band in bands) else None
 
 
-def met(band: Band, queries: range, keys: range) -> tuple[range, range, Window] | None:
-    """The queries and keys of two runs of positions that meet any, and the window that is left between them."""
+def overlap(band: Band, queries: range, keys: range) -> tuple[range, range, Window] | None:
+    """The queries of a run that see any key of another run, the keys that they see, and the window between them."""
     if band.stop is not None:
         keys = range(keys.start, min(keys.stop, band.stop))
     if band.low is not None:
@@ -96,21 +97,18 @@ def met(band: Band, queries: range, keys: range) -> tuple[range, range, Window] 
 
 
 def blocks(band: Band, queries: range, keys: range, most: int) -> Iterator[tuple[range, range, Window]]:
-    """What `met` gives, block by block, of at most so many rows of each.
-
-    Where a window has two ends, keys go along with the queries that they are near to.
-    """
+    """`overlap` of blocks of at most `most` queries and keys; of a window with two ends, with all keys of a block."""
     along = len(keys) if band.low is not None and band.high is not None else most
     for some in cut(queries, most):
         for these in cut(keys, along):
-            found = met(band, some, these)
+            found = overlap(band, some, these)
             if found is not None:
                 yield found
 
 
 def segments(pattern: Dilated, run: range, most: int) -> Iterator[range]:
-    """A run of positions in parts of about so many, each of whole segments of every branch; whole where there are none
-    such.
+    """Parts of about `most` positions of a run, each of whole segments of every branch; the run itself if it starts
+    inside a segment.
     """
     period = math.lcm(*pattern.segment_lengths)
     if run.start % period:

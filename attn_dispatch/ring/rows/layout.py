@@ -1,4 +1,4 @@
-"""How a sequence is dealt out over ranks: which positions each one holds. No torch here."""
+"""How a sequence is split over ranks: the positions of each rank. No torch here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import accumulate, pairwise
 from attn_dispatch.errors import InvalidInput
 
 CONTIGUOUS = "contiguous"
-ZIGZAG = "zigzag"  #: an early part and a late one for each rank, so that causal work is shared out evenly
+ZIGZAG = "zigzag"  #: an early chunk and a late one for each rank, which balances causal work
 KINDS = (CONTIGUOUS, ZIGZAG)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions each rank holds.
+    """The positions of each rank.
 
     Args:
         lengths: tokens of each rank.
@@ -37,7 +37,7 @@ class Layout:
 
     @cached_property
     def chunks(self) -> tuple[tuple[range, ...], ...]:
-        """The runs of positions of each rank, in the order in which they lie in its shard."""
+        """The runs of positions of each rank, in the order of its shard."""
         if self.kind == CONTIGUOUS:
             return tuple((run,) for run in _runs(self.lengths, 0))
         early = tuple(-(-length // 2) for length in self.lengths)
@@ -52,8 +52,8 @@ def deal(tokens: int, ranks: int, weights: Sequence[float] | None = None, multip
 
     Args:
         tokens: the whole sequence.
-        weights: in what proportion; evenly by default.
-        multiple_of: of what lengths are multiples; what is left over goes to the last rank.
+        weights: proportions of the lengths; equal by default.
+        multiple_of: lengths are multiples of this, except that the last rank also gets the remainder.
 
     Raises:
         InvalidInput: a rank would be left without a token.

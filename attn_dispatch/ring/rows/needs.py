@@ -1,7 +1,7 @@
-"""Which keys a rank's queries see: the rows that it must have, and no others.
+"""The keys that a rank's queries see: the rows that it needs, and no others.
 
-Query i sees key j where j lies, on every axis of the pattern, between bounds that depend on i's place on that axis
-alone. The keys that a set of queries sees are then found axis by axis, without looking at pairs.
+Query i sees key j if j lies, on every axis of the pattern, between bounds that depend on i's coordinate on that axis
+alone. The keys of a set of queries are therefore found axis by axis, without testing pairs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Kind = frozenset[Offsets]  #: of the query heads that read one key head
 
 
 def kv_classes(pattern: Pattern, heads: int, kv_heads: int) -> tuple[tuple[range, Kind], ...]:
-    """The key heads whose queries see the same keys, with the offsets of those queries; one class where all do."""
+    """Classes of key heads whose queries see the same keys, with the offsets of their query heads."""
     group, found = heads // kv_heads, dict[Kind, list[int]]()
     for offsets, members in heads_by_kind(pattern, heads, group).items():
         found.setdefault(frozenset(offsets), []).extend(members)
     runs = ((run, kind) for kind, members in found.items() for run in progressions(sorted(members)))
-    # Query heads must be a slice too: those of key heads that are apart are one only where no key head is shared.
+    # Query heads must be a slice too. Those of a strided run of key heads are one only if each has one query head.
     return tuple((each, kind) for run, kind in runs for each in (_one_by_one(run) if group > 1 else (run,)))
 
 
 def seen_by(pattern: Pattern, length: int, chunks: tuple[range, ...], kind: Kind) -> Tensor:
-    """Bool [length]: the keys that some query of these chunks sees, in the order in which tokens are kept.
+    """Bool [length]: the keys that any query of these chunks sees, in the order in which tokens are stored.
 
     Args:
-        chunks: runs of places where queries lie.
-        kind: offsets of the query heads to go by.
+        chunks: runs of rows, those of the queries.
+        kind: offsets of the query heads.
     """
     at = permutation(kept_in(pattern), pattern.natural, length)
     queries = torch.zeros(length, dtype=torch.bool)
@@ -47,21 +47,21 @@ def seen_by(pattern: Pattern, length: int, chunks: tuple[range, ...], kind: Kind
     return keys if at is None else keys[at]
 
 
-def may_meet(pattern: Dilated, length: int, heads: int, which: range, some: Tensor, others: Tensor) -> Tensor:
-    """Who of some tokens sees one of the others or is seen by it, and, if causal, who would but for that: bool.
+def shares_segment(pattern: Dilated, length: int, heads: int, which: range, some: Tensor, others: Tensor) -> Tensor:
+    """Bool [len(some)]: whether a token shares a selected segment with any of `others` in some branch.
 
     Args:
-        length: of the whole sequence, in tokens.
-        heads: of all; `which` are the query heads to go by.
-        some, others: int64, their positions.
+        length: tokens of the whole sequence.
+        heads: number of query heads; `which` are those to consider.
+        some, others: int64, positions.
     """
     found = torch.zeros(len(some), dtype=torch.bool)
     for offsets in {pattern.head_offsets(head, heads) for head in which}:
         for band in pattern.bands(length, length, offsets):
             segment = band.segment or length
-            met = torch.zeros(-(-length // segment), dtype=torch.bool)
-            met[others[band.selected(others)] // segment] = True
-            found |= met[some // segment] & band.selected(some)
+            hit = torch.zeros(-(-length // segment), dtype=torch.bool)
+            hit[others[band.selected(others)] // segment] = True
+            found |= hit[some // segment] & band.selected(some)
     return found
 
 
@@ -79,7 +79,7 @@ def _seen(pattern: Pattern, queries: Tensor, offsets: Offsets) -> Tensor:
 
 
 def _neighbors(pattern: Neighborhood, queries: Tensor) -> Tensor:
-    """Axis by axis: a window on one axis does not depend on the place on another."""
+    """Axis by axis: a window on one axis does not depend on the coordinate on another."""
     found = queries.view(pattern.grid)
     for axis, step in enumerate(pattern.dilation):
         low, high = pattern.axes[axis].bounds()

@@ -1,9 +1,8 @@
-"""How many key rows a rank needs of each other one, and how many query-key pairs it works on: by arithmetic on runs of
-positions, so that half a billion tokens over many ranks are counted in seconds. Nothing here has an entry per token,
-neighborhoods aside.
+"""The key rows that runs of queries see, by arithmetic on runs of positions: counting needs no entry per token, so that
+half a billion tokens over many ranks are counted in seconds.
 
-A run of queries sees a few arithmetic progressions of keys. Between two positions where some of them begin or end, a
-key is seen if it has one of their residues.
+A run of queries sees a few arithmetic progressions of keys. Between two positions where a progression begins or ends, a
+key is seen if it has the residue of one of them.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from attn_dispatch.spec.reach import Band
 
 if TYPE_CHECKING:
     from torch import Tensor
-Class = tuple[int, int]  #: the positions with one residue: step, residue
+Class = tuple[int, int]  #: step and residue: the positions p with p % step == residue
 Classes = frozenset[Class]
 
 
 class _Run(NamedTuple):
-    """Every `step`-th position from `start` on and before `stop`, those with this residue."""
+    """The positions in [start, stop) with `position % step == residue`."""
 
     start: int
     stop: int
@@ -35,7 +34,7 @@ class _Run(NamedTuple):
 
 
 def _seen(pattern: Pattern, tokens: int, chunk: range, kind: Kind) -> Iterator[_Run]:
-    """What queries of a run of positions see, but for keys that lie in the run itself."""
+    """Progressions of keys that queries of a run see outside the run."""
     for offsets in kind:
         for band in pattern.bands(tokens, tokens, offsets) or ():
             for start, part in _ends(band, chunk):
@@ -45,27 +44,27 @@ def _seen(pattern: Pattern, tokens: int, chunk: range, kind: Kind) -> Iterator[_
 
 
 def _ends(band: Band, chunk: range) -> Iterator[tuple[int, range]]:
-    """The first and the last segment of a run of positions: where each starts, and what of the run lies in it."""
+    """The first and the last segment of a run of positions: its start, and the part of the run in it."""
     length = band.segment or chunk.stop
     for number in {chunk.start // length, (chunk.stop - 1) // length}:
         start = number * length
         yield start, range(max(start, chunk.start), min(start + length, chunk.stop))
 
 
-class Cell(NamedTuple):
-    """Between two positions: what has one of some residues."""
+class Span(NamedTuple):
+    """The positions in [start, stop) with the residue of one of `classes`."""
 
     start: int
     stop: int
     classes: Classes
 
     def count(self, chunk: range) -> int:
-        """Those in a run of positions."""
+        """Number of them in a run."""
         start, stop = max(self.start, chunk.start), min(self.stop, chunk.stop)
         return _below(self.classes, stop) - _below(self.classes, start) if start < stop else 0
 
     def positions(self, chunk: range) -> Tensor:
-        """Those themselves, int64, ascending."""
+        """Those in a run, int64, ascending."""
         import torch
 
         start, stop = max(self.start, chunk.start), min(self.stop, chunk.stop)
@@ -81,48 +80,48 @@ class Cell(NamedTuple):
         return taken.nonzero().flatten().add_(start)
 
 
-def cells_of(pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind) -> list[Cell]:
-    """What queries of these runs of positions see elsewhere; the pattern has bands."""
-    # Cut where a progression begins or ends: in between, only residues count.
+def seen_spans(pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind) -> list[Span]:
+    """The keys that queries of these runs see outside them; the pattern must have bands."""
+    # Split where a progression begins or ends: in between, only residues matter.
     runs = {run for chunk in chunks for run in _seen(pattern, tokens, chunk, kind)}
     edges = sorted({edge for run in runs for edge in run[:2]})
     found = []
     for start, stop in pairwise(edges):
         classes = frozenset((run.step, run.residue) for run in runs if run.start <= start and stop <= run.stop)
-        found += [Cell(start, stop, classes)] if classes else []
+        found += [Span(start, stop, classes)] if classes else []
     return found
 
 
 @lru_cache(maxsize=2**16)
 def _below(classes: Classes, end: int) -> int:
-    """How many positions before `end` have one of these residues."""
+    """Number of positions before `end` in any of these classes."""
     return sum(sign * -((residue - end) // step) for (step, residue), sign in _terms(classes) if residue < end)
 
 
 @lru_cache(maxsize=2**16)
 def _terms(classes: Classes) -> tuple[tuple[Class, int], ...]:
-    """Inclusion and exclusion: how often each progression is to be added for everything to count once."""
-    found, kept = Counter[Class](), list[Class]()
-    for each in sorted(classes):  # the dense ones first, so that those which lie in another are found at once
-        common = frozenset(both for other in kept if (both := _common(each, other)) is not None)
+    """Inclusion and exclusion: how often to add each class so that every position counts once."""
+    found, maximal = Counter[Class](), list[Class]()
+    for each in sorted(classes):  # the smallest steps first, so that a class inside another is found at once
+        common = frozenset(both for other in maximal if (both := _common(each, other)) is not None)
         if each not in common:
-            kept.append(each)
+            maximal.append(each)
             found[each] += 1
             found.subtract(dict(_terms(common)))
     return tuple((each, sign) for each, sign in found.items() if sign)
 
 
 def _common(a: Class, b: Class) -> Class | None:
-    """What has both residues: again one class, by the Chinese remainder theorem."""
-    shared = math.gcd(a[0], b[0])
-    apart, rest = divmod(b[1] - a[1], shared)
+    """The positions in both classes: again a class, by the Chinese remainder theorem; None if there are none."""
+    divisor = math.gcd(a[0], b[0])
+    apart, rest = divmod(b[1] - a[1], divisor)
     if rest:
         return None
-    step, modulus = a[0] * b[0] // shared, b[0] // shared
-    return step, (a[1] + a[0] * (apart * pow(a[0] // shared, -1, modulus) % modulus)) % step
+    step, modulus = a[0] * b[0] // divisor, b[0] // divisor
+    return step, (a[1] + a[0] * (apart * pow(a[0] // divisor, -1, modulus) % modulus)) % step
 
 
 def _cut(run: range, within: range) -> range:
-    """The part of a progression that lies in a run of positions."""
+    """The part of a progression inside a run of positions."""
     skipped = max(0, -(-(within.start - run.start) // run.step))
     return range(run.start + skipped * run.step, min(run.stop, within.stop), run.step)

@@ -1,4 +1,4 @@
-"""Which rows go from which rank to which: worked out alike on every rank, so that nobody has to ask."""
+"""Which rows each rank sends to which: every rank computes the same lists, without communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import Kind, kv_classes, seen_by
-from attn_dispatch.ring.rows.runs import Cell, cells_of
+from attn_dispatch.ring.rows.runs import Span, seen_spans
 from attn_dispatch.spec.pattern import Pattern
 
 CPU = torch.device("cpu")
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of k and v that some key heads send along.
+    """Rows of k and v of some key heads, sent from one rank to another.
 
     Args:
         heads: the key heads.
-        local: int64 [rows], where they lie in the sender's shard, ascending; on the device of k and v.
-        positions: int64 [rows], which tokens they are; on the CPU.
+        local: int64 [rows], their indices in the sender's shard, ascending; on the device of k and v.
+        positions: int64 [rows], in the sequence; on the CPU.
     """
 
     heads: range
@@ -34,19 +34,20 @@ class Rows:
 
     @property
     def count(self) -> int:
+        """Rows, counted once for each key head."""
         return len(self.local) * len(self.heads)
 
     def piece(self, number: int, count: int) -> Rows:
-        """One of so many parts of about as many rows each."""
+        """Number `number` of `count` parts of about the same length."""
         some = slice(len(self.local) * number // count, len(self.local) * (number + 1) // count)
         return Rows(self.heads, self.local[some], self.positions[some])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traffic:
-    """What one rank sends and receives in a forward pass, by peer; in a backward pass gradients go the other way.
+    """Rows that one rank sends and receives in a forward pass, by peer; a backward pass also returns their gradients.
 
-    Peers that nothing goes to or comes from are left out.
+    Peers without rows are left out.
     """
 
     rank: int
@@ -57,21 +58,21 @@ class Traffic:
 
 
 @contextmanager
-def plain() -> Iterator[None]:
-    """For tensors that are kept, or compared: neither the mode nor the default device of the call that asks first."""
+def default_mode() -> Iterator[None]:
+    """For cached tensors: neither inference mode nor the default device of the call that happens to make them."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
 
 
 @lru_cache(maxsize=16)
-@plain()
+@default_mode()
 def traffic_of(
     pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int, device: torch.device = CPU
 ) -> Traffic:
-    """What one rank of a layout sends and receives.
+    """The rows that one rank of a layout sends and receives.
 
     Args:
-        pattern: the whole sequence's; a key row is shipped once, and only where a query of the receiver sees it.
+        pattern: the whole sequence's. A key row is sent once, and only to ranks with a query that sees it.
     """
     sends: dict[int, list[Rows]] = {}
     receives: dict[int, list[Rows]] = {}
@@ -86,21 +87,21 @@ def traffic_of(
 
 
 def positions_of(layout: Layout, rank: int) -> Tensor:
-    """The positions of a rank's tokens in the order in which they lie in its shard."""
+    """The positions of a rank's tokens, in the order of its shard: int64 [tokens]."""
     return torch.cat([torch.arange(chunk.start, chunk.stop, device="cpu") for chunk in layout.chunks[rank]])
 
 
 def _rows(
     pattern: Pattern, layout: Layout, kind: Kind, receiver: int, senders: Iterable[int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Sender, local rows and positions of what the receiver's queries see of each sender; of some senders nothing."""
-    mine = layout.chunks[receiver]
+    """Sender, local indices and positions of rows that the receiver's queries see; senders without rows left out."""
+    chunks = layout.chunks[receiver]
     sees: Callable[[range], Tensor]
-    # By arithmetic where it can be: masks of every token take long where ranks are many.
+    # By arithmetic where possible: masks of all tokens are slow for many ranks.
     if pattern.bands(layout.tokens, layout.tokens, ()) is not None:
-        sees = partial(_of_cells, cells_of(pattern, layout.tokens, mine, kind))
+        sees = partial(_in_spans, seen_spans(pattern, layout.tokens, chunks, kind))
     else:
-        sees = partial(_of_mask, seen_by(pattern, layout.tokens, mine, kind))
+        sees = partial(_in_mask, seen_by(pattern, layout.tokens, chunks, kind))
     for sender in senders:
         if sender == receiver:
             continue
@@ -114,10 +115,10 @@ def _rows(
             yield sender, torch.cat(local), torch.cat(positions)
 
 
-def _of_cells(cells: list[Cell], chunk: range) -> Tensor:
-    """The positions of a run that lie in these cells, ascending."""
-    return torch.cat([cell.positions(chunk) for cell in cells] or [torch.empty(0, dtype=torch.int64)])
+def _in_spans(spans: list[Span], chunk: range) -> Tensor:
+    """The positions of a run in these spans, ascending."""
+    return torch.cat([span.positions(chunk) for span in spans] or [torch.empty(0, dtype=torch.int64)])
 
 
-def _of_mask(seen: Tensor, chunk: range) -> Tensor:
+def _in_mask(seen: Tensor, chunk: range) -> Tensor:
     return seen[chunk.start : chunk.stop].nonzero().flatten() + chunk.start
