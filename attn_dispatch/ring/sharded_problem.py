@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.decisions.call import attend_alone
-from attn_dispatch.kernels.autograd import STOPPED, recorded
+from attn_dispatch.kernels.autograd import CHECKPOINT_STOP, differentiable
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
 from attn_dispatch.ring.engine import ulysses
@@ -88,7 +88,7 @@ class Shared:
         ring = self._call(exchange, problem, seq_lens, whole_mask)
         call = self._hidden(ring).around(ring)
         if problem.needs_grad:
-            return recorded(q, k, v, call)
+            return differentiable(q, k, v, call)
         with torch.no_grad():
             return call.forward(q, k, v)
 
@@ -131,7 +131,7 @@ class Shared:
                 key_mask=mask,
                 return_lse=problem.return_lse,
             )
-        except STOPPED:
+        except CHECKPOINT_STOP:
             raise
         except Exception as raised:  # noqa: BLE001 - other ranks wait for this one's rows: NaN is sent
             error, (out, lse) = raised, _no_results(q, problem)

@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.triton.work_list import visits_of
+from attn_dispatch.kernels.triton.work_list import work_list_of
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -100,7 +100,7 @@ def cost_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> int
 
 def programs(problem: Problem, backend: str) -> int:
     """How many programs the forward kernel runs."""
-    tiles = visits_of(problem, "queries", 64).most_tiles if backend == "triton" else -(-problem.q_len // 64)
+    tiles = work_list_of(problem, "queries", 64).most_tiles if backend == "triton" else -(-problem.q_len // 64)
     return tiles * problem.heads * problem.batch
 
 

@@ -82,12 +82,12 @@ def test_forced_it_says_why() -> None:
 def test_tables_of_long_sequences() -> None:
     """Their size goes by the square of the length: 1 GiB at a million tokens."""
     million = 2**20
-    assert flex.table_bytes(problem(length=million)) == flex.TABLE_LIMIT
-    assert flex.table_bytes(problem(Dense(), length=million)) == 0
+    assert flex.block_table_bytes(problem(length=million)) == flex.TABLE_LIMIT
+    assert flex.block_table_bytes(problem(Dense(), length=million)) == 0
     (refusal,) = (r for r in flex.refusals(problem(length=million + 1)) if r.code == "over_memory")
     assert refusal.text == f"{LONGNET} needs block tables of 1.0 GiB, over 1.0 GiB"
     split = replace(LONGNET, heads="split")
-    assert flex.table_bytes(problem(split, length=million // 2)) == flex.TABLE_LIMIT
+    assert flex.block_table_bytes(problem(split, length=million // 2)) == flex.TABLE_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -195,16 +195,16 @@ def test_what_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     Compiler(monkeypatch)
-    monkeypatch.setattr(flex, "MOST_KEPT", 2)
+    monkeypatch.setattr(flex, "MOST_COMPILED", 2)
     problems = [problem(length=n) for n in (8, 9, 10)]
     for each in (problems[0], problems[1], problems[0], problems[2]):
         call(each)
-    assert [kept for kept, _ in flex._kept] == [problems[0], problems[2]]
-    monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.table_bytes(problems[0]))
+    assert [kept for kept, _ in flex._compiled] == [problems[0], problems[2]]
+    monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.block_table_bytes(problems[0]))
     large = problem(length=129)  # four blocks
-    monkeypatch.setattr(flex, "MOST_KEPT", 9)
+    monkeypatch.setattr(flex, "MOST_COMPILED", 9)
     call(large)
-    assert [kept for kept, _ in flex._kept] == [large]
+    assert [kept for kept, _ in flex._compiled] == [large]
 
 
 def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

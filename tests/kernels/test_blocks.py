@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch.kernels.flex.blocks import Blocks, blocks_of, heads_apart
-from attn_dispatch.kernels.flex.mask import count_of, repeats
+from attn_dispatch.kernels.flex.blocks import Blocks, blocks_of, distinct_heads
+from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.backends.test_conformance import patterns
@@ -18,7 +18,7 @@ from tests.support.pairwise import crossed
 
 
 def counted(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Tensor:
-    count = count_of(pattern, q_len, k_len, heads)
+    count = multiplicity_function(pattern, q_len, k_len, heads)
     if count is None:
         return torch.ones(heads, q_len, k_len, dtype=torch.int32)
     head, query = torch.arange(heads)[:, None, None], torch.arange(q_len)[:, None]
@@ -37,15 +37,15 @@ def exact_blocks(counts: Tensor, size: int) -> Blocks:
 def holds(pattern: Pattern, q_len: int, k_len: int, heads: int, size: int) -> None:
     counts = pattern.multiplicity(q_len, k_len, heads).expand(heads, q_len, k_len)
     assert torch.equal(counted(pattern, q_len, k_len, heads), counts)
-    assert repeats(pattern) or int(counts.max()) <= 1
+    assert counts_above_one(pattern) or int(counts.max()) <= 1
     found, exact = blocks_of(pattern, q_len, k_len, heads, size), exact_blocks(counts, size)
-    assert len(found.some) == len(found.whole) == heads_apart(pattern, heads, size)
-    assert not (exact.some & ~found.some).any(), "a pair that is seen lies in no block"
-    assert not (found.whole & ~exact.whole).any(), "a block that is called whole is not"
-    if not isinstance(pattern, Neighborhood) and len(found.some) == heads:
-        assert torch.equal(found.some, exact.some)
+    assert len(found.nonempty) == len(found.full) == distinct_heads(pattern, heads, size)
+    assert not (exact.nonempty & ~found.nonempty).any(), "a pair that is seen lies in no block"
+    assert not (found.full & ~exact.full).any(), "a block that is called whole is not"
+    if not isinstance(pattern, Neighborhood) and len(found.nonempty) == heads:
+        assert torch.equal(found.nonempty, exact.nonempty)
     if isinstance(pattern, Dense | Window) and not getattr(pattern, "sinks", 0):
-        assert torch.equal(found.whole[0], exact.whole[0])
+        assert torch.equal(found.full[0], exact.full[0])
 
 
 @crossed(lambda case, size: {**case.factors, "size": size}, case=CASES, size=(4, 16, 128))
@@ -86,10 +86,10 @@ def test_sparse_patterns_have_few_blocks() -> None:
     """Of long sequences too, for which no mask of every pair could be made."""
     segments = blocks_of(Dilated((2048, 8192), (1, 4), True), 2**17, 2**17, 8, 128)
     # 16 segments of 64 x 64 blocks, the half of them and the diagonal.
-    assert int(segments.some.sum()) == 16 * (64 * 65 // 2)
-    assert int(segments.whole.sum()) == 64 * (16 * 15 // 2)
+    assert int(segments.nonempty.sum()) == 16 * (64 * 65 // 2)
+    assert int(segments.full.sum()) == 64 * (16 * 15 // 2)
     rows = blocks_of(Neighborhood((256, 256), (13, 13)), 2**16, 2**16, 8, 128)
-    assert float(rows.some.float().mean()) < 0.06
+    assert float(rows.nonempty.float().mean()) < 0.06
 
 
 @crossed(
@@ -105,18 +105,18 @@ def test_blocks_in_another_order(case: Case, order: str) -> None:
         pytest.skip("it is the natural order")
     counts = pattern.multiplicity(length, length, heads, q_pos=positions, k_pos=positions).expand(heads, -1, -1)
     found, exact = blocks_of(pattern, length, length, heads, 8, positions=positions), exact_blocks(counts, 8)
-    assert not (exact.some & ~found.some).any(), "a pair that is seen lies in no block"
-    assert not (found.whole & ~exact.whole).any(), "a block that is called whole is not"
-    if not isinstance(pattern, Neighborhood) and len(found.some) == heads:
-        assert torch.equal(found.some, exact.some)
+    assert not (exact.nonempty & ~found.nonempty).any(), "a pair that is seen lies in no block"
+    assert not (found.full & ~exact.full).any(), "a block that is called whole is not"
+    if not isinstance(pattern, Neighborhood) and len(found.nonempty) == heads:
+        assert torch.equal(found.nonempty, exact.nonempty)
 
 
 def test_heads_apart() -> None:
     """A rate over the block's size, or heads of their own for each branch, leave other blocks empty for each head."""
-    assert heads_apart(Dilated((1024,), (128,)), 8, 128) == 1
-    assert heads_apart(Dilated((1024,), (256,)), 8, 128) == 8
-    assert heads_apart(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
-    assert heads_apart(Window(3, 0), 8, 128) == 1
+    assert distinct_heads(Dilated((1024,), (128,)), 8, 128) == 1
+    assert distinct_heads(Dilated((1024,), (256,)), 8, 128) == 8
+    assert distinct_heads(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
+    assert distinct_heads(Window(3, 0), 8, 128) == 1
 
 
 def test_other_patterns() -> None:
@@ -125,6 +125,6 @@ def test_other_patterns() -> None:
             raise AssertionError
 
     with pytest.raises(TypeError, match="no arithmetic for"):
-        count_of(Own(), 4, 4, 1)
+        multiplicity_function(Own(), 4, 4, 1)
     with pytest.raises(TypeError, match="no blocks for"):
         blocks_of(Own(), 4, 4, 1, 2)

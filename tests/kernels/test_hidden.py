@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.hidden import copied_bytes, unseen
+from attn_dispatch.kernels.hidden import copied_bytes, unseen_keys
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -137,7 +137,7 @@ def test_without_gradients(backend: str) -> None:
 def test_unseen_keys_are_those_of_the_definition(problem: Problem) -> None:
     counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
     expected = counts.sum(1).view(problem.kv_heads, -1, problem.k_len).sum(1).T == 0
-    found = unseen(problem)
+    found = unseen_keys(problem)
     assert (found is None) == (not expected.any())
     if found is not None:
         assert torch.equal(found[0, :, :, 0].expand_as(expected), expected)

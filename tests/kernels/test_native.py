@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import library, run
-from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, table_bytes, tiles_of
+from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -37,7 +37,7 @@ def problem(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int =
 def counts_of_tiles(asked: Problem) -> torch.Tensor:
     """How often the tables let each query of each head see each key."""
     found = torch.zeros(asked.heads, asked.q_len, asked.k_len, dtype=torch.int64)
-    tables = tiles_of(asked)
+    tables = native_tables(asked)
     first_tile = tables.first_tile.tolist()
     for head, kind in enumerate(tables.head_class.tolist()):
         for query, step, count, first_run, runs in tables.tiles[first_tile[kind] : first_tile[kind + 1]].tolist():
@@ -60,8 +60,8 @@ def test_tiles_are_the_pattern(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
 def test_tables_are_no_larger_than_announced(case: Case) -> None:
     asked = case.problem(torch.float32, needs_grad=False)
-    tables = tiles_of(asked)
-    assert tables.tiles.nbytes + tables.runs.nbytes <= table_bytes(asked) / 3
+    tables = native_tables(asked)
+    assert tables.tiles.nbytes + tables.runs.nbytes <= native_table_bytes(asked) / 3
 
 
 @given(st.data())
@@ -136,7 +136,8 @@ def test_refusals() -> None:
         "computes in bfloat16, float16, float32, not float64"
     ]
     rates = problem(Dilated((64, 64), (9, 8)), 128)
-    assert [str(r) for r in native.refusals(rates)] == [f"its rates come round every 72 tokens, over {PERIOD_LIMIT}"]
+    reasons = [str(refusal) for refusal in native.refusals(rates)]
+    assert reasons == [f"its dilation rates repeat every 72 tokens, over {PERIOD_LIMIT}"]
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +205,7 @@ def test_the_default_dtype_is_not_ours(dtype: torch.dtype) -> None:
 
 def test_the_default_device_is_not_ours() -> None:
     expected = gate(Case("", Dilated((17, 33), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
-    tiles_of.cache_clear()
+    native_tables.cache_clear()
     with torch.device("meta"):
         found = expected.run(native)
     assert expected.check(found).failures == ()
@@ -216,7 +217,7 @@ def test_the_default_device_is_not_ours() -> None:
 def test_a_transform_that_fails_leaves_nothing_behind() -> None:
     asked = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
     expected = gate(asked)
-    tiles_of.cache_clear()
+    native_tables.cache_clear()
 
     def loss(q: torch.Tensor) -> torch.Tensor:
         result = native.run(q, expected.example.k, expected.example.v, asked)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import run
-from attn_dispatch.kernels.native.steps import table_bytes, tiles_of
+from attn_dispatch.kernels.native.steps import native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
@@ -40,7 +40,7 @@ def asked(pattern: Neighborhood, dtype: torch.dtype = torch.float32, **more: Any
 
 def counts_of_lists(problem: Problem, order: str) -> torch.Tensor:
     """How often the lists let each query see each key; a key that no query of its vectors sees is an error."""
-    tables = tiles_of(problem, order)
+    tables = native_tables(problem, order)
     assert tables.order is not None
     assert tables.listed is not None
     assert tables.lanes is not None
@@ -83,11 +83,11 @@ def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -> None:
-    tables = tiles_of(asked(pattern), order)
+    tables = native_tables(asked(pattern), order)
     listed, lanes = tables.listed, tables.lanes
     assert listed is not None
     assert lanes is not None
-    assert 2 * (listed.nbytes + lanes.nbytes + tables.tiles.nbytes + tables.runs.nbytes) <= table_bytes(
+    assert 2 * (listed.nbytes + lanes.nbytes + tables.tiles.nbytes + tables.runs.nbytes) <= native_table_bytes(
         asked(pattern), order
     )
 

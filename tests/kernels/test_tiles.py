@@ -16,7 +16,7 @@ from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles import tables
-from attn_dispatch.kernels.tiles.tables import FULL, TileTable, counts, tables_of
+from attn_dispatch.kernels.tiles.tables import FULL, TileTable, pair_counts, tables_of
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -66,7 +66,7 @@ def total(table: TileTable, q_len: int, k_len: int) -> Tensor:
     """How many times each query sees each key, written out."""
     queries, keys, tile = table.queries(), table.keys, table.tile
     if table.masks is None:
-        pairs = counts(table.branches, queries, keys)
+        pairs = pair_counts(table.branches, queries, keys)
     else:
         pairs = table.masks[table.mask]
     found = torch.zeros(len(table.q_pos) * tile, len(table.k_pos) * tile, dtype=torch.int32)

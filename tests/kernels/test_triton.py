@@ -18,7 +18,14 @@ from torch import Tensor
 from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.work_list import Side, Visits, covers, largest_cell, visits_bytes, visits_of
+from attn_dispatch.kernels.triton.work_list import (
+    Side,
+    WorkList,
+    covers,
+    largest_row_group,
+    work_list_bytes,
+    work_list_of,
+)
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
@@ -56,7 +63,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return case.problem(torch.float32, needs_grad=True)
 
 
-def meetings(visits: Visits, problem: Problem, side: Side) -> Iterator[tuple[int, Tensor, Tensor]]:
+def meetings(visits: WorkList, problem: Problem, side: Side) -> Iterator[tuple[int, Tensor, Tensor]]:
     """A query head, a tile's rows, and one run's columns."""
     heads = len(visits.kind_of)
     for head, kind in enumerate(visits.kind_of.tolist()):
@@ -68,7 +75,7 @@ def meetings(visits: Visits, problem: Problem, side: Side) -> Iterator[tuple[int
                 yield head * problem.heads // heads + member, rows, torch.arange(run_count) * run_step + run_start
 
 
-def counts(visits: Visits, problem: Problem, side: Side) -> Tensor:
+def counts(visits: WorkList, problem: Problem, side: Side) -> Tensor:
     """How many times each query of each head is handed each key."""
     found = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
     for head, rows, columns in meetings(visits, problem, side):
@@ -88,26 +95,26 @@ def counts(visits: Visits, problem: Problem, side: Side) -> Tensor:
 @settings(max_examples=80)
 @given(problems(), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
 def test_every_pair_is_visited_as_often_as_the_pattern_says(problem: Problem, side: Side, block: int) -> None:
-    visits = visits_of(problem, side, block)
+    visits = work_list_of(problem, side, block)
     expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
     assert torch.equal(counts(visits, problem, side), expected)
     assert int(expected.sum()) <= visits.pairs(block, 4)
-    assert sum(4 * x.numel() for x in (visits.tiles, visits.runs, visits.first_tile, visits.kind_of)) <= visits_bytes(
-        problem, side, block
-    )
+    assert sum(
+        4 * x.numel() for x in (visits.tiles, visits.runs, visits.first_tile, visits.kind_of)
+    ) <= work_list_bytes(problem, side, block)
 
 
 @settings(max_examples=50)
 @given(problems(), st.sampled_from(SIDES))
 def test_every_row_is_in_one_tile_or_meets_nothing(problem: Problem, side: Side) -> None:
-    visits = visits_of(problem, side, 8)
+    visits = work_list_of(problem, side, 8)
     length = problem.q_len if side == "queries" else problem.k_len
     for kind in range(len(visits.first_tile) - 1):
         seen = torch.zeros(length, dtype=torch.int64)
         for start, step, count, first_run, end_run in visits.tiles[
             int(visits.first_tile[kind]) : int(visits.first_tile[kind + 1])
         ].tolist():
-            assert 1 <= count <= min(8, largest_cell(problem, side))
+            assert 1 <= count <= min(8, largest_row_group(problem, side))
             assert first_run < end_run
             seen[start : start + count * step : step] += 1
         assert int(seen.max()) <= 1
@@ -117,14 +124,14 @@ def test_every_row_is_in_one_tile_or_meets_nothing(problem: Problem, side: Side)
 @pytest.mark.parametrize("side", SIDES)
 def test_a_million_tokens_fill_every_tile(side: Side) -> None:
     problem = problem_of(LONGNET, (1, 2**20, 16, 128), torch.bfloat16)
-    visits = visits_of(problem, side, 128)
+    visits = work_list_of(problem, side, 128)
     assert set(visits.tiles[:, 2].tolist()) == {128}
     assert len(visits.tiles) == 16 * 2**20 // 128
     assert covers(problem, side)
 
 
 def test_hundreds_of_thousands_of_segments() -> None:
-    visits = visits_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
+    visits = work_list_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
     assert len(visits.tiles) > 10**5
 
 
@@ -134,7 +141,7 @@ def test_hundreds_of_thousands_of_segments() -> None:
     ids=str,
 )
 def test_pairs_count_whole_blocks(pattern: Pattern, blocks: int) -> None:
-    visits = visits_of(problem_of(pattern, (1, 128, 2, 16)), "queries", 32)
+    visits = work_list_of(problem_of(pattern, (1, 128, 2, 16)), "queries", 32)
     assert visits.pairs(32, 32) == 2 * blocks * 32 * 32
 
 

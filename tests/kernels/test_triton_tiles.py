@@ -16,8 +16,8 @@ from attn_dispatch.backends import triton_tiles
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.tiles import tables
-from attn_dispatch.kernels.tiles.estimates import pairs_at_most
-from attn_dispatch.kernels.tiles.lists import TileLists, lists_bytes, lists_of
+from attn_dispatch.kernels.tiles.estimates import most_pairs
+from attn_dispatch.kernels.tiles.lists import TileLists, tile_lists_bytes, tile_lists_of
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -95,7 +95,7 @@ def test_lists_are_the_definition(pattern: Pattern, length: int, kept: bool, mon
     problem = replace(problem, pattern=pattern)
     expected = pattern.multiplicity(length, length, HEADS)
     for order in TOKEN_ORDERS:
-        lists = lists_of(problem, order, 16)
+        lists = tile_lists_of(problem, order, 16)
         assert (lists.masks is None) == (lists.reach is not None)
         for by in ("queries", "keys"):
             assert torch.equal(counted(lists, problem, 16, by), expected), (order, by)
@@ -103,7 +103,7 @@ def test_lists_are_the_definition(pattern: Pattern, length: int, kept: bool, mon
 
 def test_full_pairs_have_no_masks_even_where_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MASK_BYTES", 0)
-    spans = lists_of(problem_of(Neighborhood((32, 32), (21, 21)), (1, 1024, 1, 8)), "hilbert", 16).queries.spans
+    spans = tile_lists_of(problem_of(Neighborhood((32, 32), (21, 21)), (1, 1024, 1, 8)), "hilbert", 16).queries.spans
     assert (spans[:, :, 2] > spans[:, :, 1]).any()
 
 
@@ -115,13 +115,13 @@ def test_lists_take_no_more_than_announced(pattern: Pattern, length: int, monkey
         for order in triton_tiles.orders(problem):
             for tile in triton_tiles.TILES:
                 triton_tiles.forget(problem)
-                lists = lists_of(problem, order, tile)
+                lists = tile_lists_of(problem, order, tile)
                 assert lists.keys is not None
-                assert len(lists.queries.pairs) <= len(lists.queries.spans) * pairs_at_most(problem, order, tile)
+                assert len(lists.queries.pairs) <= len(lists.queries.spans) * most_pairs(problem, order, tile)
                 sides = [x for side in (lists.queries, lists.keys) for x in (side.spans, side.pairs)]
                 rest = [lists.q_pos, lists.k_pos, lists.kind_of, lists.masks, lists.reach]
                 taken = sum(x.nbytes for x in (*sides, *rest) if x is not None)
-                assert taken <= lists_bytes(problem, order, tile)
+                assert taken <= tile_lists_bytes(problem, order, tile)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ SMALL = (
 )
 def test_blocks_smaller_than_tiles(case: Case, order: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
-    monkeypatch.setattr(triton_tiles, "INTERPRETED", support.Block(16, 16, 4, 1))
+    monkeypatch.setattr(triton_tiles, "INTERPRETED", support.BlockConfig(16, 16, 4, 1))
     monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if kept else 0)
     assert failures(case, order, 32, torch.float32 if kept else torch.float16) == ()
 
@@ -209,11 +209,11 @@ def test_the_gate_sees_a_count_that_is_left_out(monkeypatch: pytest.MonkeyPatch)
     problem = case.problem(torch.float32, needs_grad=False)
     whole = Oracle.of(make(problem))
     assert whole.check(whole.run(triton_tiles)).failures == ()
-    lists = lists_of(problem, "natural", 64)
+    lists = tile_lists_of(problem, "natural", 64)
     assert lists.masks is not None
     lists = replace(lists, masks=lists.masks.clamp(max=1))
     with monkeypatch.context() as patch:
-        patch.setattr(triton_tiles, "lists_of", lambda *_: lists)
+        patch.setattr(triton_tiles, "tile_lists_of", lambda *_: lists)
         assert whole.check(whole.run(triton_tiles)).failures != ()
 
 
@@ -279,8 +279,8 @@ def test_tokens_kept_in_order_are_tiles_as_they_lie(monkeypatch: pytest.MonkeyPa
     assert triton_tiles.flops(kept) == triton_tiles.flops(CUDA, "hilbert")
     here = torch.device("cpu")
     one, other = (
-        lists_of(replace(kept, device=here), "natural", 64),
-        lists_of(replace(CUDA, device=here), "hilbert", 64),
+        tile_lists_of(replace(kept, device=here), "natural", 64),
+        tile_lists_of(replace(CUDA, device=here), "hilbert", 64),
     )
     assert torch.equal(one.queries.pairs, other.queries.pairs)
     assert torch.equal(one.q_pos, torch.arange(4096, dtype=torch.int32))

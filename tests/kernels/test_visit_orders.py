@@ -16,8 +16,14 @@ from torch import Tensor
 from attn_dispatch.backends import triton
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.launch_order import Chip, heads_together, launches_bytes, launches_of, offered
-from attn_dispatch.kernels.triton.work_list import Side, visits_of
+from attn_dispatch.kernels.triton.launch_order import (
+    L2Cache,
+    heads_together,
+    launch_order_bytes,
+    launch_order_of,
+    offered_orders,
+)
+from attn_dispatch.kernels.triton.work_list import Side, work_list_of
 from attn_dispatch.spec import orders as token_orders
 from attn_dispatch.spec.orders import GROUPED, HILBERT_VISITS, NATURAL, SAWTOOTH, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
@@ -40,8 +46,8 @@ def test_tokens_stay_where_they_are(order: str) -> None:
 # --- lists of launches ------------------------------------------------------------------------------------------------
 
 
-def listed(problem: Problem, side: Side, order: str, chip: Chip, rows: int = 8, warps: int = 8) -> Tensor:
-    return launches_of(problem, side, visits_of(problem, side, rows), order, chip, warps)
+def listed(problem: Problem, side: Side, order: str, chip: L2Cache, rows: int = 8, warps: int = 8) -> Tensor:
+    return launch_order_of(problem, side, work_list_of(problem, side, rows), order, chip, warps)
 
 
 @settings(max_examples=60)
@@ -49,8 +55,8 @@ def listed(problem: Problem, side: Side, order: str, chip: Chip, rows: int = 8, 
 def test_every_tile_of_every_head_is_launched_once(
     problem: Problem, side: Side, order: str, l2_bytes: int, multiprocessors: int
 ) -> None:
-    launches = listed(problem, side, order, Chip(l2_bytes, multiprocessors))
-    visits = visits_of(problem, side, 8)
+    launches = listed(problem, side, order, L2Cache(l2_bytes, multiprocessors))
+    visits = work_list_of(problem, side, 8)
     edges = visits.first_tile.tolist()
     expected = {
         (head, tile)
@@ -60,24 +66,24 @@ def test_every_tile_of_every_head_is_launched_once(
     assert launches.dtype == torch.int32
     assert len(launches) == len(expected)
     assert {(head, tile) for head, tile, _ in launches.tolist()} == expected
-    assert launches.nbytes <= launches_bytes(problem, side, 8)
+    assert launches.nbytes <= launch_order_bytes(problem, side, 8)
 
 
 @pytest.mark.parametrize(("warps", "at_once"), [(8, 3), (4, 6), (2, 12), (16, 3)])
 @pytest.mark.parametrize("order", VISIT_ORDERS)
 def test_every_other_round_goes_backwards(order: str, warps: int, at_once: int) -> None:
-    launches = listed(problem_of(Dense(), (1, 80, 4, 16)), "queries", order, Chip(2**14, 3), warps=warps)
+    launches = listed(problem_of(Dense(), (1, 80, 4, 16)), "queries", order, L2Cache(2**14, 3), warps=warps)
     assert launches[:, 2].tolist() == [place // at_once % 2 for place in range(40)]
 
 
 def test_a_sawtooth_goes_head_by_head() -> None:
-    launches = listed(problem_of(Dense(), (1, 80, 4, 16)), "queries", SAWTOOTH, Chip(2**14, 3))
+    launches = listed(problem_of(Dense(), (1, 80, 4, 16)), "queries", SAWTOOTH, L2Cache(2**14, 3))
     assert launches[:, :2].tolist() == [[head, tile] for head in range(4) for tile in range(10)]
 
 
 @pytest.mark.parametrize("order", [GROUPED, HILBERT_VISITS])
 def test_groups_of_heads_follow_one_another(order: str) -> None:
-    launches = listed(problem_of(Dense(), (1, 64, 5, 16)), "queries", order, Chip(2 * 64 * 16 * 4 * 2 + 1, 3))
+    launches = listed(problem_of(Dense(), (1, 64, 5, 16)), "queries", order, L2Cache(2 * 64 * 16 * 4 * 2 + 1, 3))
     groups = [launches[first : first + 16] for first in (0, 16, 32)]
     assert [set(group[:, 0].tolist()) for group in groups] == [{0, 1}, {2, 3}, {4}]
     # Side by side: after an even share of a group, each of its heads has had as many tiles.
@@ -87,7 +93,7 @@ def test_groups_of_heads_follow_one_another(order: str) -> None:
 def test_a_curve_keeps_heads_and_tiles_together() -> None:
     """As many launches as a square has take no more of its side than a square needs; a row of heads takes less."""
     problem = problem_of(Dense(), (1, 128, 8, 16))
-    curved, rows = (listed(problem, "queries", order, Chip(MIB, 3)) for order in (HILBERT_VISITS, GROUPED))
+    curved, rows = (listed(problem, "queries", order, L2Cache(MIB, 3)) for order in (HILBERT_VISITS, GROUPED))
     for first in range(0, 128, 16):
         assert [len(set(each.tolist())) for each in curved[first : first + 16, :2].unbind(1)] == [4, 4]
         assert [len(set(each.tolist())) for each in rows[first : first + 16, :2].unbind(1)] == [8, 2]
@@ -107,11 +113,11 @@ def test_a_curve_keeps_heads_and_tiles_together() -> None:
 )
 def test_as_many_heads_as_the_cache_holds(side: Side, l2_bytes: int, together: int) -> None:
     problem = replace(CUDA, kv_heads=4)
-    assert heads_together(problem, side, GROUPED, Chip(l2_bytes, 132)) == together
-    assert heads_together(problem, side, SAWTOOTH, Chip(l2_bytes, 132)) == 1
+    assert heads_together(problem, side, GROUPED, L2Cache(l2_bytes, 132)) == together
+    assert heads_together(problem, side, SAWTOOTH, L2Cache(l2_bytes, 132)) == 1
 
 
-# --- what is offered --------------------------------------------------------------------------------------------------
+# --- offered orders ---------------------------------------------------------------------------------------------------
 
 EVERY = (NATURAL, *VISIT_ORDERS)
 
@@ -133,12 +139,12 @@ EVERY = (NATURAL, *VISIT_ORDERS)
     ],
 )
 def test_offered_where_the_cache_is_too_small(change: dict[str, Any], l2_bytes: int, orders: tuple[str, ...]) -> None:
-    assert offered(replace(CUDA, **change), Chip(l2_bytes, 132), 1024) == orders
+    assert offered_orders(replace(CUDA, **change), L2Cache(l2_bytes, 132), 1024) == orders
 
 
 def test_not_where_all_tiles_run_at_once() -> None:
-    assert offered(CUDA, Chip(MIB, 16 * 8), 8) == (NATURAL,)
-    assert offered(CUDA, Chip(MIB, 16 * 8 - 1), 8) == (NATURAL, SAWTOOTH)
+    assert offered_orders(CUDA, L2Cache(MIB, 16 * 8), 8) == (NATURAL,)
+    assert offered_orders(CUDA, L2Cache(MIB, 16 * 8 - 1), 8) == (NATURAL, SAWTOOTH)
 
 
 def test_the_backend_asks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +162,7 @@ def test_the_backend_asks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
-SMALL = support.Block(32, 16, 4, 1)
+SMALL = support.BlockConfig(32, 16, 4, 1)
 CASES = (
     Case("dense", Dense(), (2, 50, 2, 16)),
     Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
@@ -216,7 +222,7 @@ def probe(heads: int, seed: int) -> Tensor:
 
 def summed(problem: Problem, side: Side, order: str, probed: Tensor) -> tuple[Tensor, Tensor]:
     """For each row the sum of what its columns hold, one after the other as the lists say; and how many they are."""
-    visits = visits_of(problem, side, SMALL.rows)
+    visits = work_list_of(problem, side, SMALL.rows)
     heads = len(visits.kind_of)
     found, count = torch.zeros(1, LENGTH, heads, 16), torch.zeros(1, LENGTH, heads, 1)
     share = probed.shape[2] / heads
@@ -241,7 +247,7 @@ def launched(problem: Problem, side: Side, order: str) -> list[list[int]]:
     """Head, tile and direction."""
     if order == NATURAL:
         return [[head, tile, 0] for head, tile, _ in launched(problem, side, SAWTOOTH)]
-    found: list[list[int]] = listed(problem, side, order, triton.INTERPRETED_CHIP, SMALL.rows, SMALL.warps).tolist()
+    found: list[list[int]] = listed(problem, side, order, triton.INTERPRETED_CACHE, SMALL.rows, SMALL.warps).tolist()
     return found
 
 
@@ -275,7 +281,7 @@ def test_columns_are_met_as_listed(pattern: Pattern, order: str) -> None:
     total, count = summed(problem, "queries", order, v)
     assert torch.equal(out, total / count)
     # What a score is worth to the result is v * grad - out * grad + the gradient of lse, which is 1.
-    call = triton._Call(problem, order, None, None)
+    call = triton._TritonPasses(problem, order, None, None)
     dq, dk, dv = call.backward(grad, lse + 1, (q, k, zero[:, :, :1], zero, lse))
     assert torch.equal(dq, summed(problem, "queries", order, k)[0])
     assert torch.equal(dk, summed(problem, "keys", order, q)[0])

@@ -1,4 +1,4 @@
-"""Which blocks of queries and keys a pattern touches: worked out from the pattern, never from a mask of every pair."""
+"""The blocks of queries and keys that hold visible pairs, computed from the pattern without a mask of every pair."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from attn_dispatch.spec.reach import Band, Offsets
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Bool tensors [heads or 1, query blocks, key blocks]; one entry for the heads where they are treated alike.
+    """Bool tensors [heads, query blocks, key blocks], or [1, ...] where one entry stands for all heads.
 
     Args:
-        some: a pair of the block may be seen. A block without it holds none; one with it may hold none either.
-        whole: every pair of the block is seen by every head it stands for, and the block is not cut short.
+        nonempty: the block may hold a visible pair; where False it holds none.
+        full: every pair of the block is visible to all its heads, and the block has full size.
     """
 
-    some: Tensor
-    whole: Tensor
+    nonempty: Tensor
+    full: Tensor
 
 
 def blocks_of(
@@ -35,13 +35,13 @@ def blocks_of(
     device: torch.device | str | None = None,
     positions: Tensor | None = None,
 ) -> Blocks:
-    """The blocks of `size` x `size` tokens, counted from token 0; the last ones may be shorter.
+    """The blocks of `size` x `size` tokens from token 0 on; the last ones may be shorter.
 
     Args:
-        positions: int64 [q_len], of tokens in another order, queries and keys alike.
+        positions: int64 [q_len], natural positions of queries and keys in another order.
 
     Raises:
-        TypeError: a pattern of another kind.
+        TypeError: the pattern is not one of this package's.
     """
     q, k = _Runs.of(q_len, size, device), _Runs.of(k_len, size, device)
     if positions is not None:
@@ -60,20 +60,21 @@ def blocks_of(
     return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
 
 
-def heads_apart(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
-    """How many heads `blocks_of` tells apart: all of them, or 1. In another order offsets are far apart.
+def distinct_heads(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
+    """The length of `blocks_of`'s first axis: `heads`, or 1.
 
-    Rates up to the block's size reach every block of a segment whatever the offset, save where it is cut short.
+    Rates up to the block size select a token in every block of a segment whatever the offset, except in short last
+    blocks; not so in another order.
     """
     if reordered:
         return 1 if isinstance(pattern, Neighborhood) else heads
-    apart = isinstance(pattern, Dilated) and (pattern.heads == "split" or max(pattern.dilation_rates) > size)
-    return heads if apart else 1
+    distinct = isinstance(pattern, Dilated) and (pattern.heads == "split" or max(pattern.dilation_rates) > size)
+    return heads if distinct else 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """First and last token of every block."""
+    """The first and last token of each block."""
 
     first: Tensor
     last: Tensor
@@ -89,7 +90,7 @@ class _Runs:
 
 
 def _band(band: Band, q: _Runs, k: _Runs) -> tuple[Tensor, Tensor]:
-    """Of one without segments."""
+    """Nonempty and full blocks of a band without segments."""
     nearest, farthest = k.first - q.last[:, None], k.last - q.first[:, None]
     some = torch.ones_like(nearest, dtype=torch.bool)
     whole = some.clone()
@@ -107,7 +108,7 @@ def _band(band: Band, q: _Runs, k: _Runs) -> tuple[Tensor, Tensor]:
 
 def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tensor, Tensor]:
     by_offsets = {offsets: _dilated_head(pattern, runs, offsets) for (offsets,) in heads_by_kind(pattern, heads)}
-    if heads_apart(pattern, heads, size) > 1:
+    if distinct_heads(pattern, heads, size) > 1:
         by_head = (by_offsets[pattern.head_offsets(head, heads)] for head in range(heads))
         some, whole = (torch.stack(each) for each in zip(*by_head))
         return some, whole
@@ -119,7 +120,10 @@ def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tens
 
 
 def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tensor, Tensor]:
-    """Two blocks meet in the segment that the earlier one ends in and the later one begins with, or in none."""
+    """Nonempty and full blocks of the heads with these offsets.
+
+    Two different blocks share at most the segment in which the earlier one ends and the later one begins.
+    """
     earlier = runs.first[:, None] > runs.first
     same = torch.eye(len(runs.first), dtype=torch.bool, device=runs.first.device)
     some, whole = torch.zeros_like(same), torch.zeros_like(same)
@@ -130,7 +134,7 @@ def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tens
         begins, ends = runs.first // segment, runs.last // segment
         head = _selects(begins, runs, segment, rate, offset)
         tail = _selects(ends, runs, segment, rate, offset)
-        inner = _selects((begins + 1).minimum(ends), runs, segment, rate, offset)  # those between are all alike
+        inner = _selects((begins + 1).minimum(ends), runs, segment, rate, offset)  # all inner segments are equal
         meet = (begins[:, None] == ends) & head[:, None] & tail & earlier
         some |= meet | (same & (head | tail | inner))
         if not pattern.is_causal:
@@ -142,7 +146,7 @@ def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tens
 
 
 def _selects(which: Tensor, runs: _Runs, segment: int, rate: int, offset: int) -> Tensor:
-    """Whether a block holds a selected token of this segment."""
+    """Whether each block holds a selected token of its segment `which`."""
     start = which * segment
     first, last = runs.first.maximum(start), runs.last.minimum(start + segment - 1)
     skipped = (first - start - offset + rate - 1).clamp(min=0) // rate
@@ -166,7 +170,7 @@ def _reordered(pattern: Pattern, runs: _Runs, heads: int, size: int, positions: 
 def _neighborhood(
     pattern: Neighborhood, runs: _Runs, boxes: Iterable[tuple[int, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """By the smallest box of the grid that holds a block."""
+    """Nonempty and full blocks, by the bounding box of each block in the grid."""
     some = torch.ones(len(runs.first), len(runs.first), dtype=torch.bool, device=runs.first.device)
     whole = some.clone()
     for axis, low, high in boxes:
@@ -177,7 +181,7 @@ def _neighborhood(
 
 
 def _boxes(pattern: Neighborhood, runs: _Runs) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each axis with the lowest and highest place of every block on it."""
+    """Each axis with the lowest and highest coordinate of every block."""
     stride = 1
     for axis in reversed(range(len(pattern.grid))):
         size = pattern.grid[axis]
@@ -188,7 +192,7 @@ def _boxes(pattern: Neighborhood, runs: _Runs) -> Iterator[tuple[int, Tensor, Te
 
 
 def _boxes_of(pattern: Neighborhood, runs: _Runs, size: int, positions: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The same of blocks in another order."""
+    """`_boxes` of blocks in another order."""
     blocks = positions[torch.arange(len(runs.first) * size, device=positions.device).clamp(max=len(positions) - 1)]
     stride = 1
     for axis in reversed(range(len(pattern.grid))):
@@ -198,12 +202,12 @@ def _boxes_of(pattern: Neighborhood, runs: _Runs, size: int, positions: Tensor) 
 
 
 def _axis(pattern: Neighborhood, axis: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether some place of a query block's range sees some of a key block's, and whether all see all."""
+    """For coordinate ranges of query and key blocks: whether any coordinate sees any, and whether all see all."""
     size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
     half = (width - 1) // 2
     q_low, q_high, k_low, k_high = (low // step)[:, None], (high // step)[:, None], low // step, high // step
     if pattern.edges == "shift" and not pattern.is_causal[axis]:
-        # Residue classes differ by one member at most: the shorter one bounds a window from below.
+        # Residue classes differ by at most one member: the shorter bounds a window from below.
         lowest = (q_low - half).clamp(min=0, max=size // step - width)
         highest = (q_high - half).clamp(min=0, max=-(-size // step) - width)
         some = (k_high >= lowest) & (k_low < highest + width)

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import dense, registry
-from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import run as native
-from attn_dispatch.kernels.native.neighbours import neighbour_tiles_at
-from attn_dispatch.kernels.native.tables import Tiles
+from attn_dispatch.kernels.native.neighbours import neighbour_tables_at
+from attn_dispatch.kernels.native.tables import NativeTables
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tiles
 from attn_dispatch.kernels.tiles.tables import TileTable, tables_at
 from attn_dispatch.spec.orders import HILBERT, permutation, places, serves
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import kept_in
+from attn_dispatch.spec.reordered import token_order_of
 
 TILE = 64  #: rows of a tile
 
-Solve = Callable[[Problem, Tensor | None], Call]  #: from a problem and a mask of its keys, or None, to its passes
+Solve = Callable[[Problem, Tensor | None], Passes]  #: from a problem and a mask of its keys, or None, to its passes
 
 
 class Listing(Protocol):
@@ -50,7 +50,7 @@ def listing_of(problem: Problem, pattern: Pattern, which: range, keys: Tensor) -
     """
     grid = pattern.natural
     if isinstance(grid, Neighborhood) and not registry.load("native").refusals(replace(problem, ranks=1)):
-        at = permutation(kept_in(pattern), grid, problem.q_len)
+        at = permutation(token_order_of(pattern), grid, problem.q_len)
         return _Keys(grid, len(which), keys, at)
     return _Tiles(problem, pattern, which, keys)
 
@@ -71,7 +71,7 @@ class _Keys:
         return (there if curve is None else places(curve)[there]).argsort()
 
     def tables(self, queries: Tensor) -> tuple[Tensor, Solve]:
-        found = neighbour_tiles_at(self.grid, self.heads, self._natural(queries), self._natural(self.keys))
+        found = neighbour_tables_at(self.grid, self.heads, self._natural(queries), self._natural(self.keys))
         return found.tiles[:, 4] > 0, partial(_by_keys, found)
 
     @property
@@ -101,9 +101,9 @@ class _Tiles:
         return meets, partial(_by_tiles, found)
 
 
-def _by_keys(found: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
+def _by_keys(found: NativeTables, problem: Problem, key_mask: Tensor | None) -> Passes:
     return native.partial(problem, key_mask, found)
 
 
-def _by_tiles(found: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
+def _by_tiles(found: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Passes:
     return tiles.partial(problem, found, dense.kernel_of(problem), key_mask)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from attn_dispatch.kernels.hidden import unseen
+from attn_dispatch.kernels.hidden import unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.ring.engine.by_position import TILE
@@ -110,7 +110,7 @@ class _Part:
 def _zeroed(mine: _Rank) -> int:
     """Copies with zeros in what no query sees: of k and v, and of q and the gradient of out."""
     problem = mine.problem
-    keys = mine.kv * (problem.masked or unseen(problem) is not None)
+    keys = mine.kv * (problem.masked or unseen_keys(problem) is not None)
     return keys + mine.q * problem.has_seq_lens * (2 if problem.needs_grad else 1)
 
 
