@@ -1,4 +1,4 @@
-"""Threads that run torch's operations alone: every piece once, in turn, and nothing left behind."""
+"""Pieces of work in threads: every piece once, sections in order, and no state left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _some_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_every_piece_once_and_in_turn() -> None:
+def test_every_piece_runs_once_and_in_order() -> None:
     """The first piece waits while other threads run theirs: without the order it would not come first."""
     taken, passed, ahead = [], [], threading.Barrier(THREADS)
 
@@ -43,7 +43,7 @@ def test_every_piece_once_and_in_turn() -> None:
     assert passed == list(range(MANY))
 
 
-def test_threads_run_operations_alone() -> None:
+def test_operations_in_threads_are_single_threaded() -> None:
     found = set()
 
     def work(queue: WorkQueue) -> None:
@@ -63,7 +63,7 @@ def test_threads_run_operations_alone() -> None:
 
 
 @pytest.mark.parametrize(("threads", "count"), [(1, MANY), (THREADS, PIECES_PER_THREAD * THREADS - 1), (THREADS, 0)])
-def test_few_pieces_stay_here(threads: int, count: int) -> None:
+def test_few_pieces_run_in_the_calling_thread(threads: int, count: int) -> None:
     torch.set_num_threads(threads)
     found = []
 
@@ -76,8 +76,8 @@ def test_few_pieces_stay_here(threads: int, count: int) -> None:
     assert found == [threading.current_thread()] * count
 
 
-def test_what_a_piece_raises_is_raised_here() -> None:
-    """The others, which wait for their turn, end too; and the threads take the next work."""
+def test_exceptions_reach_the_caller() -> None:
+    """The other threads, which wait for their section, end too; the next call works."""
 
     def work(queue: WorkQueue) -> None:
         for number in queue.take():
@@ -105,7 +105,7 @@ def test_inference_tensors_can_be_written() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own() -> None:
+def test_a_forked_child_starts_its_own_threads() -> None:
     def work(queue: WorkQueue) -> None:
         for _ in queue.take():
             pass
