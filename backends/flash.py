@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.branches.plan import BranchPlan
-from attn_dispatch.kernels.dense import Kernel, aligned
+from attn_dispatch.kernels.dense import Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
@@ -50,7 +50,7 @@ class Generation(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         d = q.shape[-1]
-        out, lse = self._forward(aligned(q), aligned(k), aligned(v), is_causal, scale)
+        out, lse = self._forward(vector_aligned(q), vector_aligned(k), vector_aligned(v), is_causal, scale)
         if self.window != (None, None):
             # Generation 2 returns inf for a query without keys.
             lse = lse.masked_fill(lse == math.inf, -math.inf)
@@ -71,7 +71,7 @@ class Generation(Kernel):
         d = q.shape[-1]
         if self.window != (None, None):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
-        grad, q, k, v, out = (aligned(x) for x in (grad, q, k, v, out))
+        grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out))
         # The kernels assume contiguous lse.
         dq, dk, dv = self._backward(grad, q, k, v, out, lse.contiguous(), is_causal, scale)
         return dq[..., :d], dk[..., :d], dv[..., :d]

@@ -56,7 +56,7 @@ def version() -> str:
     Raises:
         ImportError: there is no compiler.
     """
-    return f"{Path(compiler().program).name} {library.digest()}"
+    return f"{Path(compiler().program).name} {library.build_digest()}"
 
 
 def refusals(problem: Problem) -> list[Refusal]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
 from attn_dispatch.kernels.branches.plan import BranchPlan
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import aligned, aten, heads_first
+from attn_dispatch.kernels.dense import aten, heads_first, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.problem import Problem
 
@@ -42,7 +42,7 @@ class Cudnn:
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         d = q.shape[-1]
-        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
         self.stats_axes = lse.ndim
         return out.transpose(1, 2)[..., :d], lse.reshape(q.shape[:3])
@@ -60,7 +60,7 @@ class Cudnn:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
-        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out))
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out))
         # PyTorch caches cuDNN plans by the shapes and strides of q, k and v alone, so the strides of the other
         # arguments must be a function of those.
         grad, out = _laid_out_as(q, grad), _laid_out_as(q, out)

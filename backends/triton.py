@@ -84,14 +84,16 @@ def workspace_bytes(problem: Problem) -> int:
 def flops(problem: Problem) -> int:
     total = 0
     for each in _kernels(problem):
-        block = blocks(each, problem)[0]
+        block = block_configs(each, problem)[0]
         total += _listed(problem, each.side, block.rows).pairs(block.rows, block.columns) * each.products
     return total * problem.batch * problem.head_dim * 2
 
 
 def orders(problem: Problem) -> tuple[str, ...]:
     """The visit orders that may change the speed, natural order first."""
-    return offered_orders(problem, _l2_cache(problem.device), -(-problem.q_len // blocks(FORWARD, problem)[0].rows))
+    return offered_orders(
+        problem, _l2_cache(problem.device), -(-problem.q_len // block_configs(FORWARD, problem)[0].rows)
+    )
 
 
 def run(
@@ -122,7 +124,7 @@ def release() -> None:
 
 
 @lru_cache(maxsize=4096)
-def blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
+def block_configs(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory, in order of preference, clipped to the largest row group."""
     most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side)))
     return tuple(dict.fromkeys(clipped(block, most) for block in _fitting(each, problem)))
@@ -190,7 +192,7 @@ def _launch(
     def start(block: BlockConfig) -> None:
         _launch_block(each, block, call, tensors, strided, constants)
 
-    launch(each.kernel, blocks(each, call.problem), call.problem.device, start)
+    launch(each.kernel, block_configs(each, call.problem), call.problem.device, start)
 
 
 def _launch_block(

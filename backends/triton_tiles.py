@@ -149,7 +149,7 @@ def tile_size(problem: Problem, order: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def blocks(each: TritonKernel, problem: Problem, tile: int) -> tuple[BlockConfig, ...]:
+def block_configs(each: TritonKernel, problem: Problem, tile: int) -> tuple[BlockConfig, ...]:
     """The blocks to try, in order of preference; their sides divide the tile."""
     found = (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
     return tuple(dict.fromkeys(clipped(block, tile, tile) for block in found))
@@ -235,7 +235,7 @@ def _launch(
             **constants,
         )
 
-    launch(each.kernel, blocks(each, problem, tile), problem.device, start)
+    launch(each.kernel, block_configs(each, problem, tile), problem.device, start)
 
 
 def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:

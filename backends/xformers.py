@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, torch_version
 from attn_dispatch.kernels.branches.plan import BranchPlan
-from attn_dispatch.kernels.dense import aligned
+from attn_dispatch.kernels.dense import vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.problem import Problem
 
@@ -39,7 +39,7 @@ class MemoryEfficient:
         d, q_len = q.shape[-1], q.shape[1]
         ops = _library()
         out, lse = ops.memory_efficient_attention_forward_requires_grad(
-            aligned(q), aligned(k), aligned(v), _bias(ops, is_causal), 0.0, scale
+            vector_aligned(q), vector_aligned(k), vector_aligned(v), _bias(ops, is_causal), 0.0, scale
         )
         # One of its kernels pads lse.
         return out[..., :d], lse[:, :, :q_len]
@@ -59,7 +59,7 @@ class MemoryEfficient:
         d = q.shape[-1]
         ops = _library()
         # Its kernels ignore the row strides of lse and out and assume contiguous rows.
-        grad, q, k, v, out = (aligned(x) for x in (grad, q, k, v, out.contiguous()))
+        grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out.contiguous()))
         grads = ops.memory_efficient_attention_backward(
             grad, out, lse.contiguous(), q, k, v, _bias(ops, is_causal), 0.0, scale
         )

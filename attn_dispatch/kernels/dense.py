@@ -115,7 +115,7 @@ class CudaFlash:
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         d = q.shape[-1]
-        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
         return out.transpose(1, 2)[..., :d], lse
 
@@ -132,7 +132,7 @@ class CudaFlash:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
-        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out))
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, is_causal, unused, unused, scale=scale
@@ -152,7 +152,7 @@ class CudaEfficient:
     ) -> tuple[Tensor, Tensor]:
         d, q_len = q.shape[-1], q.shape[1]
         bias = _bias(mask, q, k)
-        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal, scale=scale)
         return out.transpose(1, 2)[..., :d], lse[:, :, :q_len]
 
@@ -171,7 +171,7 @@ class CudaEfficient:
         d, bias = q.shape[-1], _bias(mask, q, k)
         # The kernel ignores the row strides of lse and out and assumes contiguous rows.
         lse = pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_ALIGN), value=torch.inf).contiguous()
-        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out.contiguous()))
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out.contiguous()))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -186,7 +186,7 @@ def heads_first(x: Tensor) -> Tensor:
     return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
 
 
-def aligned(x: Tensor) -> Tensor:
+def vector_aligned(x: Tensor) -> Tensor:
     """x with rows padded and aligned to whole vectors: a misaligned read destroys the CUDA context."""
     missing = -x.shape[-1] % CUDA_HEAD_ALIGN
     if missing:

@@ -146,7 +146,7 @@ def test_backends_without_a_compiler_are_preferred() -> None:
     assert names.index("sdpa") < names.index("sdpa_mask") < names.index("flex") < names.index("manual")
 
 
-# --- what it keeps ----------------------------------------------------------------------------------------------------
+# --- caches -----------------------------------------------------------------------------------------------------------
 
 
 class Compiler:
@@ -353,7 +353,7 @@ def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
     assert peak <= flex.workspace_bytes(of) + of.result_bytes + lse_bytes
 
 
-# --- orders of tokens -------------------------------------------------------------------------------------------------
+# --- token orders -----------------------------------------------------------------------------------------------------
 
 IN_ORDER = [
     ("hilbert", Neighborhood((9, 15), (5, 3))),

@@ -73,11 +73,11 @@ def test_efficient_backward_gets_contiguous_rows(monkeypatch: pytest.MonkeyPatch
     ids=["odd rows", "expanded", "odd start", "turned"],
 )
 def test_cuda_rows_start_on_whole_vectors(view: torch.Tensor) -> None:
-    aligned = dense.aligned(view)
+    aligned = dense.vector_aligned(view)
     assert aligned.data_ptr() % 16 == 0
     assert all(stride * 4 % 16 == 0 and stride > 0 for stride in aligned.stride()[:-1])
     torch.testing.assert_close(aligned, view, rtol=0, atol=0)
-    assert dense.aligned(aligned) is aligned
+    assert dense.vector_aligned(aligned) is aligned
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_float32", "sdpa_mask", "manual"])

@@ -64,7 +64,7 @@ def texts(name: str, asked: Problem) -> list[str]:
     return [refusal.text for refusal in registry.load(name).refusals(asked)]
 
 
-# --- which kernel a device gets ---------------------------------------------------------------------------------------
+# --- kernels by device ------------------------------------------------------------------------------------------------
 
 # Supported capabilities and dtypes of PyTorch's backends.
 CHOICES = {
@@ -118,7 +118,7 @@ def test_the_kernel_that_sdpa_uses(
     assert same == ([] if expected == "CudaFlash" else ["same_kernel"])
 
 
-# --- every reason, with its number ------------------------------------------------------------------------------------
+# --- texts of refusals ------------------------------------------------------------------------------------------------
 
 REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
     "sdpa-old-device": (
@@ -230,7 +230,7 @@ def test_rocm_is_not_cuda(device: Callable[..., None], monkeypatch: pytest.Monke
     assert texts("sdpa", problem()) == []
 
 
-# --- the limits that no backend has yet -------------------------------------------------------------------------------
+# --- limits that no backend uses --------------------------------------------------------------------------------------
 
 CPU = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
 

@@ -142,13 +142,13 @@ def test_refusals() -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    library.digest.cache_clear()
+    library.build_digest.cache_clear()
     (refusal,) = native.refusals(problem(Dense(), 8))
     reason = "no-such-compiler is not on the PATH, and $CXX is 'no-such-compiler'"
     assert (refusal.code, refusal.text) == ("not_installed", f"needs a C++ compiler: {reason}")
     with pytest.raises(ImportError, match=re.escape(reason)):
         native.version()
-    library.digest.cache_clear()
+    library.build_digest.cache_clear()
 
 
 def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -188,7 +188,7 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     assert "no such flag" in done.stderr
 
 
-# --- what is around a call --------------------------------------------------------------------------------------------
+# --- torch state around a call ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

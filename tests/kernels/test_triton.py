@@ -160,13 +160,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], share
     properties = SimpleNamespace(shared_memory_per_block_optin=shared)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    triton.blocks.cache_clear()
+    triton.block_configs.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _fresh_blocks() -> Iterator[None]:
     yield
-    triton.blocks.cache_clear()
+    triton.block_configs.cache_clear()
 
 
 def texts(problem: Problem) -> list[str]:
@@ -247,7 +247,7 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
     fake_gpu(monkeypatch, (9, 0), shared)
     problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
     for each in (triton.FORWARD, triton.BACKWARD_Q, triton.BACKWARD_KV):
-        found = triton.blocks(each, problem)
+        found = triton.block_configs(each, problem)
         assert found
         for block in found:
             assert support.shared_bytes(each, problem, block) <= shared
@@ -258,7 +258,7 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
 def test_short_segments_get_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0))
     problem = replace(CUDA, pattern=Dilated((64, 128), (1, 2)))
-    assert {block.rows for block in triton.blocks(triton.FORWARD, problem)} == {32}
+    assert {block.rows for block in triton.block_configs(triton.FORWARD, problem)} == {32}
 
 
 COMPILE = """

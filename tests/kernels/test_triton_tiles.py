@@ -45,10 +45,10 @@ HEADS = 5
 @pytest.fixture(autouse=True)
 def _empty_caches() -> Iterator[None]:
     triton_tiles.forget(CUDA)
-    triton_tiles.blocks.cache_clear()
+    triton_tiles.block_configs.cache_clear()
     yield
     triton_tiles.forget(CUDA)
-    triton_tiles.blocks.cache_clear()
+    triton_tiles.block_configs.cache_clear()
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_invalid_arguments_of_run() -> None:
         triton_tiles.run(x, x, x, problem, tile=24)
 
 
-# --- what it takes ----------------------------------------------------------------------------------------------------
+# --- arguments and refusals -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
     problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
     for each in (triton_tiles.FORWARD, triton_tiles.BACKWARD_Q, triton_tiles.BACKWARD_KV):
         for tile in (16, 32, 64, 128):
-            found = triton_tiles.blocks(each, problem, tile)
+            found = triton_tiles.block_configs(each, problem, tile)
             assert found
             for block in found:
                 assert support.shared_bytes(each, problem, block) <= shared

@@ -180,9 +180,9 @@ CASES = (
 def small_blocks(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks so small that a tile has several blocks, and a head several tiles."""
     monkeypatch.setattr(triton, "INTERPRETED", SMALL)
-    triton.blocks.cache_clear()
+    triton.block_configs.cache_clear()
     yield
-    triton.blocks.cache_clear()
+    triton.block_configs.cache_clear()
 
 
 @interpreted

@@ -70,7 +70,7 @@ def test_large_and_long_grids(grid: Grid) -> None:
     assert faults(curve(grid), grid) == []
 
 
-# --- curves written out -----------------------------------------------------------------------------------------------
+# --- known curves -----------------------------------------------------------------------------------------------------
 
 SQUARE = [
     [0, 3, 4, 5],
@@ -132,7 +132,7 @@ def test_axes_of_one_change_nothing(grid: Grid) -> None:
         assert torch.equal(curve((*grid[:axis], 1, *grid[axis:])), curve(grid))
 
 
-# --- what is near along the curve is near in the grid -----------------------------------------------------------------
+# --- locality ---------------------------------------------------------------------------------------------------------
 
 
 def reached(positions: Tensor, grid: Grid, ahead: int, tile: int = 64) -> float:
@@ -167,7 +167,7 @@ def test_a_long_grid_is_walked_from_end_to_end(grid: Grid) -> None:
     assert (along - level).abs().max() < 2 * width  # the longest possible box
 
 
-# --- as a function ----------------------------------------------------------------------------------------------------
+# --- dtype, device, cost ----------------------------------------------------------------------------------------------
 
 
 def test_dtype_and_device() -> None:

@@ -240,7 +240,7 @@ def test_reordered_passes_the_gate(pattern: Pattern, monkeypatch: pytest.MonkeyP
     assert explain(q, k, v, pattern).choice == decision.choice
 
 
-# --- in and out -------------------------------------------------------------------------------------------------------
+# --- to_order and from_order ------------------------------------------------------------------------------------------
 
 
 @EACH

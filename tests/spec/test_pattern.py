@@ -178,7 +178,7 @@ def test_a_pattern_rebuilt_from_its_fields_is_equal(spec: Spec) -> None:
     assert type(pattern)(**dataclasses.asdict(pattern)) == pattern  # type: ignore[call-overload]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 PAIR = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)}
 BAD: list[tuple[str, dict[str, Any], str]] = [

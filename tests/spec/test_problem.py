@@ -27,7 +27,7 @@ def problem(*tensors: Tensor, **arguments: Any) -> Problem:
     return Problem.of(q, k, v, **arguments)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 x = zeros(*Q)
 BAD_TENSORS: dict[str, tuple[Any, Any, Any, str]] = {

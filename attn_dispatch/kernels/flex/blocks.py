@@ -46,18 +46,18 @@ def blocks_of(
     q, k = _Runs.of(q_len, size, device), _Runs.of(k_len, size, device)
     if positions is not None:
         positions = positions.to(q.first.device)
-        some, whole = _reordered(pattern, q, heads, size, positions)
-        return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
+        nonempty, full = _reordered(pattern, q, heads, size, positions)
+        return Blocks(nonempty, full & (q.count == size)[:, None] & (k.count == size))
     if isinstance(pattern, Dilated):
-        some, whole = _dilated(pattern, q, heads, size)
+        nonempty, full = _dilated(pattern, q, heads, size)
     elif isinstance(pattern, Neighborhood):
-        some, whole = _neighborhood(pattern, q, _boxes(pattern, q))
+        nonempty, full = _neighborhood(pattern, q, _boxes(pattern, q))
     else:
         bands = pattern.bands(q_len, k_len, ())
         if bands is None:
             raise TypeError(f"no blocks for {pattern!r}")
-        some, whole = (torch.stack(each).any(0) for each in zip(*(_band(band, q, k) for band in bands)))
-    return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
+        nonempty, full = (torch.stack(each).any(0) for each in zip(*(_band(band, q, k) for band in bands)))
+    return Blocks(nonempty, full & (q.count == size)[:, None] & (k.count == size))
 
 
 def distinct_heads(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
@@ -92,31 +92,31 @@ class _Runs:
 def _band(band: Band, q: _Runs, k: _Runs) -> tuple[Tensor, Tensor]:
     """Nonempty and full blocks of a band without segments."""
     nearest, farthest = k.first - q.last[:, None], k.last - q.first[:, None]
-    some = torch.ones_like(nearest, dtype=torch.bool)
-    whole = some.clone()
+    nonempty = torch.ones_like(nearest, dtype=torch.bool)
+    full = nonempty.clone()
     if band.low is not None:
-        some &= farthest >= band.low
-        whole &= nearest >= band.low
+        nonempty &= farthest >= band.low
+        full &= nearest >= band.low
     if band.high is not None:
-        some &= nearest <= band.high
-        whole &= farthest <= band.high
+        nonempty &= nearest <= band.high
+        full &= farthest <= band.high
     if band.stop is not None:
-        some &= k.first < band.stop
-        whole &= k.last < band.stop
-    return some[None], whole[None]
+        nonempty &= k.first < band.stop
+        full &= k.last < band.stop
+    return nonempty[None], full[None]
 
 
 def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tensor, Tensor]:
     by_offsets = {offsets: _dilated_head(pattern, runs, offsets) for (offsets,) in heads_by_kind(pattern, heads)}
     if distinct_heads(pattern, heads, size) > 1:
         by_head = (by_offsets[pattern.head_offsets(head, heads)] for head in range(heads))
-        some, whole = (torch.stack(each) for each in zip(*by_head))
-        return some, whole
+        nonempty, full = (torch.stack(each) for each in zip(*by_head))
+        return nonempty, full
     found = iter(by_offsets.values())
-    some, whole = next(found)
+    nonempty, full = next(found)
     for more, all_of in found:
-        some, whole = some | more, whole & all_of
-    return some[None], whole[None]
+        nonempty, full = nonempty | more, full & all_of
+    return nonempty[None], full[None]
 
 
 def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tens
     """
     earlier = runs.first[:, None] > runs.first
     same = torch.eye(len(runs.first), dtype=torch.bool, device=runs.first.device)
-    some, whole = torch.zeros_like(same), torch.zeros_like(same)
+    nonempty, full = torch.zeros_like(same), torch.zeros_like(same)
     for (segment, rate), offset in zip(pattern.branches, offsets):
         if offset is None:
             continue
@@ -136,13 +136,13 @@ def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tens
         tail = _selects(ends, runs, segment, rate, offset)
         inner = _selects((begins + 1).minimum(ends), runs, segment, rate, offset)  # all inner segments are equal
         meet = (begins[:, None] == ends) & head[:, None] & tail & earlier
-        some |= meet | (same & (head | tail | inner))
+        nonempty |= meet | (same & (head | tail | inner))
         if not pattern.is_causal:
-            some |= meet.T
+            nonempty |= meet.T
         if rate == 1:
             within = (begins == ends)[:, None] & (begins == ends) & (begins[:, None] == begins)
-            whole |= within & earlier if pattern.is_causal else within
-    return some, whole
+            full |= within & earlier if pattern.is_causal else within
+    return nonempty, full
 
 
 def _selects(which: Tensor, runs: _Runs, segment: int, rate: int, offset: int) -> Tensor:
@@ -156,28 +156,28 @@ def _selects(which: Tensor, runs: _Runs, segment: int, rate: int, offset: int) -
 def _reordered(pattern: Pattern, runs: _Runs, heads: int, size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, runs, _boxes_of(pattern, runs, size, positions))
-    some, whole = [], []
+    nonempty, full = [], []
     for first, last in zip(runs.first.tolist(), runs.last.tolist()):
         rows = positions[first : last + 1]
         seen = pattern.multiplicity(len(positions), heads=heads, q_pos=rows, k_pos=positions) > 0
         by_key = torch.stack([seen.any(1), seen.all(1)])
         padded = torch.nn.functional.pad(by_key, (0, -len(positions) % size)).view(2, len(seen), -1, size)
-        some.append(padded[0].any(-1))
-        whole.append(padded[1].all(-1))
-    return torch.stack(some, 1), torch.stack(whole, 1)
+        nonempty.append(padded[0].any(-1))
+        full.append(padded[1].all(-1))
+    return torch.stack(nonempty, 1), torch.stack(full, 1)
 
 
 def _neighborhood(
     pattern: Neighborhood, runs: _Runs, boxes: Iterable[tuple[int, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Nonempty and full blocks, by the bounding box of each block in the grid."""
-    some = torch.ones(len(runs.first), len(runs.first), dtype=torch.bool, device=runs.first.device)
-    whole = some.clone()
+    nonempty = torch.ones(len(runs.first), len(runs.first), dtype=torch.bool, device=runs.first.device)
+    full = nonempty.clone()
     for axis, low, high in boxes:
         near, covered = _axis(pattern, axis, low, high)
-        some &= near
-        whole &= covered
-    return some[None], whole[None]
+        nonempty &= near
+        full &= covered
+    return nonempty[None], full[None]
 
 
 def _boxes(pattern: Neighborhood, runs: _Runs) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -210,10 +210,10 @@ def _axis(pattern: Neighborhood, axis: int, low: Tensor, high: Tensor) -> tuple[
         # Residue classes differ by at most one member: the shorter bounds a window from below.
         lowest = (q_low - half).clamp(min=0, max=size // step - width)
         highest = (q_high - half).clamp(min=0, max=-(-size // step) - width)
-        some = (k_high >= lowest) & (k_low < highest + width)
-        whole = (k_low >= highest) & (k_high < lowest + width)
+        nonempty = (k_high >= lowest) & (k_low < highest + width)
+        full = (k_low >= highest) & (k_high < lowest + width)
     else:
         back, front = pattern.axes[axis].sides
-        some = (q_low - k_high <= back) & (k_low - q_high <= front)
-        whole = (q_high - k_low <= back) & (k_high - q_low <= front)
-    return some, whole if step == 1 else torch.zeros_like(whole)
+        nonempty = (q_low - k_high <= back) & (k_low - q_high <= front)
+        full = (q_high - k_low <= back) & (k_high - q_low <= front)
+    return nonempty, full if step == 1 else torch.zeros_like(full)

@@ -68,7 +68,7 @@ class Args(ctypes.Structure):
 
 
 @cache
-def digest() -> str:
+def build_digest() -> str:
     """Digest of source, flags, compiler and processor. Raises ImportError without a compiler."""
     cxx = compiler()
     made = Path(cxx.program).resolve()
@@ -116,7 +116,7 @@ def _path() -> Path:
         folder = platformdirs.user_cache_path("attn-dispatch", appauthor=False)
     except RuntimeError:  # no home folder
         folder = _own_folder()
-    return folder / "native" / f"attention-{digest()}.so"
+    return folder / "native" / f"attention-{build_digest()}.so"
 
 
 @cache

@@ -13,7 +13,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.forward import LOG2_E, RUN, TILE, phases_of, place_of, span_of, turned
+from attn_dispatch.kernels.triton.forward import LOG2_E, RUN, TILE, phases_of, program_place, span_of, turned
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def backward_q(
     LISTED: tl.constexpr,
 ):
     """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
-    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    batch, head, tile, last_tile, backwards = program_place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE
@@ -205,7 +205,7 @@ def backward_kv(
     LISTED: tl.constexpr,
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
-    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    batch, head, tile, last_tile, backwards = program_place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE

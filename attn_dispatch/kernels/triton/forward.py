@@ -24,7 +24,7 @@ LAUNCH = tl.constexpr(3)  #: entries of a launch, see launch_order.launch_order_
 
 
 @triton.jit
-def place_of(first_tile, kind_of, launches, heads, programs, LISTED: tl.constexpr):
+def program_place(first_tile, kind_of, launches, heads, programs, LISTED: tl.constexpr):
     """This program's batch row, head and tile, the end of the head's tiles, and whether columns go in reverse.
 
     Programs are ordered by batch row. With LISTED the `programs` entries of `launches` give head, tile and direction;
@@ -160,7 +160,7 @@ def forward(
     LISTED: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    batch, head, tile, last_tile, backwards = program_place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE

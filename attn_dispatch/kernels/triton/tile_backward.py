@@ -13,7 +13,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.tile_forward import LOG2_E, PAIR, SPAN, place_of, tile_multiplicity
+from attn_dispatch.kernels.triton.tile_forward import LOG2_E, PAIR, SPAN, program_place, tile_multiplicity
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def backward_q(
     PRECISION: tl.constexpr,
 ):
     """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
-    batch, head, tile, lane = place_of(heads, q_tiles, TILE, ROWS)
+    batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
@@ -193,7 +193,7 @@ def backward_kv(
     PRECISION: tl.constexpr,
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
-    batch, head, tile, lane = place_of(heads, k_tiles, TILE, ROWS)
+    batch, head, tile, lane = program_place(heads, k_tiles, TILE, ROWS)
     rows = tl.load(k_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     inside = d < HEAD_DIM

@@ -24,7 +24,7 @@ PAIR = tl.constexpr(2)
 
 
 @triton.jit
-def place_of(heads, tiles, TILE: tl.constexpr, ROWS: tl.constexpr):
+def program_place(heads, tiles, TILE: tl.constexpr, ROWS: tl.constexpr):
     """This program's batch row, head, tile, and rows as lanes of the tile; programs are ordered by head."""
     program = tl.program_id(0).to(tl.int64)
     parts = tiles * (TILE // ROWS)
@@ -118,7 +118,7 @@ def forward(
     PRECISION: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, lane = place_of(heads, q_tiles, TILE, ROWS)
+    batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
