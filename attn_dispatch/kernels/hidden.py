@@ -59,7 +59,7 @@ class Hidden:
         return self.keys is not None or self.queries is not None
 
     def zeroed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors with hidden tokens and their gradients set to zero; a tensor without hidden tokens itself."""
+        """q, k and v with hidden tokens, and their gradients, set to zero; unchanged tensors are not copied."""
         return _zeroed(q, self.queries), _zeroed(k, self.keys), _zeroed(v, self.keys)
 
     def of_queries(self, x: Tensor | None) -> Tensor | None:

@@ -70,7 +70,7 @@ def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "ranks": len(said),
-        "token_order_of": "hilbert" if hilbert else "natural",
+        "kept_in": "hilbert" if hilbert else "natural",
         "exchange": exchange,
         "first_seconds": slowest[0],
         "seconds": min(slowest[1:]),

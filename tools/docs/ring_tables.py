@@ -188,7 +188,7 @@ def again(found: Any) -> Section:
     for one in found["runs"]:
         sizes = (megabytes(one[name]) for name in ("peak_bytes", "qkv_out_bytes", "shipped_bytes"))
         times = (f"{one['seconds']:.2f} s", f"{one['tokens_per_s']:,.0f}")
-        rows.append((f"{one['tokens']:,}", str(one["ranks"]), f"{one['token_order_of']} order", *times, *sizes))
+        rows.append((f"{one['tokens']:,}", str(one["ranks"]), f"{one['kept_in']} order", *times, *sizes))
     return (
         f"The early reports' experiments over several devices (003), {found['pattern']}, float32, batch 1, each by one "
         "command, `torchrun --standalone --nproc_per_node=2 -m tools.bench.ring_reports --tokens 32768 --hilbert`, all "

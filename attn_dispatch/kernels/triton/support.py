@@ -183,7 +183,7 @@ def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> in
 
 
 def clipped(block: BlockConfig, rows: int, columns: int | None = None) -> BlockConfig:
-    """The block limited to `rows` and `columns`, with 4 warps where it has fewer rows."""
+    """The block limited to `rows` and `columns`; with 4 warps if that reduces its rows."""
     across = block.columns if columns is None else min(block.columns, columns)
     return BlockConfig(min(block.rows, rows), across, block.warps if block.rows <= rows else 4, block.stages)
 
