@@ -172,7 +172,7 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def _whole_scores(problem: Problem) -> int:
-    wide = 8 if problem.dtype == torch.float64 else 4
+    wide = sum_dtype(problem.dtype).itemsize
     each = 16 * problem.q_len * problem.k_len + 12 * (problem.q_len + problem.k_len) * problem.head_dim
     return wide * problem.batch * problem.heads * each
 

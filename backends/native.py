@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
@@ -23,9 +24,7 @@ from attn_dispatch.kernels.native.run import (
     BLOCK,
     DTYPES,
     HEAD_DIM,
-    NativeFunction,
     NativePasses,
-    forward_pass,
     padded_width,
     pair_count,
     sums_in_place,
@@ -122,6 +121,5 @@ def run(
         problem, native_tables(problem, order), seen, None if seq_lens is None else seq_lens.long().contiguous()
     )
     if problem.needs_grad:
-        out, lse = NativeFunction.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-        return out, lse
-    return forward_pass(q, k, v, call)
+        return differentiable(q, k, v, call, (call.seen, call.seq_lens))
+    return call.forward(q, k, v)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
-from attn_dispatch.kernels.branches.plan import BranchPlan
+from attn_dispatch.kernels.branches.backend import Branched, Variant, gradient_scratch, torch_version
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import aten, heads_first, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
@@ -98,15 +97,9 @@ def too_old(problem: Problem) -> list[Refusal]:
     return [Refusal("version", f"needs cuDNN {OLDEST} or newer, this PyTorch has {found}")]
 
 
-def scratch_bytes(problem: Problem, plan: BranchPlan) -> int:
-    """Bytes for the largest block: copies of out and of its gradient, and a float32 dq."""
-    if not problem.needs_grad:
-        return 0
-    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
-    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
-
-
-BACKEND = Branched("sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=scratch_bytes),), version, too_old)
+BACKEND = Branched(
+    "sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=gradient_scratch),), version, too_old
+)
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

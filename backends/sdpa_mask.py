@@ -15,7 +15,7 @@ from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.kernels.heads import heads_by_kind, kv_heads_of, progression
+from attn_dispatch.kernels.heads import head_classes, kv_heads_of
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
@@ -52,7 +52,7 @@ def mask_bytes(problem: Problem) -> int:
     if problem.pattern == Dense():
         return 0
     one = problem.q_len * problem.k_len * numerics.sum_dtype(problem.dtype).itemsize
-    return one * (len(head_classes(problem)) + problem.batch * problem.masked)
+    return one * (len(_head_runs(problem)) + problem.batch * problem.masked)
 
 
 def workspace_bytes(problem: Problem) -> int:
@@ -74,9 +74,9 @@ def release() -> None:
         _masks.clear()
 
 
-def head_classes(problem: Problem) -> list[range]:
-    """The runs of heads that share one multiplicity."""
-    return [progression(heads) for heads in heads_by_kind(problem.pattern, problem.heads).values()]
+def _head_runs(problem: Problem) -> list[range]:
+    """The runs of heads with the same multiplicity."""
+    return [heads for heads, _ in head_classes(problem.pattern, problem.heads)]
 
 
 @lru_cache(maxsize=4096)
@@ -99,7 +99,7 @@ def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
             fresh_k=plain,
             bias=i,
         )
-        for i, heads in enumerate(head_classes(problem))
+        for i, heads in enumerate(_head_runs(problem))
     )
     block = Block(slice(0, problem.q_len), slice(0, problem.k_len), pieces, covers_q=True, covers_k=plain)
     return kernel, BranchPlan.of((block,), problem.batch)
@@ -113,7 +113,7 @@ def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
     with _lock:
         found = _masks.get(key)
         if found is None:
-            found = tuple(_bias(problem, heads[0], wide) for heads in head_classes(problem))
+            found = tuple(_bias(problem, heads[0], wide) for heads in _head_runs(problem))
             if problem.device.type == "cuda":
                 if torch.cuda.is_current_stream_capturing():
                     return found  # not cached: the graph fills it at each replay, in its own memory

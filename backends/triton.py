@@ -144,34 +144,24 @@ class _TritonPasses:
     key_mask: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _forward(q, k, v, self)
+        problem = self.problem
+        (out,) = _results("queries", problem, q)
+        lse = torch.full((problem.batch, problem.heads, problem.q_len), -math.inf, dtype=torch.float32, device=q.device)
+        _launch(FORWARD, self, (q, k, v, out, lse), (q, k, v))
+        return out, lse
 
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(grad, grad_lse, saved, self)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: _TritonPasses) -> tuple[Tensor, Tensor]:
-    problem = call.problem
-    (out,) = _results("queries", problem, q)
-    lse = torch.full((problem.batch, problem.heads, problem.q_len), -math.inf, dtype=torch.float32, device=q.device)
-    _launch(FORWARD, call, (q, k, v, out, lse), (q, k, v))
-    return out, lse
-
-
-def _backward(
-    grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _TritonPasses
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse = saved
-    grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
-    (dq,), (dk, dv) = _results("queries", call.problem, q), _results("keys", call.problem, k, v)
-    delta = torch.empty_like(lse)
-    strided = (q, k, v, grad)
-    tensors = (q, k, v, out, grad, lse, grad_lse, delta, dq)
-    _launch(BACKWARD_Q, call, tensors, strided, GRAD_LSE=grad_lse is not None)
-    _launch(BACKWARD_KV, call, (q, k, v, grad, lse, delta, dk, dv), strided)
-    return dq, dk, dv
+        q, k, v, out, lse = saved
+        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
+        (dq,), (dk, dv) = _results("queries", self.problem, q), _results("keys", self.problem, k, v)
+        delta = torch.empty_like(lse)
+        strided = (q, k, v, grad)
+        tensors = (q, k, v, out, grad, lse, grad_lse, delta, dq)
+        _launch(BACKWARD_Q, self, tensors, strided, GRAD_LSE=grad_lse is not None)
+        _launch(BACKWARD_KV, self, (q, k, v, grad, lse, delta, dk, dv), strided)
+        return dq, dk, dv
 
 
 def _results(side: Side, problem: Problem, *like: Tensor) -> list[Tensor]:

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, torch_version
-from attn_dispatch.kernels.branches.plan import BranchPlan
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, gradient_scratch, torch_version
 from attn_dispatch.kernels.dense import vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.spec.problem import Problem
 
 FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, repeatable_head_dim=0, most_rows=LARGEST_GRID)
 CUTLASS = Limits(
@@ -92,19 +90,11 @@ def version() -> str:
     return f"{PACKAGE.version()} torch {torch_version()}"
 
 
-def scratch_bytes(problem: Problem, plan: BranchPlan) -> int:
-    """Bytes for the largest block: copies of out, its gradient and lse, and a float32 dq."""
-    if not problem.needs_grad:
-        return 0
-    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
-    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
-
-
 BACKEND = Branched(
     "xformers",
     (
-        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE, scratch=scratch_bytes),
-        Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE, scratch=scratch_bytes),
+        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE, scratch=gradient_scratch),
+        Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE, scratch=gradient_scratch),
     ),
     version,
 )

@@ -29,17 +29,25 @@ class Passes(Protocol):
         ...
 
 
-def differentiable(q: Tensor, k: Tensor, v: Tensor, passes: Passes) -> tuple[Tensor, Tensor]:
-    """out and lse, differentiable once by autograd."""
-    out, lse = _PassesFunction.apply(q, k, v, passes)  # type: ignore[no-untyped-call]
+def differentiable(
+    q: Tensor, k: Tensor, v: Tensor, passes: Passes, masks: tuple[Tensor | None, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """out and lse, differentiable once by autograd.
+
+    Args:
+        masks: tensors that `passes.backward` reads: autograd raises where they were changed in place before it.
+    """
+    out, lse = _PassesFunction.apply(q, k, v, passes, *masks)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 class _PassesFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, passes: Passes) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, passes: Passes, *masks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = passes.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *masks)
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         return out, lse
@@ -47,13 +55,14 @@ class _PassesFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_lse = grad_outputs
-        return (*gradients(ctx.passes, grad, grad_lse, ctx.saved_tensors), None)
+        q, k, v, out, lse, *masks = ctx.saved_tensors
+        return (*_gradients(ctx.passes, grad, grad_lse, (q, k, v, out, lse)), None, *(None for _ in masks))
 
 
-def gradients(
+def _gradients(
     passes: Passes, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`passes.backward`, for an autograd.Function's backward: differentiating its results raises BackendFailed."""
+    """`passes.backward`; differentiating its results raises BackendFailed."""
     if not torch.is_grad_enabled():  # the usual case: no create_graph
         return passes.backward(grad, grad_lse, saved)
     found: tuple[Tensor, Tensor, Tensor] = _NotDifferentiable.apply(  # type: ignore[no-untyped-call]

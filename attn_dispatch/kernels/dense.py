@@ -216,6 +216,24 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(q.shape[0], q.shape[2], q.shape[1], keys)
 
 
+def with_lse_column(
+    grad_lse: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad, q, k, v and out with one more column, so that a kernel's backward includes the gradient of lse.
+
+    dS = P * (dP - rowsum(grad * out) + grad_lse), but kernels compute rowsum(grad * out) themselves. The column is zero
+    in q, k and v, and adds -grad_lse to the sum as a product of two square roots: float16 holds those.
+
+    Args:
+        grad_lse: [batch, q_len, heads]. grad, q, out: [batch, q_len, heads, head_dim].
+    """
+    grad_lse = grad_lse.unsqueeze(-1)
+    root = grad_lse.abs().sqrt()
+    grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
+    out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
+    return grad, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), out
+
+
 def kernel_of(problem: Problem) -> Kernel:
     """The dense kernel for tiles on the problem's device."""
     return CpuFlash() if problem.device.type == "cpu" else CudaEfficient()

@@ -99,7 +99,7 @@ class Limits:
         largest, grad = self.head_dim, ""
         if problem.needs_grad and self.grad_head_dim is not None:
             largest, grad = self.grad_head_dim, " where gradients are needed"
-        # A gradient through lse needs one more column (see branches/run.py).
+        # A gradient through lse needs one more column (see dense.with_lse_column).
         column = problem.needs_grad and problem.return_lse
         if largest is None or problem.head_dim + column <= largest:
             return []

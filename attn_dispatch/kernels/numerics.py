@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-SMALLEST_SCALE = {
-    dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)
-}  #: kernels flush smaller scales to 0
+from attn_dispatch.spec.problem import Problem
+
+#: Kernels flush smaller scales to 0.
+SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 THREAD_BYTES = 4 * 2**20  #: of the CPU kernel's score tiles, per thread
 
 
@@ -29,3 +32,15 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and merged results: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def with_positive_scale(q: Tensor, problem: Problem) -> tuple[Tensor, Problem]:
+    """q and problem with a scale above 0: its sign goes into q, and a scale of 0 makes q zero.
+
+    The kernels add -inf for hidden keys before scaling: a scale of 0 or less would make it NaN or +inf.
+    """
+    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
+    if problem.scale >= least:
+        return q, problem
+    sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
+    return q * sign, replace(problem, scale=size)

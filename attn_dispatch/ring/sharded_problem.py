@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_dispatch.decisions.call import attend_alone
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP, differentiable
 from attn_dispatch.kernels.hidden import Hidden
-from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.passes import RingCall, steps_of
 from attn_dispatch.ring.link import Link
@@ -80,11 +80,7 @@ class Shared:
         whole_mask = None if key_mask is None else self._whole(key_mask)
         if exchange == ULYSSES:
             return self._by_heads(q, k, v, seq_lens, whole_mask)
-        problem, least = self.problem, SMALLEST_SCALE[sum_dtype(self.problem.dtype)]
-        if problem.scale < least:
-            # Kernels need a positive scale (see branches.run): the sign goes into q.
-            sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
-            q, problem = q * sign, replace(problem, scale=size)
+        q, problem = with_positive_scale(q, self.problem)
         ring = self._call(exchange, problem, seq_lens, whole_mask)
         call = self._hidden(ring).around(ring)
         if problem.needs_grad:

@@ -97,6 +97,14 @@ def no_scratch(problem: Problem, plan: BranchPlan) -> int:
     return 0
 
 
+def gradient_scratch(problem: Problem, plan: BranchPlan) -> int:
+    """Bytes for the largest block: copies of out, of its gradient and of lse, and a float32 dq."""
+    if not problem.needs_grad:
+        return 0
+    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
+    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One kernel of a backend with its limits.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
-from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.dense import Kernel, with_lse_column
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.numerics import SMALLEST_SCALE, THREAD_BYTES, merge_, sum_dtype
+from attn_dispatch.kernels.numerics import THREAD_BYTES, merge_, sum_dtype, with_positive_scale
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
@@ -49,11 +48,7 @@ def run(
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
     """
-    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
-    if problem.scale < least:
-        # The kernels add -inf for hidden keys before scaling: a scale of 0 or less would make it NaN or +inf.
-        sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
-        return run(q * sign, k, v, replace(problem, scale=size), plan, kernel, masks, biases)
+    q, problem = with_positive_scale(q, problem)
     single = plan.single
     if single is not None and not problem.needs_grad and not masks:
         out, lse = kernel.forward(q, k, v, single.is_causal, problem.scale, None)
@@ -101,14 +96,9 @@ class BranchPasses:
         grad = torch.zeros_like(out) if grad is None else grad
         if grad_lse is None:
             return _backward(grad, q, k, v, out, lse, self)
-        # dS = P * (dP - rowsum(grad * out) + grad_lse), but the kernels compute rowsum(grad * out) themselves. One more
-        # column, zero in q, k and v, adds -grad_lse to it, as a product of two square roots: float16 holds those.
-        d, wider = q.shape[-1], (0, 1)
-        grad_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
-        root = grad_lse.abs().sqrt()
-        grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
-        out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
-        dq, dk, dv = _backward(grad, pad(q, wider), pad(k, wider), pad(v, wider), out, lse, self)
+        d = q.shape[-1]
+        grad, q, k, v, out = with_lse_column(grad_lse.transpose(1, 2), grad, q, k, v, out)
+        dq, dk, dv = _backward(grad, q, k, v, out, lse, self)
         return dq[..., :d], dk[..., :d], dv[..., :d]
 
     def parts(self) -> Iterator[tuple[slice, Block]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Passes, gradients
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.steps import native_tables
 from attn_dispatch.kernels.native.tables import TILE, NativeTables
@@ -45,12 +44,32 @@ class NativePasses:
     seq_lens: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return forward_pass(q, k, v, self)
+        problem = self.problem
+        q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
+        args = self.args(q=q, k=k, v=v, out=out)
+        args.lse = lse.data_ptr()
+        library.load().attention_forward(ctypes.byref(args))
+        return out, lse
 
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(grad, grad_lse, saved, self)
+        q, k, v, out, lse = saved
+        problem, parts = self.problem, threads_per_key_head(self.problem)
+        grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
+        q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        width = problem.head_dim if sums_in_place(problem) else padded_width(problem.head_dim)
+        shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
+        dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        args = self.args(q=q, k=k, v=v, out=out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
+        args.parts, args.part_stride = parts, dk.stride(0)
+        library.load().attention_backward(ctypes.byref(args))
+        return dq, _total(dk, problem), _total(dv, problem)
 
     def args(self, **tensors: Tensor) -> library.Args:
         """The kernel's arguments common to both passes, with [batch, len, heads, head_dim] `tensors` as views."""
@@ -65,53 +84,6 @@ class NativePasses:
         made.dtype = DTYPES.index(problem.dtype)
         made.threads, made.parts = torch.get_num_threads(), 1
         return made
-
-
-class NativeFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: NativePasses) -> tuple[Tensor, Tensor]:
-        out, lse = forward_pass(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse, call.seen, call.seq_lens)
-        ctx.call = replace(call, seen=None, seq_lens=None)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, grad_lse = grad_outputs
-        *saved, seen, seq_lens = ctx.saved_tensors
-        call = replace(ctx.call, seen=seen, seq_lens=seq_lens)
-        return (*gradients(call, grad, grad_lse, tuple(saved)), None)
-
-
-def forward_pass(q: Tensor, k: Tensor, v: Tensor, call: NativePasses) -> tuple[Tensor, Tensor]:
-    problem = call.problem
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
-    args = call.args(q=q, k=k, v=v, out=out)
-    args.lse = lse.data_ptr()
-    library.load().attention_forward(ctypes.byref(args))
-    return out, lse
-
-
-def _backward(
-    grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: NativePasses
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse = saved
-    problem, parts = call.problem, threads_per_key_head(call.problem)
-    grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
-    q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    width = problem.head_dim if sums_in_place(problem) else padded_width(problem.head_dim)
-    shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
-    dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    args = call.args(q=q, k=k, v=v, out=out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
-    args.parts, args.part_stride = parts, dk.stride(0)
-    library.load().attention_backward(ctypes.byref(args))
-    return dq, _total(dk, problem), _total(dv, problem)
 
 
 def _total(sums: Tensor, problem: Problem) -> Tensor:

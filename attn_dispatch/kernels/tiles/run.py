@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
-from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.dense import Kernel, with_lse_column
 from attn_dispatch.kernels.heads import kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes, padding_mask
-from attn_dispatch.kernels.numerics import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
+from attn_dispatch.kernels.numerics import THREAD_BYTES, sum_dtype, with_positive_scale
 from attn_dispatch.kernels.tiles.tables import TileTable, pair_counts
 from attn_dispatch.kernels.tiles.threads import WorkQueue, run_in_threads
 from attn_dispatch.spec.problem import Problem
@@ -49,11 +48,7 @@ def run(
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
     """
-    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
-    if problem.scale < least:
-        # The kernels add -inf for hidden keys before scaling: a scale of 0 or less would make it NaN or +inf.
-        sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
-        return run(q * sign, k, v, replace(problem, scale=size), tables, kernel, seq_lens, key_mask)
+    q, problem = with_positive_scale(q, problem)
     inner = _TilePasses(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
     call = Hidden.of(problem, seq_lens, masked_keys=False).around(inner)
     if problem.needs_grad:
@@ -204,7 +199,7 @@ def _backward_heads(
             if chunk.group.distinct < len(chunk.group.queries):
                 stats.flatten(0, 1)[chunk.group.distinct :] = math.inf
             if slope:
-                g, queries, keys, values, o = _with_column(slope[0], g, queries, keys, values, o)
+                g, queries, keys, values, o = with_lse_column(slope[0], g, queries, keys, values, o)
             stats = stats.transpose(1, 2)
             grads = call.kernel.backward(g, queries, keys, values, o, stats, False, call.problem.scale, mask)
             _put(into[0][chunk.batch], chunk.group, grads[0][..., :d])
@@ -238,17 +233,6 @@ def _keys(
             mask = torch.zeros(shape, dtype=sum_dtype(k.dtype), device=k.device)
         mask = mask.masked_fill(hidden[:, None, None], -math.inf)
     return heads.for_queries(k), heads.for_queries(v), mask
-
-
-def _with_column(slope: Tensor, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Tensor]:
-    """One more column, zero in q, k and v, adds -slope to the rowsum(grad * out) that the kernels compute.
-
-    dS = P * (dP - rowsum(grad * out) + slope). It is a product of two square roots, which float16 can hold.
-    """
-    root = slope.abs().sqrt()
-    g = torch.cat([g, root.to(g.dtype)[..., None]], dim=-1)
-    out = torch.cat([out, (-slope.sign() * root).to(out.dtype)[..., None]], dim=-1)
-    return [g, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), out]
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
