@@ -1,4 +1,4 @@
-"""The backends: one file each, named in kernels/registry.py.
+"""The backends, one file each, listed in kernels/registry.py.
 
 Imports kernels, machine, spec and the ground, never another backend.
 Public: nothing; `backend="NAME"` forces one.

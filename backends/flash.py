@@ -1,6 +1,6 @@
-"""The flash-attention libraries, the newest first that fits the device: 4 (CuTe), 3 (Hopper), 2 (Ampere and newer).
+"""The flash-attention libraries; the newest that supports the device is used: 4 (CuTe), 3 (Hopper), 2 (Ampere, newer).
 
-Each one's forward is asked for lse, and its backward is handed the out and lse of the whole.
+Each forward returns lse; each backward takes the merged out and lse.
 
 Source: Dao-AILab/flash-attention, read at flash-attn 2.7.0 to 2.8.3, the hopper folder of 2.8.3 and of
 0251105 (2026-08), and flash-attn-4 4.0.0b36.
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
-from attn_dispatch.kernels.branches.plan import Plan
-from attn_dispatch.kernels.dense import Kernel, aligned
+from attn_dispatch.kernels.branches.plan import BranchPlan
+from attn_dispatch.kernels.dense import Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 
-TILE = 128  #: rows; the most that a backward pass rounds lengths up to
+TILE = 128  #: rows; backward passes round lengths up to multiples of at most this
 
 Sides = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
 class Generation(Kernel):
-    """What the generations share. `window`: keys to the left and right of a query, None for all."""
+    """Base of the generations. `window`: keys to the left and right of a query, None for all."""
 
     window: Sides = (None, None)
     deterministic: bool = False
@@ -50,9 +50,9 @@ class Generation(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         d = q.shape[-1]
-        out, lse = self._forward(aligned(q), aligned(k), aligned(v), is_causal, scale)
+        out, lse = self._forward(vector_aligned(q), vector_aligned(k), vector_aligned(v), is_causal, scale)
         if self.window != (None, None):
-            # A query whose window holds no key: generation 2 says inf.
+            # Generation 2 returns inf for a query without keys.
             lse = lse.masked_fill(lse == math.inf, -math.inf)
         return out[..., :d], lse
 
@@ -71,8 +71,8 @@ class Generation(Kernel):
         d = q.shape[-1]
         if self.window != (None, None):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
-        grad, q, k, v, out = (aligned(x) for x in (grad, q, k, v, out))
-        # The kernels take the rows of lse as neighbours.
+        grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out))
+        # The kernels assume contiguous lse.
         dq, dk, dv = self._backward(grad, q, k, v, out, lse.contiguous(), is_causal, scale)
         return dq[..., :d], dk[..., :d], dv[..., :d]
 
@@ -114,7 +114,7 @@ class Flash2(Generation):
 
 
 class Flash3(Generation):
-    """flash-attn 3, by its ops: their arguments stayed as they were when those of the functions around them changed."""
+    """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         left, right = self._sides()
@@ -145,7 +145,7 @@ class Flash3(Generation):
 
 
 class Flash4(Generation):
-    """flash-attn 4, whose window sides are None where open."""
+    """flash-attn 4; an open window side is None."""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         library: Any = importlib.import_module("flash_attn.cute.interface")
@@ -176,8 +176,8 @@ class Flash4(Generation):
         return dq, dk, dv
 
 
-def scratch_bytes(problem: Problem, plan: Plan) -> int:
-    """What the kernels allocate: float32 sums of gradients with lengths rounded up, and of forwards cut in parts."""
+def scratch_bytes(problem: Problem, plan: BranchPlan) -> int:
+    """Bytes that the kernels allocate: float32 sums, of gradients with padded lengths and of split forward passes."""
     processors = _processors(problem.device)
     d = -(-(problem.head_dim + 1) // 64) * 64
     if not problem.needs_grad:
@@ -191,7 +191,7 @@ def scratch_bytes(problem: Problem, plan: Plan) -> int:
 
 
 def _piece_bytes(batch: int, problem: Problem, q_len: int, k_len: int, processors: int) -> int:
-    """For each column of head_dim, of one call with so many batch rows."""
+    """Bytes per column of head_dim of one call with `batch` batch rows."""
     q_len, k_len = (-(-length // TILE) * TILE for length in (q_len, k_len))
     rows = batch * problem.heads
     sums = (rows + processors) * q_len if problem.deterministic else rows * q_len
@@ -224,10 +224,10 @@ PACKAGE4 = Package("flash-attn-4", "pip install 'attn-dispatch[flash4]'", "flash
 
 
 def version() -> str:
-    """Every generation that is installed, since the problem decides among them.
+    """The versions of all installed generations: which one runs depends on the problem.
 
     Raises:
-        PackageNotFoundError: none is.
+        PackageNotFoundError: none is installed.
     """
     found = []
     for package in (PACKAGE4, PACKAGE3, PACKAGE2):

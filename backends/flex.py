@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention: one fused kernel, compiled for each problem, that skips the blocks a pattern leaves empty.
+"""PyTorch's FlexAttention: a fused kernel, compiled for each problem, that skips empty blocks.
 
 Source: Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import once
+from attn_dispatch.kernels.autograd import refuse_second_derivatives
 from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
@@ -30,37 +30,37 @@ from attn_dispatch.kernels.contract import (
     refuse_ranks,
 )
 from attn_dispatch.kernels.flex import machine
-from attn_dispatch.kernels.flex.blocks import blocks_of, heads_apart
-from attn_dispatch.kernels.flex.mask import count_of, repeats
+from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
+from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered, kept_in
+from attn_dispatch.spec.reordered import Reordered, token_order_of
 from attn_dispatch.text import gib
 
 name = "flex"
 
 BLOCK = 128  #: tokens per side of a block; every kernel configuration divides it
-TABLE_LIMIT = 2**30  #: bytes of block tables, held at once
-MOST_KEPT = 64  #: compiled problems, held at once
+TABLE_LIMIT = 2**30  #: bytes of block tables in the cache
+MOST_COMPILED = 64  #: compiled problems in the cache
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CPU_RELEASE = (2, 13)  #: of torch; what its CPU kernel does was not tried with older ones
-CUDA_HEAD_DIM = 16  #: the least that the matrix units take
-CUDA_CAPABILITY = (7, 0)  #: the least that Triton compiles for
+CPU_RELEASE = (2, 13)  #: of torch; the CPU kernel is not tested with older ones
+CUDA_HEAD_DIM = 16  #: the least for tl.dot
+CUDA_CAPABILITY = (7, 0)  #: the oldest that Triton supports
 CPU_COMPILE_MS = 15_000.0  #: of a C++ kernel
 CUDA_COMPILE_MS = 10_000.0  #: of a Triton kernel
-#: Pairs of all heads that are gone through for the blocks of dilated segments in residue order.
+#: Query-key pairs of all heads checked for nonempty blocks where tokens are not in natural order.
 PAIRS_LIMIT = 2**31
 PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
-SPLITS = 1024  #: most pieces that few queries' keys are cut into, so that they occupy a whole GPU
+SPLITS = 1024  #: the most parts that the keys are split into for few queries, to use a whole GPU
 
-#: False only in tests: then the same functions run uncompiled, on whole score matrices, with gradients and lse on every
-#: device, which holds their arithmetic to the definition without a compiler.
+#: False only in tests: the same functions then run uncompiled on whole score matrices, with gradients and lse on every
+#: device, so that tests check them without a compiler.
 compiling = True
 
-_kept: OrderedDict[tuple[Problem, str], _Attention] = OrderedDict()
+_compiled: OrderedDict[tuple[Problem, str], _CompiledAttention] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -71,11 +71,11 @@ def version() -> str:
 def refusals(problem: Problem) -> list[Refusal]:
     found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu", "cuda"))
     unknown = refuse_pattern(problem, PATTERNS)
-    if unknown:  # nothing below can count it
+    if unknown:  # the code below needs a known pattern
         return found + unknown
-    if not _countable(problem) and kept_in(problem.pattern) != NATURAL:
-        found.append(Refusal("pattern", f"{problem.pattern} has over {PAIRS_LIMIT} pairs to look for blocks in"))
-    needed = table_bytes(problem)
+    if not _countable(problem) and token_order_of(problem.pattern) != NATURAL:
+        found.append(Refusal("pattern", f"{problem.pattern} has over {PAIRS_LIMIT} query-key pairs to find its blocks"))
+    needed = block_table_bytes(problem)
     if needed > TABLE_LIMIT:
         text = f"{problem.pattern} needs block tables of {gib(needed)}, over {gib(TABLE_LIMIT)}"
         found.append(Refusal("over_memory", text))
@@ -88,14 +88,14 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def orders(problem: Problem) -> tuple[str, ...]:
-    """Those in which blocks may be fewer."""
+    """Natural order, and orders in which there may be fewer blocks."""
     few = _countable(problem)
     found = [each for each in ORDERS if few and serves(each, problem.pattern) and each != NATURAL]
-    return (NATURAL, *(each for each in found if table_bytes(problem, each) <= TABLE_LIMIT))
+    return (NATURAL, *(each for each in found if block_table_bytes(problem, each) <= TABLE_LIMIT))
 
 
 def _countable(problem: Problem) -> bool:
-    """Whether the blocks can be found where tokens are not in their natural order."""
+    """Whether the blocks can be found where tokens are not in natural order."""
     pairs = problem.heads * problem.q_len * problem.k_len
     return isinstance(problem.pattern.natural, Neighborhood) or pairs <= PAIRS_LIMIT
 
@@ -126,26 +126,26 @@ def _refuse_cuda(problem: Problem) -> list[Refusal]:
     return found
 
 
-def table_bytes(problem: Problem, order: str = NATURAL) -> int:
-    """Bytes of the block tables: two for the queries' and two for the keys' side, int32."""
+def block_table_bytes(problem: Problem, order: str = NATURAL) -> int:
+    """Bytes of the block tables: int32, two for queries and two for keys."""
     if _unmasked(problem):
         return 0
     entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
-    moved = order != NATURAL or kept_in(problem.pattern) != NATURAL
-    return 16 * heads_apart(problem.pattern.natural, problem.heads, BLOCK, moved) * entries
+    moved = order != NATURAL or token_order_of(problem.pattern) != NATURAL
+    return 16 * distinct_heads(problem.pattern.natural, problem.heads, BLOCK, moved) * entries
 
 
 def flops(problem: Problem) -> int:
-    """Every pair of the blocks that it visits."""
-    blocks = _visited(problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.device)
+    """Operations on all pairs of the computed blocks."""
+    blocks = _computed_blocks(problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.device)
     return problem.batch * blocks * BLOCK**2 * problem.head_dim * (14 if problem.needs_grad else 4)
 
 
 @lru_cache(maxsize=4096)
-def _visited(pattern: Pattern, q_len: int, k_len: int, heads: int, device: torch.device) -> int:
-    """Blocks of all heads."""
-    kept = permutation(kept_in(pattern), pattern.natural, q_len)
-    some = blocks_of(pattern.natural, q_len, k_len, heads, BLOCK, device, kept).some
+def _computed_blocks(pattern: Pattern, q_len: int, k_len: int, heads: int, device: torch.device) -> int:
+    """Nonempty blocks of all heads."""
+    stored = permutation(token_order_of(pattern), pattern.natural, q_len)
+    some = blocks_of(pattern.natural, q_len, k_len, heads, BLOCK, device, stored).nonempty
     return int(some.sum()) * (heads // len(some))
 
 
@@ -153,16 +153,18 @@ def workspace_bytes(problem: Problem) -> int:
     rows = problem.batch * problem.q_len * problem.heads
     row = problem.head_dim * problem.dtype.itemsize
     q, kv = rows * row, problem.batch * problem.k_len * problem.kv_heads * row
-    # Inputs in an order of their own are copied; sorting the blocks takes a few passes.
-    needed = q + 2 * kv + copied_bytes(problem) + 4 * max(table_bytes(problem, order) for order in orders(problem))
+    # Inputs with other strides are copied; sorting the block tables takes temporaries.
+    needed = (
+        q + 2 * kv + copied_bytes(problem) + 4 * max(block_table_bytes(problem, order) for order in orders(problem))
+    )
     if len(orders(problem)) > 1:
-        # Permuted copies, the result in both orders, the permutation and its inverse.
+        # Permuted inputs, the result in both orders, the permutation and its inverse.
         needed += (2 * q + 2 * kv) * (2 if problem.needs_grad else 1) + 24 * problem.q_len
     if not compiling:
         return needed + _whole_scores(problem)
     if problem.device.type == "cpu":
         return needed + 2 * kv + 4 * torch.get_num_threads() * BLOCK * (3 * BLOCK + 4 * problem.head_dim)
-    # lse, its gradient and rowsum(dO * out); the gradient of out, in order.
+    # lse, its gradient and rowsum(dO * out); the gradient of out, permuted.
     needed += 12 * rows + (2 * q if problem.needs_grad else 0)
     if problem.q_len < BLOCK:
         needed += 4 * max(SPLITS, problem.batch * problem.kv_heads) * rows // problem.batch * (problem.head_dim + 2)
@@ -170,14 +172,14 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def _whole_scores(problem: Problem) -> int:
-    wide = 8 if problem.dtype == torch.float64 else 4
+    wide = sum_dtype(problem.dtype).itemsize
     each = 16 * problem.q_len * problem.k_len + 12 * (problem.q_len + problem.k_len) * problem.head_dim
     return wide * problem.batch * problem.heads * each
 
 
 def first_call_ms(problem: Problem) -> float:
-    """What compiling takes, from an empty cache of compiled kernels; 0 where it is done."""
-    found = _kept.get((problem, NATURAL))
+    """Estimated compile time with an empty compile cache; 0 if already compiled."""
+    found = _compiled.get((problem, NATURAL))
     if not compiling or (found is not None and found.ready):
         return 0.0
     if problem.device.type == "cpu":
@@ -189,9 +191,13 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
     attention = _prepared(problem, order)
-    with _settled(problem):
+    with _plain_torch_state(problem):
         hidden = Hidden.of(problem, tensors.get("seq_lens"), tensors.get("key_mask"))
-        inputs = list(hidden.zeroed(*(once(q, k, v) if problem.needs_grad else (x.detach() for x in (q, k, v)))))
+        inputs = list(
+            hidden.zeroed(
+                *(refuse_second_derivatives(q, k, v) if problem.needs_grad else (x.detach() for x in (q, k, v)))
+            )
+        )
         if attention.positions is not None:
             inputs = [x.index_select(1, attention.positions) for x in inputs]
         result = attention(*map(_heads_first, inputs), *_masks(tensors))
@@ -201,7 +207,7 @@ def run(
             out = out.index_select(1, attention.places)
             lse = None if lse is None else lse.index_select(2, attention.places)
         if problem.needs_grad and hidden.queries is not None:
-            # They are 0 and -inf already; their gradients may be anything.
+            # Forward values are 0 and -inf already; this makes gradients zero, even if NaN came in.
             padding = hidden.queries
             out = out.masked_fill(padding, 0.0)
             lse = None if lse is None else lse.masked_fill(padding[:, None, :, 0, 0], -math.inf)
@@ -209,24 +215,27 @@ def run(
 
 
 def release() -> None:
-    """Drop what was compiled, and its block tables."""
+    """Free the compiled functions and their block tables."""
     with _lock:
-        _kept.clear()
+        _compiled.clear()
 
 
 def forget(problem: Problem) -> None:
-    """Drop what was compiled for one problem."""
+    """Free the compiled functions of one problem."""
     with _lock:
         for order in ORDERS:
-            _kept.pop((problem, order), None)
+            _compiled.pop((problem, order), None)
 
 
 @dataclass
-class _Attention:
-    """The function of one problem in one order, compiled by its first call; where inputs are moved to, and back."""
+class _CompiledAttention:
+    """The function of one problem in one order, compiled by its first call.
+
+    `positions` and `places` permute inputs and results; None: no permutation.
+    """
 
     function: Callable[..., Any]
-    table_bytes: int
+    block_table_bytes: int
     positions: Tensor | None = None
     places: Tensor | None = None
     ready: bool = False
@@ -235,50 +244,52 @@ class _Attention:
         if self.ready:
             return self.function(*inputs)
         with warnings.catch_warnings(), machine.without_launchers():
-            warnings.simplefilter("ignore")  # of the compiler about its own parts
+            warnings.simplefilter("ignore")  # warnings about the compiler's internals
             result = self.function(*inputs)
         self.ready = True
         return result
 
 
-def _prepared(problem: Problem, order: str) -> _Attention:
+def _prepared(problem: Problem, order: str) -> _CompiledAttention:
     with _lock:
-        found = _kept.get((problem, order))
+        found = _compiled.get((problem, order))
         if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not (found and found.ready):
             raise RuntimeError("its first call compiles, which no CUDA graph can capture: call it once before")
         if found is None:
             found = _attention(problem, order)
-            while _kept and (len(_kept) >= MOST_KEPT or _held() + found.table_bytes > TABLE_LIMIT):
-                _kept.popitem(last=False)
-            _kept[problem, order] = found
-        _kept.move_to_end((problem, order))
+            while _compiled and (
+                len(_compiled) >= MOST_COMPILED or _held_table_bytes() + found.block_table_bytes > TABLE_LIMIT
+            ):
+                _compiled.popitem(last=False)
+            _compiled[problem, order] = found
+        _compiled.move_to_end((problem, order))
     return found
 
 
-def _attention(problem: Problem, order: str) -> _Attention:
-    pattern, kept = problem.pattern.natural, kept_in(problem.pattern)
-    with _settled(problem):  # tables of an inference mode could not be used outside of it
-        order = order if kept == NATURAL else kept
+def _attention(problem: Problem, order: str) -> _CompiledAttention:
+    pattern, stored = problem.pattern.natural, token_order_of(problem.pattern)
+    with _plain_torch_state(problem):  # inference tensors could not be used outside inference mode
+        order = order if stored == NATURAL else stored
         at = permutation(order, pattern, problem.q_len) if problem.q_len == problem.k_len else None
         positions = None if at is None else at.to(problem.device)
-        moved = positions if kept == NATURAL else None
+        moved = positions if stored == NATURAL else None
         back = None if moved is None else places(moved)
-    return _Attention(_function(problem, positions), table_bytes(problem, order), moved, back)
+    return _CompiledAttention(_function(problem, positions), block_table_bytes(problem, order), moved, back)
 
 
-def _held() -> int:
-    return sum(each.table_bytes for each in _kept.values())
+def _held_table_bytes() -> int:
+    return sum(each.block_table_bytes for each in _compiled.values())
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """The view [batch, heads, len, head_dim] of a dense tensor in one of two orders: other strides compile anew."""
+    """The view [batch, heads, len, head_dim] with one of two memory layouts: other strides would compile anew."""
     if x.transpose(1, 2).is_contiguous() and not x.is_contiguous():
         return _plain(x.transpose(1, 2))
     return _plain(x).transpose(1, 2)
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Contiguous; an axis of one entry, whose stride means nothing, has the usual one."""
+    """x contiguous, with the default stride also on axes of size 1."""
     return x.contiguous().reshape(-1).view(x.shape)
 
 
@@ -288,10 +299,10 @@ def _masks(tensors: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
 
 
 @contextmanager
-def _settled(problem: Problem) -> Iterator[None]:
-    """The same state of torch on every call: the compiler makes a kernel for each state that it meets."""
+def _plain_torch_state(problem: Problem) -> Iterator[None]:
+    """Set the same torch state for every call: the compiler compiles a kernel per state."""
     with ExitStack() as stack:
-        # A default device is one of these. No tensor is made here that would ask for it.
+        # One of these modes is the default device; inside, every new tensor names its device.
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         stack.enter_context(torch.inference_mode(False))
@@ -300,21 +311,26 @@ def _settled(problem: Problem) -> Iterator[None]:
 
 
 def _unmasked(problem: Problem) -> bool:
-    return not problem.masked and count_of(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads) is None
+    return (
+        not problem.masked
+        and multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads) is None
+    )
 
 
 def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
-    """From q, k, v [batch, heads, len, head_dim], seq_lens and key_mask to out, or (out, lse). `positions` are those of
-    the rows of q, k and v; masks are about tokens as the caller keeps them.
+    """The function from q, k, v [batch, heads, len, head_dim], seq_lens and key_mask to out, or (out, lse).
+
+    Args:
+        positions: natural positions of the rows of q, k and v. Masks go by place in the caller's tensors.
     """
     from torch.nn.attention import flex_attention as library
 
-    with _settled(problem):
+    with _plain_torch_state(problem):
         tables = None if _unmasked(problem) else _tables(problem, positions)
     attend: Any = library.flex_attention if compiling else _uncompiled
-    count = count_of(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads)
-    as_kept = positions is None or kept_in(problem.pattern) != NATURAL
-    bias = repeats(problem.pattern.natural) and count is not None
+    count = multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads)
+    as_stored = positions is None or token_order_of(problem.pattern) != NATURAL
+    bias = counts_above_one(problem.pattern.natural) and count is not None
     wide = sum_dtype(problem.dtype)
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
     options.update(_lse_options(library, problem))
@@ -323,7 +339,7 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
         def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             at_i, at_j = (i, j) if positions is None else (positions[i], positions[j])
             seen = j >= 0 if count is None else count(h, at_i, at_j) > 0
-            i, j = (i, j) if as_kept else (at_i, at_j)
+            i, j = (i, j) if as_stored else (at_i, at_j)
             if seq_lens is not None:
                 seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
             return seen if key_mask is None else seen & key_mask[b, j]
@@ -334,7 +350,7 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
             return s + count(h, i, j).clamp(min=1).to(wide).log()
 
         if compiling and not torch.compiler.is_dynamo_compiling():
-            # Without the compiler the library would hold every score, and only warn.
+            # Without the compiler the library would only warn, and allocate all scores.
             raise RuntimeError("torch.compile is turned off, so that there is no kernel to run")
         blocks = None if tables is None else library.BlockMask(mask_mod=mask, **tables)
         result = attend(q, k, v, score_mod=score if bias else None, block_mask=blocks, **options)
@@ -342,7 +358,7 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
 
     if not compiling:
         return call
-    # The compiler counts its kernels by code object, and gives up past a few: each problem has one of its own.
+    # The compiler limits kernels per code object: each problem gets a code object.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=False)
 
@@ -350,22 +366,22 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
 def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if problem.return_lse:
-        # Since torch 2.9 a request, a flag before.
+        # AuxRequest since torch 2.9; before, a flag.
         request = getattr(library, "AuxRequest", None)
         options = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
     if problem.device.type == "cpu" and problem.q_len == 1:
-        # Its kernel for a single query takes no table of partial blocks alone; parts that no block fits rule it out.
+        # The kernel for a single query fails without a table of full blocks; this partition size disables it.
         options["kernel_options"] = {"PARTITION_SIZE": 1}
     return options
 
 
 def _tables(problem: Problem, positions: Tensor | None) -> dict[str, Any]:
-    """What a BlockMask holds but its function. seq_lens and key_mask are data: then no block is known to be whole."""
+    """The fields of a BlockMask without its function. With seq_lens or key_mask no block is known to be full."""
     q_len, k_len, heads = problem.q_len, problem.k_len, problem.heads
     blocks = blocks_of(problem.pattern.natural, q_len, k_len, heads, BLOCK, problem.device, positions)
-    whole = torch.zeros_like(blocks.whole) if problem.masked else blocks.whole
+    whole = torch.zeros_like(blocks.full) if problem.masked else blocks.full
     tables: dict[str, Any] = {"seq_lengths": (q_len, k_len), "BLOCK_SIZE": (BLOCK, BLOCK)}
-    for prefix, chosen in (("", blocks.some & ~whole), ("full_", whole)):
+    for prefix, chosen in (("", blocks.nonempty & ~whole), ("full_", whole)):
         used = not prefix or bool(whole.any())
         for side, table in (("kv", chosen), ("q", chosen.mT)):
             count, order = _listed(table) if used else (None, None)
@@ -374,7 +390,7 @@ def _tables(problem: Problem, positions: Tensor | None) -> dict[str, Any]:
 
 
 def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are set, and which, those set first; with an axis for the batch."""
+    """Per row the number of set blocks, and the block indices with set blocks first; both with a batch axis."""
     count = table.sum(-1, dtype=torch.int32)
     order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return count[None].contiguous(), order[None].contiguous()
@@ -392,7 +408,7 @@ def _uncompiled(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """FlexAttention's own definition, which flex_attention keeps from gradients on a CPU."""
+    """FlexAttention's eager definition; flex_attention refuses gradients on a CPU, its operator does not."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
     from torch.nn.attention import flex_attention as library
 

@@ -1,6 +1,6 @@
 """The plain formula in pieces that fit in memory: the slow reference, and the last resort.
 
-SEMANTICS in three lines: bias = log c; lse = logsumexp(scale * q k^T + bias); out = exp(score - lse) v.
+The definition: bias = log c; lse = logsumexp(scale * q k^T + bias); out = exp(score - lse) v.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.contract import Refusal, refuse_ranks
-from attn_dispatch.kernels.formula import counts_of, formula, probabilities
+from attn_dispatch.kernels.formula import formula, multiplicity_of, probabilities
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.memory import available_bytes
@@ -22,14 +22,14 @@ from attn_dispatch.spec.problem import Problem
 
 name = "manual"
 
-REUSE = 2  #: pieces vary in size, and the C library does not use every freed block again
-CHUNK_BYTES = 64 * 2**20  #: of scores per piece on a CPU; larger pieces leave the caches
+REUSE = 2  #: pieces vary in size, and the allocator cannot reuse every freed block
+CHUNK_BYTES = 64 * 2**20  #: of scores per piece on a CPU; larger pieces do not fit the caches
 CUDA_CHUNK_BYTES = 2**30
 COPIES = 6  #: score-sized temporaries alive at once: counts, comparison, scores, exp, and two gradients
 PASSES = 8  #: over the scores: scale, bias, maximum, exp, sum, log, exp, product
 COUNT_PASSES = 6  #: for each branch's multiplicity
-PASS_FLOPS = 60  #: what a processor works out while it reads and writes one float32: 8 bytes at 7 to 8 FLOP per byte
-FREE_SHARE = 4  #: at most 1 / FREE_SHARE of the memory that is free
+PASS_FLOPS = 60  #: operations in the time of reading and writing one float32: 8 bytes at 7 to 8 FLOP per byte
+FREE_SHARE = 4  #: uses at most 1 / FREE_SHARE of the free memory
 
 
 def version() -> str:
@@ -41,7 +41,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def flops(problem: Problem) -> int:
-    """Its arithmetic, and its passes over the scores counted as what could be worked out meanwhile."""
+    """Operations of one call; passes over the scores count as the operations possible in their time."""
     pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
     pattern = problem.pattern.natural
     passes = PASSES + (COUNT_PASSES * len(pattern.branches) if isinstance(pattern, Dilated) else 0)
@@ -52,29 +52,29 @@ def workspace_bytes(problem: Problem) -> int:
     rows, heads = _piece(problem)
     wide = sum_dtype(problem.dtype).itemsize
     scores = REUSE * COPIES * problem.batch * rows * heads * problem.k_len * max(wide, 4)
-    # k and v are widened and spread over a piece's heads; their gradients are summed in the wider dtype.
+    # k and v are converted to the wide dtype and copied to each query head; gradients are summed in it.
     kv = 2 * problem.batch * problem.k_len * heads * problem.head_dim * wide * (2 if problem.needs_grad else 1)
     sums = 3 * problem.batch * problem.k_len * problem.heads * problem.head_dim * wide if problem.needs_grad else 0
     return scores + 2 * kv + sums + copied_bytes(problem) + 4 * problem.batch * problem.q_len * problem.heads * wide
 
 
 def traceable(problem: Problem) -> bool:
-    """A graph would drop the same weights in every call."""
+    """False with dropout: a graph would drop the same weights in every call."""
     return not problem.dropout_p
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     seed = int(torch.randint(2**62, ())) if problem.dropout_p else 0
-    call = _Call(problem, tensors.get("seq_lens"), tensors.get("key_mask"), seed, *_piece(problem))
+    pieces = _Pieces(problem, tensors.get("seq_lens"), tensors.get("key_mask"), seed, *_piece(problem))
     if problem.needs_grad:
-        out, lse = _Manual.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        out, lse = _Manual.apply(q, k, v, pieces)  # type: ignore[no-untyped-call]
         return out, lse
-    return _forward(q, k, v, call)
+    return _forward(q, k, v, pieces)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A problem with its masks, its dropout seed, and the query rows and heads whose scores are held at once."""
+class _Pieces:
+    """A problem with its masks and dropout seed, and the number of query rows and heads per piece."""
 
     problem: Problem
     seq_lens: Tensor | None
@@ -87,20 +87,20 @@ class _Call:
     def hidden(self) -> Hidden:
         return Hidden.of(self.problem, self.seq_lens, self.key_mask)
 
-    def head_runs(self) -> Iterator[slice]:
+    def head_slices(self) -> Iterator[slice]:
         for start in range(0, self.problem.heads, self.heads):
             yield slice(start, min(start + self.heads, self.problem.heads))
 
-    def row_runs(self) -> Iterator[slice]:
+    def row_slices(self) -> Iterator[slice]:
         for start in range(0, self.problem.q_len, self.rows):
             yield slice(start, min(start + self.rows, self.problem.q_len))
 
     def counts(self, heads: slice, rows: slice, device: torch.device) -> Tensor | None:
         q_pos = torch.arange(rows.start, rows.stop, device=device)
-        return counts_of(self.problem, range(heads.start, heads.stop), q_pos, self.seq_lens, self.key_mask)
+        return multiplicity_of(self.problem, range(heads.start, heads.stop), q_pos, self.seq_lens, self.key_mask)
 
     def keep(self, heads: slice, rows: slice, device: torch.device) -> Tensor | None:
-        """Dropout's factors. Forward and backward draw the same ones: each piece has its own seed."""
+        """Dropout factors. Each piece has its own seed, so that forward and backward draw the same factors."""
         p = self.problem.dropout_p
         if not p:
             return None
@@ -110,16 +110,16 @@ class _Call:
         return kept.to(sum_dtype(self.problem.dtype)) / (1 - p)
 
     def kv_index(self, heads: slice, device: torch.device) -> Tensor:
-        """The key and value head that each query head reads."""
+        """The key head of each query head."""
         return torch.arange(heads.start, heads.stop, device=device) // (self.problem.heads // self.problem.kv_heads)
 
 
 class _Manual(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse, call.seq_lens, call.key_mask)
-        ctx.call = replace(call, seq_lens=None, key_mask=None)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, pieces)
+        ctx.save_for_backward(q, k, v, out, lse, pieces.seq_lens, pieces.key_mask)
+        ctx.pieces = replace(pieces, seq_lens=None, key_mask=None)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -127,24 +127,24 @@ class _Manual(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_out, grad_lse = grad_outputs
         q, k, v, out, _, seq_lens, key_mask = ctx.saved_tensors
-        call = replace(ctx.call, seq_lens=seq_lens, key_mask=key_mask)
-        grad_out, grad_lse = map(call.hidden.of_queries, (grad_out, grad_lse))
+        pieces = replace(ctx.pieces, seq_lens=seq_lens, key_mask=key_mask)
+        grad_out, grad_lse = map(pieces.hidden.of_queries, (grad_out, grad_lse))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        # Where a graph of the gradients is asked for, autograd records what they are made of.
+        # With create_graph autograd records these operations: second derivatives work.
         with torch.autocast(q.device.type, enabled=False):
-            return (*_backward(grad_out, grad_lse, q, k, v, out, call), None)
+            return (*_backward(grad_out, grad_lse, q, k, v, out, pieces), None)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    problem, wide = call.problem, sum_dtype(q.dtype)
-    q, k, v = call.hidden.zeroed(q, k, v)
+def _forward(q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, Tensor]:
+    problem, wide = pieces.problem, sum_dtype(q.dtype)
+    q, k, v = pieces.hidden.zeroed(q, k, v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=wide, device=q.device)
-    for heads in call.head_runs():
-        index = call.kv_index(heads, q.device)
+    for heads in pieces.head_slices():
+        index = pieces.kv_index(heads, q.device)
         k_wide, v_wide = k[:, :, index].to(wide), v[:, :, index].to(wide)
-        for rows in call.row_runs():
-            counts, keep = call.counts(heads, rows, q.device), call.keep(heads, rows, q.device)
+        for rows in pieces.row_slices():
+            counts, keep = pieces.counts(heads, rows, q.device), pieces.keep(heads, rows, q.device)
             piece, lse_piece = formula(q[:, rows, heads].to(wide), k_wide, v_wide, counts, problem.scale, keep)
             out[:, rows, heads] = piece.to(q.dtype)
             lse[:, heads, rows] = lse_piece
@@ -152,18 +152,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
 
 
 def _backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: _Call
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, pieces: _Pieces
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """SEMANTICS' gradient: dS = P * (dO V^T - rowsum(dO * out) + dlse), piece by piece."""
-    problem, wide = call.problem, sum_dtype(q.dtype)
-    q, k, v = call.hidden.zeroed(q, k, v)
+    """The gradient by its formula, piece by piece: dS = P * (dO V^T - rowsum(dO * out) + dlse)."""
+    problem, wide = pieces.problem, sum_dtype(q.dtype)
+    q, k, v = pieces.hidden.zeroed(q, k, v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
-    for heads in call.head_runs():
-        index = call.kv_index(heads, q.device)
+    for heads in pieces.head_slices():
+        index = pieces.kv_index(heads, q.device)
         k_wide, v_wide = k[:, :, index].to(wide), v[:, :, index].to(wide)
-        for rows in call.row_runs():
-            counts, keep = call.counts(heads, rows, q.device), call.keep(heads, rows, q.device)
+        for rows in pieces.row_slices():
+            counts, keep = pieces.counts(heads, rows, q.device), pieces.keep(heads, rows, q.device)
             q_wide, grad = q[:, rows, heads].to(wide), grad_out[:, rows, heads].to(wide)
             p, _ = probabilities(q_wide, k_wide, counts, problem.scale)
             dp = torch.einsum("bqhd,bkhd->bhqk", grad, v_wide)

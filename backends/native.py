@@ -1,6 +1,6 @@
-"""A C++ kernel for CPUs: dense, windowed and dilated patterns in one pass, all branches in one softmax, no merging.
+"""A C++ kernel for CPUs: one pass with one softmax over all branches, without merging.
 
-Compiled for the machine by its own g++ when it is first used. See attn_dispatch/native/attention.cpp.
+The machine's own C++ compiler builds attn_dispatch/kernels/native/attention.cpp on first use.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
@@ -23,18 +24,22 @@ from attn_dispatch.kernels.native.run import (
     BLOCK,
     DTYPES,
     HEAD_DIM,
-    _Call,
-    _forward,
-    _Native,
-    _padded,
-    _pairs,
-    _parts,
-    _sums_in_place,
+    NativePasses,
+    padded_width,
+    pair_count,
+    sums_in_place,
+    threads_per_key_head,
 )
 from attn_dispatch.kernels.native.run import (
     partial as partial,
 )
-from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, grid_of, period, table_bytes, tiles_of
+from attn_dispatch.kernels.native.steps import (
+    PERIOD_LIMIT,
+    dilation_period,
+    native_table_bytes,
+    native_tables,
+    neighborhood_and_order,
+)
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
@@ -45,22 +50,22 @@ name = "native"
 
 
 def version() -> str:
-    """A digest of source, compiler and processor.
+    """The compiler's name, and a digest of source, compiler and processor.
 
     Raises:
         ImportError: there is no compiler.
     """
-    return f"{Path(compiler().program).name} {library.digest()}"
+    return f"{Path(compiler().program).name} {library.build_digest()}"
 
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu",))
     found += refuse_dtype(problem, DTYPES)
-    if grid_of(problem.pattern)[0] is None:
+    if neighborhood_and_order(problem.pattern)[0] is None:
         found += refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
-    if period(problem.pattern) > PERIOD_LIMIT:
-        tokens = period(problem.pattern)
-        found.append(Refusal("pattern", f"its rates come round every {tokens} tokens, over {PERIOD_LIMIT}"))
+    if dilation_period(problem.pattern) > PERIOD_LIMIT:
+        tokens = dilation_period(problem.pattern)
+        found.append(Refusal("pattern", f"its dilation rates repeat every {tokens} tokens, over {PERIOD_LIMIT}"))
     if problem.head_dim > HEAD_DIM:
         found.append(Refusal("head_dim", f"takes a head_dim up to {HEAD_DIM}, not {problem.head_dim}"))
     try:
@@ -71,36 +76,36 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def orders(problem: Problem) -> tuple[str, ...]:
-    """Other patterns are made of steps, which need no order to stand together; kept tokens stand as they are kept."""
+    """Token orders of a neighbourhood. Other patterns need none: their tiles are arithmetic progressions."""
     if not isinstance(problem.pattern, Neighborhood):
         return (NATURAL,)
     return tuple(order for order in ORDERS if serves(order, problem.pattern))
 
 
 def prepare() -> None:
-    """Compile it for this machine, some seconds, unless that was done before."""
+    """Compile for this machine unless already compiled; takes some seconds."""
     library.load()
 
 
 def flops(problem: Problem) -> int:
-    return problem.batch * _pairs(problem) * problem.head_dim * (14 if problem.needs_grad else 4)
+    return problem.batch * pair_count(problem) * problem.head_dim * (14 if problem.needs_grad else 4)
 
 
 def workspace_bytes(problem: Problem) -> int:
-    width = _padded(problem.head_dim)
+    width = padded_width(problem.head_dim)
     scratch = 4 * torch.get_num_threads() * (5 * width * TILE + 6 * BLOCK * max(TILE, width))
-    total = scratch + max(table_bytes(problem, order) for order in orders(problem))
+    total = scratch + max(native_table_bytes(problem, order) for order in orders(problem))
     total += 4 * problem.batch * problem.heads * problem.q_len * (3 if problem.needs_grad else 1)
     total += problem.batch * (problem.k_len * problem.has_key_mask + 8 * problem.has_seq_lens)
-    # Rows that are not dense are copied; out and its gradient may be too.
+    # Rows with a last stride over 1 are copied; so may be out's gradient.
     rows = (problem.q_len * problem.heads, problem.k_len * problem.kv_heads, problem.k_len * problem.kv_heads)
     item = problem.batch * problem.head_dim * problem.dtype.itemsize
     total += item * sum(n for n, kind in zip(rows, problem.strides) if kind[-1:] != "d")
     if problem.needs_grad:
         total += item * rows[0]
-        if not _sums_in_place(problem):
+        if not sums_in_place(problem):
             one = 4 * problem.batch * rows[1] * width
-            total += 2 * one * (_parts(problem) + (_parts(problem) > 1)) + item * rows[1]
+            total += 2 * one * (threads_per_key_head(problem) + (threads_per_key_head(problem) > 1)) + item * rows[1]
     return total
 
 
@@ -109,11 +114,12 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
     seen = None if key_mask is None else key_mask.contiguous()
-    # Before anything is kept: wrapped tensors have no address, and meta tensors none that means anything.
+    # Wrapped tensors have no address, and those of meta tensors are invalid.
     if any(x.device.type != "cpu" or not x.data_ptr() for x in (q, k, v)):
         raise TypeError("native reads plain tensors in a CPU's memory")
-    call = _Call(problem, tiles_of(problem, order), seen, None if seq_lens is None else seq_lens.long().contiguous())
+    call = NativePasses(
+        problem, native_tables(problem, order), seen, None if seq_lens is None else seq_lens.long().contiguous()
+    )
     if problem.needs_grad:
-        out, lse = _Native.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-        return out, lse
-    return _forward(q, k, v, call)
+        return differentiable(q, k, v, call, (call.seen, call.seq_lens))
+    return call.forward(q, k, v)

@@ -15,15 +15,16 @@ BACKEND = Branched(
     (
         Variant(CPU_FLASH, lambda problem: CpuFlash()),
         Variant(CUDA_FLASH, lambda problem: CudaFlash(), "flash"),
-        # With a mask it is a candidate of its own, sdpa_efficient.
+        # With masks this kernel is the candidate sdpa_efficient.
         Variant(replace(CUDA_EFFICIENT, masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
     ),
 )
 
 
 def traceable(problem: Problem) -> bool:
-    """Where PyTorch's operator is all there is: autograd takes its lse, which merges need, for a constant. The CUDA
-    kernels are handed addresses that were looked at.
+    """True where one call of PyTorch's CPU operator computes the problem.
+
+    Merging needs lse, which autograd takes for a constant; on CUDA, alignment is decided by addresses while tracing.
     """
     plan = plan_of(problem, grouped=True) if isinstance(problem.pattern, Dense | Dilated) else None
     alone = plan is not None and plan.single is not None

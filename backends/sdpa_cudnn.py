@@ -1,4 +1,4 @@
-"""cuDNN's attention kernel as PyTorch has it, called by op. Without masks: gradients with one have been NaN.
+"""cuDNN's attention kernel, called by PyTorch's op. Without masks: with a mask, gradients have been NaN.
 
 Source: pytorch/pytorch issue 196678 (the mask), and PyTorch's own checks in
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
-from attn_dispatch.kernels.branches.plan import Plan
+from attn_dispatch.kernels.branches.backend import Branched, Variant, gradient_scratch, torch_version
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import aligned, aten, heads_first
+from attn_dispatch.kernels.dense import aten, heads_first, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.problem import Problem
 
-OLDEST = 90000  #: as cuDNN counts: major * 10000 + minor * 100 + patch
+OLDEST = 90000  #: cuDNN version as major * 10000 + minor * 100 + patch
 
 LIMITS = Limits(
     "cuda",
@@ -36,13 +35,13 @@ class Cudnn:
 
     grouped = False
     masks = False
-    stats_axes = 4  #: of lse as the op gives and takes it: [batch, heads, q_len, 1], before PyTorch 2.9 without the 1
+    stats_axes = 4  #: axes of the op's lse: [batch, heads, q_len, 1]; before PyTorch 2.9 without the 1
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         d = q.shape[-1]
-        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
         self.stats_axes = lse.ndim
         return out.transpose(1, 2)[..., :d], lse.reshape(q.shape[:3])
@@ -60,9 +59,9 @@ class Cudnn:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
-        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out))
-        # PyTorch keeps cuDNN's plans by the shapes and strides of q, k and v alone: of what else a plan reads, the
-        # strides must follow from those.
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out))
+        # PyTorch caches cuDNN plans by the shapes and strides of q, k and v alone, so the strides of the other
+        # arguments must be a function of those.
         grad, out = _laid_out_as(q, grad), _laid_out_as(q, out)
         lse = lse.contiguous()
         lse = lse.unsqueeze(-1) if self.stats_axes == 4 else lse
@@ -75,7 +74,7 @@ class Cudnn:
 
 
 def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
-    """x in the memory order that PyTorch gives to the out of q."""
+    """x in the memory layout that PyTorch gives the out of q."""
     found = torch.empty_like(q)
     return x if x.stride() == found.stride() else found.copy_(x)
 
@@ -98,15 +97,9 @@ def too_old(problem: Problem) -> list[Refusal]:
     return [Refusal("version", f"needs cuDNN {OLDEST} or newer, this PyTorch has {found}")]
 
 
-def scratch_bytes(problem: Problem, plan: Plan) -> int:
-    """Copies of out and of its gradient, and a float32 dq, of the piece with the most rows."""
-    if not problem.needs_grad:
-        return 0
-    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
-    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
-
-
-BACKEND = Branched("sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=scratch_bytes),), version, too_old)
+BACKEND = Branched(
+    "sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=gradient_scratch),), version, too_old
+)
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

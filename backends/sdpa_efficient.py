@@ -1,4 +1,4 @@
-"""PyTorch's memory-efficient attention kernel on CUDA, where `sdpa` takes another one; also with masked keys."""
+"""PyTorch's memory-efficient attention kernel on CUDA, where `sdpa` uses another kernel; also with masked keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attn_dispatch.spec.problem import Problem
 
 
 def measured_as_sdpa(problem: Problem) -> list[Refusal]:
+    """Refuses problems for which `sdpa` runs the same kernel."""
     why = CUDA_FLASH.refusals(problem)
     if problem.device.type != "cuda" or problem.masked or not why:
         return []

@@ -1,6 +1,6 @@
-"""PyTorch's attention kernels in float32 for half-precision inputs, which are widened piece by piece.
+"""PyTorch's attention kernels in float32 for half-precision inputs, converted piece by piece.
 
-For devices whose half-precision arithmetic is slow or missing. Partial results are merged as they come, in float32.
+For devices with slow or without half-precision arithmetic. Partial results are merged in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Variant
-from attn_dispatch.kernels.branches.plan import Plan
+from attn_dispatch.kernels.branches.plan import BranchPlan
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
 from attn_dispatch.kernels.limits import HALF
@@ -19,7 +19,7 @@ from attn_dispatch.spec.problem import Problem
 
 
 class Widened:
-    """A kernel that is handed float32 and returns it, whatever comes in."""
+    """A kernel that converts its inputs to float32, and returns float32."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.grouped, self.masks = kernel, kernel.grouped, kernel.masks
@@ -52,8 +52,8 @@ def not_half(problem: Problem) -> list[Refusal]:
     return [Refusal("dtype", f"widens float16 and bfloat16 to float32, {name} is not half precision")]
 
 
-def widened_bytes(problem: Problem, plan: Plan) -> int:
-    """A piece's inputs in float32 and what the kernel returns: whole heads, since keys may be spread over them."""
+def widened_bytes(problem: Problem, plan: BranchPlan) -> int:
+    """Bytes of a piece's inputs and results in float32, for all query heads: keys may be copied to each."""
     q = max(b.q.stop - b.q.start for b in plan.blocks)
     k = max(b.k.stop - b.k.start for b in plan.blocks)
     rows: int = (4 * q + 4 * k) if problem.needs_grad else (2 * q + 2 * k)
@@ -61,7 +61,7 @@ def widened_bytes(problem: Problem, plan: Plan) -> int:
     return batch * rows * problem.heads * (problem.head_dim + 1) * torch.float32.itemsize
 
 
-# What is handed in is not what is computed in.
+# The kernel computes in float32 whatever the input dtype.
 _CUDA = replace(CUDA_EFFICIENT, dtypes=dict.fromkeys(CUDA_EFFICIENT.dtypes, CUDA_EFFICIENT.dtypes[torch.float32]))
 
 BACKEND = Branched(

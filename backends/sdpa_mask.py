@@ -1,4 +1,4 @@
-"""PyTorch's fused attention kernels with a dense mask: the bias log c, built once and kept for the next call."""
+"""PyTorch's fused attention kernels with a dense mask: the bias log c, cached between calls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from attn_dispatch.kernels import numerics
 from attn_dispatch.kernels.branches import run as branches
-from attn_dispatch.kernels.branches.plan import Block, Piece, Plan, Rows, plan_of
+from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.kernels.heads import heads_by_kind, kv_heads_of, progression
+from attn_dispatch.kernels.heads import head_classes, kv_heads_of
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
 name = "sdpa_mask"
 
-MASK_LIMIT = 2**30  #: bytes of masks, held at once; past this the other backends are the better answer
-ROWS = 512  #: query rows whose multiplicity is worked out at once
+MASK_LIMIT = 2**30  #: bytes of masks in the cache; above, other backends are better
+ROWS = 512  #: query rows whose multiplicity is computed at once
 
 _masks: OrderedDict[Hashable, tuple[branches.Bias, ...]] = OrderedDict()
 _lock = threading.Lock()
@@ -48,11 +48,11 @@ def flops(problem: Problem) -> int:
 
 
 def mask_bytes(problem: Problem) -> int:
-    """Bytes of the biases, and of one spread over the batch where each batch row has its own keys."""
+    """Bytes of the biases, and, with masks, of one bias per batch row."""
     if problem.pattern == Dense():
         return 0
     one = problem.q_len * problem.k_len * numerics.sum_dtype(problem.dtype).itemsize
-    return one * (len(head_classes(problem)) + problem.batch * problem.masked)
+    return one * (len(_head_runs(problem)) + problem.batch * problem.masked)
 
 
 def workspace_bytes(problem: Problem) -> int:
@@ -69,25 +69,25 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
 
 
 def release() -> None:
-    """Drop the masks."""
+    """Free the cached masks."""
     with _lock:
         _masks.clear()
 
 
-def head_classes(problem: Problem) -> list[range]:
-    """The runs of heads that share one multiplicity."""
-    return [progression(heads) for heads in heads_by_kind(problem.pattern, problem.heads).values()]
+def _head_runs(problem: Problem) -> list[range]:
+    """The runs of heads with the same multiplicity."""
+    return [heads for heads, _ in head_classes(problem.pattern, problem.heads)]
 
 
 @lru_cache(maxsize=4096)
-def _prepared(problem: Problem) -> tuple[Kernel, Plan]:
+def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
     kernel: Kernel = CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
     if problem.pattern == Dense():
         plan = plan_of(problem, kernel.grouped)
-        assert plan is not None  # dense always has one
+        assert plan is not None  # every Dense problem has a plan
         return kernel, plan
     plain = problem.heads == problem.kv_heads
-    q, k = Rows(0, 1, problem.q_len), Rows(0, 1, problem.k_len)
+    q, k = StridedRows(0, 1, problem.q_len), StridedRows(0, 1, problem.k_len)
     pieces = tuple(
         Piece(
             q,
@@ -99,10 +99,10 @@ def _prepared(problem: Problem) -> tuple[Kernel, Plan]:
             fresh_k=plain,
             bias=i,
         )
-        for i, heads in enumerate(head_classes(problem))
+        for i, heads in enumerate(_head_runs(problem))
     )
     block = Block(slice(0, problem.q_len), slice(0, problem.k_len), pieces, covers_q=True, covers_k=plain)
-    return kernel, Plan.of((block,), problem.batch)
+    return kernel, BranchPlan.of((block,), problem.batch)
 
 
 def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
@@ -113,11 +113,11 @@ def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
     with _lock:
         found = _masks.get(key)
         if found is None:
-            found = tuple(_bias(problem, heads[0], wide) for heads in head_classes(problem))
+            found = tuple(_bias(problem, heads[0], wide) for heads in _head_runs(problem))
             if problem.device.type == "cuda":
                 if torch.cuda.is_current_stream_capturing():
-                    return found  # filled when the graph is replayed, in memory of its own
-                torch.cuda.current_stream(problem.device).synchronize()  # another stream may use it next
+                    return found  # not cached: the graph fills it at each replay, in its own memory
+                torch.cuda.current_stream(problem.device).synchronize()  # another stream may read it next
             _make_room(sum(map(_size, found)))
             _masks[key] = found
         _masks.move_to_end(key)
@@ -125,7 +125,7 @@ def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
 
 
 def _bias(problem: Problem, head: int, dtype: torch.dtype) -> branches.Bias:
-    """log c of one head."""
+    """The bias log c of one head."""
     values = torch.empty(1, 1, problem.q_len, problem.k_len, dtype=dtype, device=problem.device)
     seen = torch.empty(1, 1, problem.q_len, dtype=torch.bool, device=problem.device)
     for start in range(0, problem.q_len, ROWS):

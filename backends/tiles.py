@@ -1,16 +1,16 @@
-"""Tile-sparse attention by a dense kernel: any pattern, tokens in any order, only the pairs of tiles that meet."""
+"""Tile-sparse attention by a dense kernel: any pattern and token order, only tile pairs with visible keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, kernel_of
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.tiles import run as tile_math
-from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, keys_met, pairs_met, table_bytes
+from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
 from attn_dispatch.kernels.tiles.tables import MOST_BRANCHES, forget_tables, tables_of
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, check, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
@@ -21,7 +21,7 @@ name = "tiles"
 all_orders = TOKEN_ORDERS
 
 PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
-#: Tile sizes, and the rate that the dense kernel kept on them, gathering included (on a CPU: AVX-512, float32).
+#: Tile sizes, and the dense kernel's relative speed with each, gathering included (measured on AVX-512, float32).
 TILES = {16: 0.65, 32: 0.87, 64: 1.0, 128: 1.07}
 
 
@@ -45,7 +45,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def orders(problem: Problem) -> tuple[str, ...]:
-    """The orders in which tiles could be fewer, and the natural one. `run` takes any other too."""
+    """Natural order, and orders in which there may be fewer tile pairs. `run` takes every token order."""
     return tuple(order for order in TOKEN_ORDERS if serves(order, problem.pattern))
 
 
@@ -56,7 +56,7 @@ def flops(problem: Problem, order: str = NATURAL) -> int:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    """The most of any order that `orders` names, tables included."""
+    """The most bytes in any order of `orders`, tables included."""
     return max(_workspace_bytes(problem, order) for order in orders(problem))
 
 
@@ -70,33 +70,33 @@ def run(
     tile: int | None = None,
     **tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute. `tile` is the number of tokens in a tile, a multiple of 4; by default what `tile_size` says."""
+    """Compute. `tile`: tokens per tile, a multiple of 4; by default `tile_size`."""
     tables = tables_of(problem, check(order), tile or tile_size(problem, order))
     return tile_math.run(q, k, v, problem, tables, kernel_of(problem), **tensors)
 
 
-def partial(problem: Problem, key_mask: Tensor | None = None) -> Call:
-    """The passes of queries that see keys elsewhere too (see `contract`)."""
+def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
+    """The passes for queries that also see other keys (see `contract.Backend`)."""
     tables = tables_of(problem, NATURAL, tile_size(problem, NATURAL))
     return Hidden.of(problem).around(tile_math.partial(problem, tables, kernel_of(problem), key_mask))
 
 
 def forget(problem: Problem) -> None:
-    """Drop the tables, of other problems too: they are made again when they are needed."""
+    """Free the tables of all problems; they are rebuilt on demand."""
     forget_tables()
 
 
 def tile_size(problem: Problem, order: str) -> int:
-    """The tile with the least work, at the rate that the kernel keeps on it."""
-    return min(TILES, key=lambda tile: keys_met(problem, order, tile) / TILES[tile])
+    """The tile size with the least estimated time, by the kernel's relative speed."""
+    return min(TILES, key=lambda tile: estimated_keys(problem, order, tile) / TILES[tile])
 
 
 # --- estimates --------------------------------------------------------------------------------------------------------
 
 
 def _pairs(problem: Problem, order: str) -> int:
-    """Pairs of tiles for one head, about."""
-    return pairs_met(problem, order, tile_size(problem, order))
+    """Estimated tile pairs of one head."""
+    return estimated_pairs(problem, order, tile_size(problem, order))
 
 
 def _workspace_bytes(problem: Problem, order: str) -> int:
@@ -104,4 +104,4 @@ def _workspace_bytes(problem: Problem, order: str) -> int:
 
 
 def _table_bytes(problem: Problem, order: str) -> int:
-    return table_bytes(problem, order, tile_size(problem, order))
+    return tile_table_bytes(problem, order, tile_size(problem, order))

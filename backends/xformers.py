@@ -1,4 +1,4 @@
-"""xformers' memory-efficient attention, forward with lse and backward; it chooses among its own kernels.
+"""xformers' memory-efficient attention, forward with lse and backward; xformers chooses among its kernels.
 
 Source: xformers 0.0.35, ops/fmha.
 """
@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, torch_version
-from attn_dispatch.kernels.branches.plan import Plan
-from attn_dispatch.kernels.dense import aligned
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, gradient_scratch, torch_version
+from attn_dispatch.kernels.dense import vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.spec.problem import Problem
 
 FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, repeatable_head_dim=0, most_rows=LARGEST_GRID)
 CUTLASS = Limits(
@@ -39,9 +37,9 @@ class MemoryEfficient:
         d, q_len = q.shape[-1], q.shape[1]
         ops = _library()
         out, lse = ops.memory_efficient_attention_forward_requires_grad(
-            aligned(q), aligned(k), aligned(v), _bias(ops, is_causal), 0.0, scale
+            vector_aligned(q), vector_aligned(k), vector_aligned(v), _bias(ops, is_causal), 0.0, scale
         )
-        # One of its kernels rounds the rows of lse up.
+        # One of its kernels pads lse.
         return out[..., :d], lse[:, :, :q_len]
 
     def backward(
@@ -58,8 +56,8 @@ class MemoryEfficient:
     ) -> tuple[Tensor, Tensor, Tensor]:
         d = q.shape[-1]
         ops = _library()
-        # Its kernels take the rows of lse and of out as neighbours, whatever their strides say.
-        grad, q, k, v, out = (aligned(x) for x in (grad, q, k, v, out.contiguous()))
+        # Its kernels ignore the row strides of lse and out and assume contiguous rows.
+        grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out.contiguous()))
         grads = ops.memory_efficient_attention_backward(
             grad, out, lse.contiguous(), q, k, v, _bias(ops, is_causal), 0.0, scale
         )
@@ -72,7 +70,7 @@ def _library() -> Any:
 
 
 def _bias(ops: Any, is_causal: bool) -> Any:
-    # It lines up the first query with the first key; causal pieces are square, so that it is the last as well.
+    # It aligns the first query with the first key; causal pieces are square, so the last ones are aligned too.
     return ops.LowerTriangularMask() if is_causal else None
 
 
@@ -84,27 +82,19 @@ PACKAGE = Package("xformers", "pip install 'attn-dispatch[xformers]'", "xformers
 
 
 def version() -> str:
-    """Its own version and PyTorch's, whose kernels it may call.
+    """The versions of xformers and of PyTorch, whose kernels it may call.
 
     Raises:
-        PackageNotFoundError: it is not installed.
+        PackageNotFoundError: xformers is not installed.
     """
     return f"{PACKAGE.version()} torch {torch_version()}"
-
-
-def scratch_bytes(problem: Problem, plan: Plan) -> int:
-    """Copies of out, of its gradient and of lse, and a float32 dq, of the block with the most rows."""
-    if not problem.needs_grad:
-        return 0
-    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
-    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
 
 
 BACKEND = Branched(
     "xformers",
     (
-        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE, scratch=scratch_bytes),
-        Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE, scratch=scratch_bytes),
+        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE, scratch=gradient_scratch),
+        Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE, scratch=gradient_scratch),
     ),
     version,
 )

@@ -12,7 +12,7 @@ from attn_dispatch import process_state
 from attn_dispatch.decisions import decide, observers
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.autograd import STOPPED
+from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.kernels.contract import Result, runner
 from attn_dispatch.settings import sentinel_share
 from attn_dispatch.spec import tracing
@@ -21,7 +21,7 @@ from attn_dispatch.spec.problem import Problem, check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
-THROUGH = (InvalidInput, STOPPED)  #: no failures of a backend
+THROUGH = (InvalidInput, CHECKPOINT_STOP)  #: no failures of a backend
 MOST_CALLS = 4096  #: problems of ranks remembered; past this the table starts anew, decisions stay
 
 

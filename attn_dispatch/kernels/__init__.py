@@ -1,5 +1,5 @@
-"""What backends are made of: their contract, their registry, their declared limits, and the dense kernels.
+"""Parts of backends: the contract, the registry, declared limits, and the dense kernels.
 
-Imports spec, machine and the ground. Of its rooms (branches, tiles, triton, native, flex) none imports another.
+Imports spec, machine and the ground. Its subpackages (branches, tiles, triton, native, flex) do not import each other.
 Public: register.
 """

@@ -1,4 +1,4 @@
-"""Autograd around a kernel that has a backward pass of its own."""
+"""Autograd for kernels with their own backward pass."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils import checkpoint
 
 from attn_dispatch.errors import BackendFailed, InvalidInput
 
-#: How checkpointing ends a recomputation early; where this torch does not, what is passed on anyway.
-STOPPED: type[Exception] = getattr(checkpoint, "_StopRecomputationError", InvalidInput)
+#: Raised by torch.utils.checkpoint to end a recomputation early; InvalidInput in versions of torch without it.
+CHECKPOINT_STOP: type[Exception] = getattr(checkpoint, "_StopRecomputationError", InvalidInput)
 
 
-class Call(Protocol):
-    """What is computed, but for q, k and v."""
+class Passes(Protocol):
+    """The forward and backward pass of one call: everything but q, k and v."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse."""
@@ -25,52 +25,62 @@ class Call(Protocol):
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; None is a gradient of zeros. `saved` is q, k, v, out and lse."""
+        """dq, dk and dv; a gradient of None is zero. `saved` is (q, k, v, out, lse)."""
         ...
 
 
-def recorded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """out and lse, with gradients through both."""
-    out, lse = _Recorded.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+def differentiable(
+    q: Tensor, k: Tensor, v: Tensor, passes: Passes, masks: tuple[Tensor | None, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """out and lse, differentiable once by autograd.
+
+    Args:
+        masks: tensors that `passes.backward` reads: autograd raises where they were changed in place before it.
+    """
+    out, lse = _PassesFunction.apply(q, k, v, passes, *masks)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-class _Recorded(torch.autograd.Function):
+class _PassesFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = call.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, passes: Passes, *masks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = passes.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse, *masks)
+        ctx.passes = passes
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_lse = grad_outputs
-        return (*gradients(ctx.call, grad, grad_lse, ctx.saved_tensors), None)
+        q, k, v, out, lse, *masks = ctx.saved_tensors
+        return (*_gradients(ctx.passes, grad, grad_lse, (q, k, v, out, lse)), None, *(None for _ in masks))
 
 
-def gradients(
-    call: Call, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+def _gradients(
+    passes: Passes, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`call.backward`, for use in an autograd.Function's backward: derivatives of its results raise BackendFailed."""
-    if not torch.is_grad_enabled():  # the usual case: no graph of the gradients is asked for
-        return call.backward(grad, grad_lse, saved)
-    found: tuple[Tensor, Tensor, Tensor] = _Final.apply(  # type: ignore[no-untyped-call]
-        lambda: call.backward(grad, grad_lse, saved), grad, grad_lse, *saved
+    """`passes.backward`; differentiating its results raises BackendFailed."""
+    if not torch.is_grad_enabled():  # the usual case: no create_graph
+        return passes.backward(grad, grad_lse, saved)
+    found: tuple[Tensor, Tensor, Tensor] = _NotDifferentiable.apply(  # type: ignore[no-untyped-call]
+        lambda: passes.backward(grad, grad_lse, saved), grad, grad_lse, *saved
     )
     return found
 
 
-def once(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """`inputs`, for a function whose gradients autograd would take for constants: derivatives of them raise
-    BackendFailed.
+def refuse_second_derivatives(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return `inputs` such that differentiating their gradients raises BackendFailed.
+
+    For functions whose gradients autograd would take for constants.
     """
-    wanting = iter(_Once.apply(*(x for x in inputs if x.requires_grad)))  # type: ignore[no-untyped-call]
+    wanting = iter(_FirstDerivativesOnly.apply(*(x for x in inputs if x.requires_grad)))  # type: ignore[no-untyped-call]
     return tuple(next(wanting) if x.requires_grad else x for x in inputs)
 
 
-class _Once(torch.autograd.Function):
+class _FirstDerivativesOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
@@ -80,20 +90,20 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not torch.is_grad_enabled():
             return grads
-        return _Final.apply(  # type: ignore[no-untyped-call]
+        return _NotDifferentiable.apply(  # type: ignore[no-untyped-call]
             lambda: tuple(x.detach() for x in grads), *grads, *ctx.saved_tensors
         )
 
 
-class _Final(torch.autograd.Function):
-    """What `give` returns, which depends on `inputs`; derivatives raise.
+class _NotDifferentiable(torch.autograd.Function):
+    """The result of `compute()`, recorded as depending on `inputs`; its backward raises.
 
-    `once_differentiable` would not do: it forgets that gradients depend on what was saved, q, k and v.
+    `once_differentiable` does not record the dependence on the saved q, k and v.
     """
 
     @staticmethod
-    def forward(ctx: Any, give: Callable[[], tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        return give()
+    def forward(ctx: Any, compute: Callable[[], tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        return compute()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""What a backend is, and how it says no."""
+"""The backend interface, and refusals: why a backend cannot run a problem."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Refusal:
     """Why a backend cannot run a problem.
 
     Args:
-        code: one of `not_installed`, `over_memory`, or the name of what is not supported (`dtype`, `pattern`, ...).
-        text: a sentence that names the number and its limit.
+        code: `not_installed`, `over_memory`, or the unsupported property (`dtype`, `pattern`, ...).
+        text: the reason, with the number and its limit.
     """
 
     code: str
@@ -35,48 +35,47 @@ class Refusal:
 
 @runtime_checkable
 class Backend(Protocol):
-    """One way to compute attention. A module with these names will do.
+    """An implementation of attention: an object or module with these names.
 
-    More are looked for and may be missing:
+    Optional members:
 
-    * `flops(problem) -> int`: the work it will do, in operations, so that a trial that cannot end within the budget is
-      not started.
-    * `first_call_ms(problem) -> float`: an estimate of what its first call takes beyond a later one, in milliseconds,
-      such as compiling; 0 where that is done. A trial that this alone would take past the budget is not started.
-    * `prepare()`: does what has to be done once on a machine, whatever the problem, such as compiling a library. Called
-      before the first trial, outside its budget; if it fails, so does the candidate.
-    * `forget(problem)`: drops what it keeps for one problem. Called after a trial that it did not win.
-    * `release()`: drops what trials left behind. Called after every trial where there is no `forget`.
-    * `orders(problem) -> Sequence[str]`: the orders of tokens or visits (see `order.ORDERS`) in which it offers to be
-      tried, each a candidate of its own; the natural one alone where this is missing. Asked only where there are no
-      refusals.
-    * `partial(problem, key_mask=None) -> recorded.Call`: its two passes by themselves, for queries that see keys
-      elsewhere too: forward gives out and lse over these keys, backward is handed out and lse over all of them. The
-      scale is above 0, and rows with lse = inf weigh nothing. Sequences over many ranks are worked out with it.
-    * `traceable(problem) -> bool`: its forward pass is made of PyTorch's operators: a graph of them computes out and
-      lse of other inputs, with autograd's own gradients. Others are not run while torch.export or make_fx trace.
-    * `all_orders: tuple[str, ...]`: more orders in which a caller may force it, though they hardly pay.
+    * `flops(problem) -> int`: floating-point operations of one call; a trial that cannot end within the budget is not
+      started.
+    * `first_call_ms(problem) -> float`: estimated extra milliseconds of the first call, such as compiling; 0 if already
+      compiled. A trial is not started if this alone exceeds the budget.
+    * `prepare()`: work done once per machine for all problems, such as compiling a library. Called before the first
+      trial, outside its budget; if it raises, the candidate fails.
+    * `forget(problem)`: frees memory held for one problem. Called after a trial that another candidate won.
+    * `release()`: frees memory that trials left. Called after every trial of a backend without `forget`.
+    * `orders(problem) -> Sequence[str]`: the token or visit orders (see `orders.ORDERS`) to try, each a candidate of
+      its own; default: natural order alone. Called only where `refusals` is empty.
+    * `partial(problem, key_mask=None) -> autograd.Passes`: its passes for queries that also see other keys: forward
+      returns out and lse over these keys, backward takes out and lse over all keys. The scale is above 0, and rows
+      with lse = inf have weight 0. Sequences over many ranks are computed with it.
+    * `traceable(problem) -> bool`: its forward pass consists of PyTorch's operators, so that a traced graph computes
+      out and lse of other inputs, with autograd's gradients. Other backends do not run while torch.export or make_fx
+      trace.
+    * `all_orders: tuple[str, ...]`: more orders that a caller may force, though they are seldom faster.
 
-    Where an order is not the natural one, `run` is handed its name as `order=` and permutes inside: it gets tokens in
-    the caller's order and returns results in it. What it says of a problem, such as `workspace_bytes`, holds for every
-    order.
+    In an order other than the natural one, `run` gets `order=` and permutes inside: it takes and returns tokens in the
+    caller's order. `workspace_bytes` and the like hold for every order.
     """
 
     @property
     def name(self) -> str:
-        """Short, unique, stable: it is what is stored."""
+        """Short, unique and stable: decisions store it."""
         ...
 
     def version(self) -> str:
-        """What its speed and results depend on; a new version is measured anew."""
+        """Everything that its speed and results depend on; a new version is measured anew."""
         ...
 
     def refusals(self, problem: Problem) -> list[Refusal]:
-        """Every reason why it cannot run the problem; empty where it can."""
+        """Every reason why it cannot run the problem; empty if it can."""
         ...
 
     def workspace_bytes(self, problem: Problem) -> int:
-        """Upper bound of the memory it takes beyond q, k, v, out and their gradients."""
+        """Upper bound of the memory it allocates besides q, k, v, out and their gradients."""
         ...
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Result:
@@ -84,40 +83,39 @@ class Backend(Protocol):
 
         Args:
             q: [batch, q_len, heads, head_dim]; any strides. k, v: [batch, k_len, kv_heads, head_dim].
-            problem: what was checked; everything but the data.
-            tensors: `seq_lens` and `key_mask`, where the problem has them; and `order=`, of a backend with `orders`
-                that runs in another than the natural one.
+            problem: the checked call without its data.
+            tensors: `seq_lens` and `key_mask`, where the problem has them; `order=`, where it is not the natural one.
 
         Returns:
             out as q, or (out, lse) with lse [batch, heads, q_len] in float32 (float64 for float64 inputs). lse is
-            needed where `problem.return_lse`. Ordinary autograd must pass through where `problem.needs_grad`.
+            required where `problem.return_lse`. Autograd must work where `problem.needs_grad`.
         """
         ...
 
 
 def orders_of(backend: Backend, problem: Problem) -> tuple[str, ...]:
-    """The orders in which a backend offers to be tried, the natural one first. What it raises is passed on.
+    """The orders to try a backend in, natural order first. Exceptions of `backend.orders` propagate.
 
     Raises:
-        ValueError: it names an order that there is not.
+        ValueError: `backend.orders` names an unknown order.
     """
     offer = getattr(backend, "orders", None)
     return (NATURAL,) if offer is None else _known(offer(problem))
 
 
 def forced_orders(backend: Backend, problem: Problem) -> tuple[str, ...]:
-    """Those, and the orders in which a backend runs only where it is forced to. Raises as `orders_of`."""
+    """`orders_of`, and the orders in which a backend runs only if forced. Raises as `orders_of`."""
     return _known([*orders_of(backend, problem), *getattr(backend, "all_orders", ())])
 
 
 def traceable(backend: Backend, problem: Problem) -> bool:
-    """Whether a graph that is traced through it holds for other inputs."""
-    said = getattr(backend, "traceable", None)
-    return said is not None and bool(said(problem))
+    """Whether a graph traced through the backend is valid for other inputs."""
+    check = getattr(backend, "traceable", None)
+    return check is not None and bool(check(problem))
 
 
 def runner(backend: Backend, order: str) -> Callable[..., Result]:
-    """The backend's `run` in an order."""
+    """The backend's `run` with the order bound."""
     run: Callable[..., Result] = backend.run
     return run if order == NATURAL else partial(run, order=order)
 

@@ -1,7 +1,7 @@
-"""PyTorch's dense attention kernels, called by op: forward with lse, and backward given any out and lse.
+"""PyTorch's dense attention kernels, called as ops: forward returns lse, backward takes any out and lse.
 
-`scaled_dot_product_attention` neither returns lse nor takes one, and choosing its kernel with a context manager costs
-more than a small attention does.
+`scaled_dot_product_attention` neither returns nor takes lse, and the context manager that selects its kernel takes
+longer than a small attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _cpu_flash: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", 
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 CUDA_HEAD_ALIGN = 8  #: elements; the CUDA kernels read rows in whole vectors
-VECTOR_BYTES = 16  #: what a CUDA kernel loads at once
+VECTOR_BYTES = 16  #: of one load of a CUDA kernel
 EFFICIENT_LSE_ALIGN = 32  #: rows; the memory-efficient backward reads lse in whole tiles
 
 # Source: PyTorch's own checks, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
@@ -39,7 +39,7 @@ CUDA_EFFICIENT = Limits(
 
 
 class Kernel(Protocol):
-    """Dense attention on [batch, len, heads, head_dim], any strides; every call with at least one entry per axis.
+    """Dense attention on [batch, len, heads, head_dim] tensors with any strides and no empty axis.
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes an additive mask.
     """
@@ -50,9 +50,9 @@ class Kernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """out as q, or in the dtype that sums are kept in, and lse [batch, heads, q_len].
+        """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].
 
-        A row whose keys are all masked has out 0 and any lse.
+        A row with all keys masked has out 0 and an undefined lse.
         """
         ...
 
@@ -68,14 +68,14 @@ class Kernel(Protocol):
         scale: float,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv for `p = exp(scale q k^T + mask - lse)`; rows with lse = inf give nothing."""
+        """dq, dk, dv for `p = exp(scale q k^T + mask - lse)`; rows with lse = inf contribute 0."""
         ...
 
 
 class CpuFlash:
     """`_scaled_dot_product_flash_attention_for_cpu`: float16, bfloat16, float32, float64; any head_dim."""
 
-    # Tried with 2.13; older releases are handed one key head for every query head.
+    # Tested with 2.13; older releases get one key head per query head.
     grouped = VERSION >= (2, 13)
     masks = True
 
@@ -115,7 +115,7 @@ class CudaFlash:
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         d = q.shape[-1]
-        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
         return out.transpose(1, 2)[..., :d], lse
 
@@ -132,7 +132,7 @@ class CudaFlash:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
-        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out))
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, is_causal, unused, unused, scale=scale
@@ -152,7 +152,7 @@ class CudaEfficient:
     ) -> tuple[Tensor, Tensor]:
         d, q_len = q.shape[-1], q.shape[1]
         bias = _bias(mask, q, k)
-        q, k, v = (heads_first(aligned(x)) for x in (q, k, v))
+        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal, scale=scale)
         return out.transpose(1, 2)[..., :d], lse[:, :, :q_len]
 
@@ -169,9 +169,9 @@ class CudaEfficient:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, bias = q.shape[-1], _bias(mask, q, k)
-        # The kernel takes rows of lse and of out as neighbours, whatever their strides say.
+        # The kernel ignores the row strides of lse and out and assumes contiguous rows.
         lse = pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_ALIGN), value=torch.inf).contiguous()
-        grad, q, k, v, out = (heads_first(aligned(x)) for x in (grad, q, k, v, out.contiguous()))
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out.contiguous()))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -181,16 +181,16 @@ class CudaEfficient:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """[batch, len, heads, head_dim] to [batch, heads, len, head_dim] with rows of neighbours."""
-    # The kernels read each row as if its entries were neighbours, whatever its last stride says.
+    """[batch, len, heads, head_dim] to [batch, heads, len, head_dim] with last stride 1."""
+    # The kernels ignore the last stride and assume 1.
     return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x with rows that are whole vectors and start on one: a misaligned read ends the CUDA context, not the call."""
+def vector_aligned(x: Tensor) -> Tensor:
+    """x with rows padded and aligned to whole vectors: a misaligned read destroys the CUDA context."""
     missing = -x.shape[-1] % CUDA_HEAD_ALIGN
     if missing:
-        # Padding keeps the memory order, which may not have the head last.
+        # pad keeps the memory order, in which head_dim may not be last.
         return pad(x, (0, missing)).contiguous()
     return x if _whole_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
@@ -198,24 +198,42 @@ def aligned(x: Tensor) -> Tensor:
 def _whole_rows(x: Tensor) -> bool:
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
     whole = all(stride and stride * x.itemsize % VECTOR_BYTES == 0 for stride in strides)
-    # A meta tensor has no address; its offset stands in for it.
+    # A meta tensor has no address: use its offset.
     start = x.storage_offset() * x.itemsize if x.device.type == "meta" else x.data_ptr()
     return whole and x.stride(-1) == 1 and start % VECTOR_BYTES == 0
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask in q's dtype and full shape, its rows starting on whole vectors."""
+    """The mask in q's dtype and full shape, with rows aligned to whole vectors."""
     if mask is None:
         return None
     keys = k.shape[1]
     mask = mask.to(q.dtype)
     if not _whole_rows(mask):
-        # Every axis before the last is a multiple of a vector apart if the last one is padded to that.
+        # With the last axis padded to whole vectors, all other strides are multiples of one.
         room = mask.new_empty(*mask.shape[:3], keys + -keys % CUDA_HEAD_ALIGN)
         mask = room[..., :keys].copy_(mask)
     return mask.expand(q.shape[0], q.shape[2], q.shape[1], keys)
 
 
+def with_lse_column(
+    grad_lse: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad, q, k, v and out with one more column, so that a kernel's backward includes the gradient of lse.
+
+    dS = P * (dP - rowsum(grad * out) + grad_lse), but kernels compute rowsum(grad * out) themselves. The column is zero
+    in q, k and v, and adds -grad_lse to the sum as a product of two square roots: float16 holds those.
+
+    Args:
+        grad_lse: [batch, q_len, heads]. grad, q, out: [batch, q_len, heads, head_dim].
+    """
+    grad_lse = grad_lse.unsqueeze(-1)
+    root = grad_lse.abs().sqrt()
+    grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
+    out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
+    return grad, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), out
+
+
 def kernel_of(problem: Problem) -> Kernel:
-    """The dense kernel that the tiles are given to."""
+    """The dense kernel for tiles on the problem's device."""
     return CpuFlash() if problem.device.type == "cpu" else CudaEfficient()

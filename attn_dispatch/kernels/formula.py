@@ -1,4 +1,4 @@
-"""The definition in plain PyTorch: softmax over counted keys."""
+"""The definition in plain PyTorch: softmax weighted by the multiplicity."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attn_dispatch.spec.problem import Problem
 def formula(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """SEMANTICS' formula on whole tensors; differentiable by ordinary autograd.
+    """The formula of docs/semantics.md on whole tensors; differentiable by autograd.
 
     Args:
         q: [batch, queries, heads, head_dim]. k, v: [batch, keys, heads, head_dim].
-        counts: the multiplicity, broadcastable to [batch, heads, queries, keys]; None where it is 1.
-        keep: dropout's factors, 0 or 1 / (1 - p), same shape as the scores.
+        counts: the multiplicity, broadcastable to [batch, heads, queries, keys]; None: all 1.
+        keep: dropout factors, 0 or 1 / (1 - p), shaped as the scores.
 
     Returns:
         out [batch, queries, heads, head_dim] and lse [batch, heads, queries].
@@ -41,20 +41,20 @@ def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         lse = scores.logsumexp(-1)
         return torch.exp(scores - lse.unsqueeze(-1)), lse
     seen = (counts > 0).any(-1, keepdim=True)
-    # A row of nothing but -inf has no gradient even where it is overwritten later: give it any finite row instead.
+    # A row of -inf alone has NaN gradients even if it is overwritten later: use a finite row instead.
     scores = scores + torch.where(seen, counts.to(scores.dtype).log(), 0.0)
     lse = scores.logsumexp(-1, keepdim=True)
     p = torch.exp(scores - lse.masked_fill(~seen, math.inf))
     return p, lse.masked_fill(~seen, -math.inf).squeeze(-1)
 
 
-def counts_of(
+def multiplicity_of(
     problem: Problem, heads: Sequence[int], q_pos: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None
 ) -> Tensor | None:
-    """The multiplicity [(batch,) heads or 1, queries, keys] of some heads and queries, or None where it is all 1."""
+    """The multiplicity [(batch,) heads or 1, queries, keys] of these heads and queries, or None if it is all 1."""
     if problem.pattern == Dense() and seq_lens is None and key_mask is None:
         return None
-    # Most patterns are the same for every head, and their logarithm is then taken once.
+    # Most patterns are equal for all heads: one logarithm is then enough.
     alike = not problem.pattern.head_offsets(0, problem.heads)
     return problem.pattern.multiplicity(
         problem.q_len,

@@ -1,4 +1,4 @@
-"""What no query sees, and padding queries: zeroed before a kernel reads them, since 0 * NaN is NaN."""
+"""Zeroes keys that no query sees, and padding queries, before a kernel reads them: 0 * NaN is NaN."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band, Offsets
-from attn_dispatch.spec.reordered import kept_in
+from attn_dispatch.spec.reordered import token_order_of
 
-HELD = 64  #: problems whose unseen keys are held
+CACHED = 64  #: problems whose unseen keys are cached
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What never matters, whatever its bits.
+    """Masks of tokens that must not affect any result, even if they hold NaN.
 
     Args:
-        keys: bool [batch or 1, k_len, kv_heads or 1, 1]: keys and values that no query sees; None where there are none.
-        queries: bool [batch, q_len, 1, 1]: padding; None where there is none.
+        keys: bool [batch or 1, k_len, kv_heads or 1, 1]: keys and values that no query sees; None: none.
+        queries: bool [batch, q_len, 1, 1]: padding; None: none.
     """
 
     keys: Tensor | None
@@ -42,20 +42,24 @@ class Hidden:
         pattern: bool = True,
         masked_keys: bool = True,
     ) -> Hidden:
-        """What is hidden in a call. A kernel that never reads keys that the pattern, or that masks hide, says so."""
-        queries = None if seq_lens is None else past(problem.q_len, seq_lens)[:, :, None, None]
-        keys = unseen(problem) if pattern else None
+        """The hidden tokens of a call.
+
+        Args:
+            pattern, masked_keys: False where the kernel never reads keys hidden by the pattern, or by masks.
+        """
+        queries = None if seq_lens is None else padding_mask(problem.q_len, seq_lens)[:, :, None, None]
+        keys = unseen_keys(problem) if pattern else None
         if masked_keys and key_mask is not None:
             keys = _either(keys, ~key_mask[:, :, None, None])
         if masked_keys and seq_lens is not None:
-            keys = _either(keys, past(problem.k_len, seq_lens)[:, :, None, None])
+            keys = _either(keys, padding_mask(problem.k_len, seq_lens)[:, :, None, None])
         return cls(keys, queries)
 
     def __bool__(self) -> bool:
         return self.keys is not None or self.queries is not None
 
     def zeroed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors with zeros there, and gradients of zero; those without anything hidden are not copied."""
+        """q, k and v with hidden tokens, and their gradients, set to zero; unchanged tensors are not copied."""
         return _zeroed(q, self.queries), _zeroed(k, self.keys), _zeroed(v, self.keys)
 
     def of_queries(self, x: Tensor | None) -> Tensor | None:
@@ -64,41 +68,45 @@ class Hidden:
             return x
         return _zeroed(x, self.queries if x.ndim == 4 else self.queries[:, None, :, 0, 0])
 
-    def around(self, call: Call) -> Call:
-        """The passes of `call` on zeroed tensors. Copies live as long as a pass; what is recorded are the originals."""
-        return _Zeroed(call, self) if self else call
+    def around(self, passes: Passes) -> Passes:
+        """`passes` on zeroed tensors. Copies live during a pass; autograd saves the originals."""
+        return _Zeroed(passes, self) if self else passes
 
 
 @dataclass(frozen=True, slots=True)
 class _Zeroed:
-    call: Call
+    passes: Passes
     hidden: Hidden
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.call.forward(*self.hidden.zeroed(q, k, v))
+        return self.passes.forward(*self.hidden.zeroed(q, k, v))
 
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, *results = saved
         of_queries = self.hidden.of_queries
-        return self.call.backward(of_queries(grad), of_queries(grad_lse), (*self.hidden.zeroed(q, k, v), *results))
+        return self.passes.backward(of_queries(grad), of_queries(grad_lse), (*self.hidden.zeroed(q, k, v), *results))
 
 
-def past(length: int, seq_lens: Tensor) -> Tensor:
-    """bool [batch, length]: tokens at and past the lengths."""
+def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
+    """Bool [batch, length]: True for tokens at and past `seq_lens`."""
     return torch.arange(length, device=seq_lens.device) >= seq_lens[:, None]
 
 
-def unseen(problem: Problem) -> Tensor | None:
-    """Keys that the pattern shows to no query: bool [1, k_len, kv_heads or 1, 1]; None where there are none."""
+def unseen_keys(problem: Problem) -> Tensor | None:
+    """Keys that no query sees in the pattern: bool [1, k_len, kv_heads or 1, 1]; None: none."""
     return _unseen(
         problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.heads // problem.kv_heads, problem.device
     )
 
 
 def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = True) -> int:
-    """Bytes that zeroed copies take in a pass: of keys that masks hide, and of padding queries, where they are made."""
+    """Bytes of the zeroed copies in a pass.
+
+    Args:
+        masked_keys, padding: whether copies are made of keys hidden by masks, and of padding queries.
+    """
     keys = 2 * problem.k_len * problem.kv_heads * ((masked_keys and problem.masked) or _may_hide(problem))
     queries = problem.q_len * problem.heads * (padding and problem.has_seq_lens) * (2 if problem.needs_grad else 1)
     masks = 2 * (problem.q_len + problem.k_len * problem.kv_heads) * (keys + queries > 0)
@@ -106,7 +114,7 @@ def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = 
 
 
 def _may_hide(problem: Problem) -> bool:
-    """Whether some key may be hidden by the pattern: True wherever `unseen` has one. Makes no table of all tokens."""
+    """Whether the pattern may hide a key: True wherever `unseen_keys` finds one, without a table of all tokens."""
     group = problem.heads // problem.kv_heads
     kinds, bands = _bands(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads, group)
     if _segmented(bands):
@@ -114,7 +122,7 @@ def _may_hide(problem: Problem) -> bool:
     return _covered(_runs(bands, problem.q_len, problem.k_len)) < problem.k_len
 
 
-@lru_cache(maxsize=HELD)
+@lru_cache(maxsize=CACHED)
 def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device) -> Tensor | None:
     with torch.inference_mode(False):
         kinds, bands = _bands(pattern.natural, q_len, k_len, heads, group)
@@ -122,7 +130,7 @@ def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, de
             return _outside(_runs(bands, q_len, k_len), k_len, device)
         if _all_selected(kinds, bands):
             return None
-        at = permutation(kept_in(pattern), pattern.natural, k_len)
+        at = permutation(token_order_of(pattern), pattern.natural, k_len)
         at = torch.arange(k_len) if at is None else at
         # A token that a branch selects sees itself there.
         seen = torch.zeros(heads // group, k_len, dtype=torch.bool)
@@ -135,8 +143,9 @@ def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, de
 def _bands(
     natural: Pattern, q_len: int, k_len: int, heads: int, group: int
 ) -> tuple[dict[Kind, list[int]], dict[Offsets, tuple[Band, ...]]]:
-    """Key heads by kind, and the bands of each; one that shows every key where the pattern has none: every token of a
-    neighbourhood sees itself.
+    """Key heads by kind, and the bands of each.
+
+    A neighbourhood gets one unbounded band: each of its tokens sees itself, so no key is hidden.
     """
     kinds = heads_by_kind(natural, heads, group)
     return kinds, {
@@ -149,18 +158,18 @@ def _segmented(bands: Mapping[Offsets, tuple[Band, ...]]) -> bool:
 
 
 def _all_selected(kinds: Mapping[Kind, list[int]], bands: Mapping[Offsets, tuple[Band, ...]]) -> bool:
-    """Whether some query head of every key head takes part in a branch of rate 1, which selects every token."""
+    """Whether each key head has a query head in a branch of rate 1, which selects every token."""
     return all(any(band.rate == 1 for offsets in kind for band in bands[offsets]) for kind in kinds)
 
 
 def _runs(bands: Mapping[Offsets, tuple[Band, ...]], q_len: int, k_len: int) -> list[range]:
-    """The runs of keys that some query sees, the first one first."""
+    """The runs of keys that queries see, sorted by start."""
     runs = [band.run(range(q_len), k_len) for some in bands.values() for band in some]
     return sorted(runs, key=lambda run: run.start)
 
 
 def _covered(runs: list[range]) -> int:
-    """Keys from 0 on that lie in some run without a gap."""
+    """The number of keys from 0 on that the runs cover without a gap."""
     covered = 0
     for run in runs:
         covered = max(covered, run.stop) if run.start <= covered else covered
@@ -168,7 +177,7 @@ def _covered(runs: list[range]) -> int:
 
 
 def _outside(runs: list[range], k_len: int, device: torch.device) -> Tensor | None:
-    """What is in none of these runs of keys, bool [1, k_len, 1, 1]; None where nothing is."""
+    """Keys in none of these runs, bool [1, k_len, 1, 1]; None: none."""
     if _covered(runs) == k_len:
         return None
     at = torch.arange(k_len, device=device)

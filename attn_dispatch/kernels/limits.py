@@ -1,4 +1,4 @@
-"""What a dense kernel takes, declared once: the number in a refusal is the number that was checked."""
+"""Declared limits of dense kernels: a refusal prints the number that was checked."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from attn_dispatch.spec.problem import Problem
 
 Capability = tuple[int, int]
 
-ANY: Capability = (0, 0)  #: a dtype's capability where every device will do, or where devices have none
+ANY: Capability = (0, 0)  #: any device, or devices without a compute capability
 HALF = (torch.float16, torch.bfloat16)
-LARGEST_GRID = 65535  #: blocks that CUDA starts along the second and third axis of a grid
+LARGEST_GRID = 65535  #: CUDA blocks along the second and third axis of a grid
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one kernel takes on one type of device.
+    """The limits of one kernel on one type of device.
 
     Args:
         device: the device type.
-        dtypes: each with the lowest compute capability that it needs.
-        highest: the newest compute capability that it was made for.
-        head_dim: the largest, in elements; `grad_head_dim` where gradients are needed, if that is less.
-        repeatable_head_dim: the largest whose gradients can be the same bits each time; 0 where none can.
-        masks: takes `seq_lens` and `key_mask`.
-        gradients: has a backward pass.
-        fewest_keys: keys that one call must see at least.
-        most_rows: batch rows, segments counted each, that one call takes.
-        platforms: what `sys.platform` may be; every one where empty.
-        rocm: whether a PyTorch that is built for ROCm will do.
+        dtypes: supported dtypes, each with its lowest compute capability.
+        highest: the newest supported compute capability.
+        head_dim: the largest, in elements; `grad_head_dim` where gradients are needed, if smaller.
+        repeatable_head_dim: the largest with a bitwise deterministic backward pass; 0: none.
+        masks: whether it supports `seq_lens` and `key_mask`.
+        gradients: whether it has a backward pass.
+        fewest_keys: the fewest keys of one call.
+        most_rows: the most batch rows of one call; each segment counts as a row.
+        platforms: supported values of `sys.platform`; empty: all.
+        rocm: whether PyTorch builds for ROCm are supported.
     """
 
     device: str
@@ -50,7 +50,7 @@ class Limits:
     rocm: bool = False
 
     def refusals(self, problem: Problem) -> list[Refusal]:
-        """Every limit that a problem is over; what depends on its pattern's pieces aside (see `piece_refusals`)."""
+        """Every limit that a problem exceeds, except those on pieces of its pattern (see `piece_refusals`)."""
         found = refuse_ranks(problem) + refuse_dropout(problem) + self._platform() + self._device(problem)
         found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._gradients(problem)
         if problem.masked and not self.masks:
@@ -58,7 +58,7 @@ class Limits:
         return found
 
     def piece_refusals(self, keys: int, rows: int) -> list[Refusal]:
-        """The same for the fewest keys and the most batch rows of any call that a plan makes."""
+        """Exceeded limits on one kernel call, for the fewest keys and the most batch rows of any call in a plan."""
         found = []
         if keys < self.fewest_keys:
             found.append(Refusal("keys", f"takes {self.fewest_keys} keys or more, a part of the pattern has {keys}"))
@@ -99,7 +99,7 @@ class Limits:
         largest, grad = self.head_dim, ""
         if problem.needs_grad and self.grad_head_dim is not None:
             largest, grad = self.grad_head_dim, " where gradients are needed"
-        # A gradient through lse takes one column more (see branches).
+        # A gradient through lse needs one more column (see dense.with_lse_column).
         column = problem.needs_grad and problem.return_lse
         if largest is None or problem.head_dim + column <= largest:
             return []
@@ -119,7 +119,7 @@ class Limits:
 
 
 def capability(device: torch.device) -> Capability | None:
-    """The compute capability of a CUDA device, or None where there is no such device."""
+    """The compute capability of a CUDA device, or None if it does not exist."""
     try:
         return torch.cuda.get_device_capability(device)
     except (RuntimeError, AssertionError):  # PyTorch's own checks raise either

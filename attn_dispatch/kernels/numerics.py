@@ -1,12 +1,17 @@
-"""The dtype of sums, and partial results merged in it."""
+"""The dtype of sums, and merging partial results in it."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}  #: less is 0 to a kernel
-THREAD_BYTES = 4 * 2**20  #: the CPU kernel's score tiles, per thread
+from attn_dispatch.spec.problem import Problem
+
+#: Kernels flush smaller scales to 0.
+SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
+THREAD_BYTES = 4 * 2**20  #: of the CPU kernel's score tiles, per thread
 
 
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
@@ -14,16 +19,28 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
 
     Args:
         out, out_b: [..., head_dim], float32 or wider.
-        lse, lse_b: [...], natural log; -inf where no key was seen. Two empty parts give zeros and -inf, not NaN.
+        lse, lse_b: [...], natural log; -inf for a query without keys. Two such parts give zeros and -inf, not NaN.
 
     Source: Milakov & Gimelshein 2018, online softmax; Dao et al. 2022, section 3.1.
     """
     share = torch.sigmoid(lse_b - lse)
-    # -inf - -inf is NaN: nothing on either side, so nothing to take.
+    # -inf - -inf is NaN: neither side has a key, so the share is 0.
     out.lerp_(out_b, share.nan_to_num_(nan=0.0).unsqueeze(-1))
     torch.logaddexp(lse, lse_b, out=lse)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results are merged in: float32, or float64 for float64."""
+    """The dtype of sums and merged results: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def with_positive_scale(q: Tensor, problem: Problem) -> tuple[Tensor, Problem]:
+    """q and problem with a scale above 0: its sign goes into q, and a scale of 0 makes q zero.
+
+    The kernels add -inf for hidden keys before scaling: a scale of 0 or less would make it NaN or +inf.
+    """
+    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
+    if problem.scale >= least:
+        return q, problem
+    sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
+    return q * sign, replace(problem, scale=size)

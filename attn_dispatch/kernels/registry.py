@@ -1,4 +1,4 @@
-"""Which backends there are, in the order of preference, each loaded when first asked for."""
+"""The backends in order of preference, each loaded on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_dispatch.log import say_once
 from attn_dispatch.text import one_line
 
 GROUP = "attn_dispatch.backends"
-#: In the order in which the static heuristic, which measures nothing, tries them: PyTorch's own choice first.
+#: In the order in which the static heuristic, which measures nothing, tries them; PyTorch's own choice first.
 BUILT_IN = (
     "sdpa",
     "flash",
@@ -37,10 +37,10 @@ process_state.register(process_state.FACTS, _added.clear)
 
 
 def register(backend: Backend) -> None:
-    """Add a backend: an object or module with what `contract.Backend` names.
+    """Add a backend: an object or module with the members of `contract.Backend`.
 
     Raises:
-        InvalidInput: something is missing, or the name is taken.
+        InvalidInput: a member is missing, or another backend has the name.
     """
     missing = [part for part in REQUIRED if not hasattr(backend, part)]
     if missing:
@@ -54,21 +54,21 @@ def register(backend: Backend) -> None:
 
 
 def registered() -> list[Backend]:
-    """Those that this process has added."""
+    """The backends that this process has added."""
     return list(_added.values())
 
 
 def names() -> tuple[str, ...]:
-    """Every backend's name, the preferred first."""
+    """Every backend's name, in order of preference."""
     plugged = [name for name in _entry_points() if name not in _added]
     return (*BUILT_IN, *plugged, *_added, LAST_RESORT)
 
 
 def load(name: str) -> Backend:
-    """The backend of this name.
+    """The backend with this name.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: no backend has this name, or it cannot be loaded.
     """
     if name in _added:
         return _added[name]
@@ -76,7 +76,7 @@ def load(name: str) -> Backend:
 
 
 def backends() -> list[Backend]:
-    """Every backend that can be loaded; one that cannot is logged once and left out."""
+    """Every backend that can be loaded; for the others the error is logged once."""
     found = []
     for name in names():
         try:
@@ -87,18 +87,18 @@ def backends() -> list[Backend]:
 
 
 def version_of(backend: Backend) -> str | None:
-    """The backend's version, or None where its package is missing or it cannot say."""
+    """The backend's version, or None if its package is missing or `version()` raises."""
     try:
         return _plain_text(backend.version())
-    except ImportError:  # PackageNotFoundError is one too
+    except ImportError:  # includes PackageNotFoundError
         return None
-    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+    except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and must not end the call
         say_once(f"{backend.name} has no version: {one_line(error)}")
         return None
 
 
 def _plain_text(version: object) -> str | None:
-    """A plain string that can be written: versions are often of classes of their own, such as torch's."""
+    """A plain printable str: some versions are subclasses of str, such as torch's."""
     return None if version is None else "".join(c if c.isprintable() else "?" for c in str.__str__(str(version)))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_dispatch.decisions import observers
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
-from attn_dispatch.kernels.autograd import STOPPED
+from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.log import logger
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, agree, digest_of
@@ -216,7 +216,7 @@ def _run(
         with torch.autocast(tensors[0].device.type, enabled=False):
             q, k, v = _inputs(sharded, tensors, arguments)
             out, lse = sharded.run(decision.order, q, k, v, arguments.get("seq_lens"), arguments.get("key_mask"))
-    except (AttnDispatchError, STOPPED):
+    except (AttnDispatchError, CHECKPOINT_STOP):
         raise
     except Exception as error:
         what = f"{NAME} ({decision.order}) failed on rank {sharded.link.rank} on {sharded.problem}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.decisions.call import attend_alone
-from attn_dispatch.kernels.autograd import STOPPED, recorded
+from attn_dispatch.kernels.autograd import CHECKPOINT_STOP, differentiable
 from attn_dispatch.kernels.hidden import Hidden
-from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import steps_of
@@ -81,15 +81,11 @@ class ShardedProblem:
         whole_mask = None if key_mask is None else self._whole(key_mask)
         if exchange == ULYSSES:
             return self._by_heads(q, k, v, seq_lens, whole_mask)
-        problem, least = self.problem, SMALLEST_SCALE[sum_dtype(self.problem.dtype)]
-        if problem.scale < least:
-            # Kernels need a positive scale (see branches.run): the sign goes into q.
-            sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
-            q, problem = q * sign, replace(problem, scale=size)
+        q, problem = with_positive_scale(q, self.problem)
         ring = self._call(exchange, problem, seq_lens, whole_mask)
         call = self._hidden(ring).around(ring)
         if problem.needs_grad:
-            return recorded(q, k, v, call)
+            return differentiable(q, k, v, call)
         with torch.no_grad():
             return call.forward(q, k, v)
 
@@ -132,7 +128,7 @@ class ShardedProblem:
                 key_mask=mask,
                 return_lse=problem.return_lse,
             )
-        except STOPPED:
+        except CHECKPOINT_STOP:
             raise
         except Exception as raised:  # noqa: BLE001 - other ranks wait for this one's rows: NaN is sent
             error, (out, lse) = raised, _no_results(q, problem)

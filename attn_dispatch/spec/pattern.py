@@ -25,7 +25,7 @@ class Pattern(ABC):
 
     @property
     def natural(self) -> Pattern:
-        """The pattern of the tokens in their natural order: itself, unless they are kept in another one."""
+        """The pattern on tokens in natural order: itself, except for `Reordered`."""
         return self
 
     def multiplicity(
@@ -47,10 +47,10 @@ class Pattern(ABC):
             q_len, k_len: lengths in tokens; `k_len` defaults to `q_len`.
             heads: number of query heads.
             seq_lens: [batch]; tokens at and past a row's length are padding.
-            key_mask: [batch, k_len] bool; False takes a key away.
+            key_mask: [batch, k_len] bool; False hides a key.
             h_pos: the heads to evaluate; all of them by default.
             q_pos, k_pos: 1-D integer tensors of positions to evaluate; all of them by default.
-            device: where to build the result when no tensor says so.
+            device: of the result, where no tensor is passed.
 
         Returns:
             int32 [heads, queries, keys], or [batch, heads, queries, keys] when `seq_lens` or `key_mask` is given.
@@ -81,19 +81,19 @@ class Pattern(ABC):
         """[len(h_pos) or 1, queries, keys], bool or integer."""
 
     def head_offsets(self, head: int, heads: int) -> Offsets:
-        """What sets a head apart: heads with the same offsets see the same keys. () where all of them do."""
+        """The head's offset in each branch: heads with equal offsets see the same keys. () where all heads do."""
         return ()
 
     def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...] | None:
-        """The branches of the heads with these offsets; None where they are not on the line of positions."""
+        """The branches of the heads with these offsets as bands; None where the pattern is on a grid."""
         return None
 
     def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
-        """The branches of the heads with these offsets, in the normal form: their sum is the multiplicity.
+        """The branches of the heads with these offsets in normal form: their sum is the multiplicity.
 
         Args:
-            queries, keys: int64, their positions.
-            q_len, k_len: of the whole sequences, in tokens.
+            queries, keys: int64 positions.
+            q_len, k_len: tokens in the whole sequences.
 
         Raises:
             TypeError: the pattern has no normal form.
@@ -107,17 +107,17 @@ class Pattern(ABC):
         """Raise InvalidInput where the pattern cannot be used with these lengths."""
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
-        """The plainest pattern with the same multiplicity at these lengths, so that equal calls share a decision."""
+        """The simplest pattern with the same multiplicity at these lengths, so that equal calls share a decision."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The kind and the fields in plain values."""
+        """The class name as "kind", and the fields as JSON values."""
         return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)
 class Dense(Pattern):
-    """Every key once; with `is_causal`, those where `j <= i + (k_len - q_len)`: the last query meets the last key."""
+    """Every key once; with `is_causal`, keys with `j <= i + (k_len - q_len)`: the last query sees all keys."""
 
     is_causal: bool = False
 
@@ -145,7 +145,7 @@ class Window(Pattern):
 
     Args:
         left, right: tokens, or None.
-        sinks: the first keys of the sequence that a query sees besides its window, where `right` allows it.
+        sinks: number of first keys in the sequence that each query sees besides its window, where `right` allows.
 
     Source: Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.
     """
@@ -179,7 +179,7 @@ class Window(Pattern):
         return Window(left, right, 0 if left is None else self.sinks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `sinks` where there are none, as it was written before there were any."""
+        """Omits `sinks` where it is 0, so that stored keys of windows without sinks stay valid."""
         found = {"kind": "Window", "left": self.left, "right": self.right}
         return {**found, "sinks": self.sinks} if self.sinks else found
 
@@ -190,7 +190,7 @@ class Window(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Dilated(Pattern):
-    """LongNet's dilated attention: branch b cuts the sequence into segments and keeps every r-th token of each.
+    """LongNet's dilated attention: branch b cuts the sequence into segments and selects every r-th token of each.
 
     Position t lies in segment `t // w` and is selected for a head with offset o when `(t % w) % r == o`, with
     `w = min(segment_lengths[b], N)` and `r = dilation_rates[b]`. A branch adds 1 where query and key are both
@@ -199,12 +199,12 @@ class Dilated(Pattern):
     Args:
         segment_lengths: tokens per segment, one for each branch.
         dilation_rates: one for each branch.
-        is_causal: keep only keys at or before the query.
+        is_causal: a query sees no later key.
         offsets: "mod" gives head h the offset `h % r`; "block" gives it `h // ceil(heads / r)`.
-        heads: "all" heads take part in every branch; "split" deals them to the branches in consecutive runs, and
-            a branch's heads then share the offset `b % r`.
+        heads: "all": every head is in every branch; "split": each branch has a consecutive run of heads, all with
+            the offset `b % r`.
 
-    Source: Ding et al. 2023, LongNet, section 2.2; "block" and "split" name what torchscale and fkodom's library do.
+    Source: Ding et al. 2023, LongNet, section 2.2; torchscale uses "block", fkodom's library "split".
     """
 
     segment_lengths: tuple[int, ...]
@@ -218,13 +218,13 @@ class Dilated(Pattern):
         rates = integers("dilation_rates", self.dilation_rates)
         if len(lengths) != len(rates):
             raise InvalidInput(
-                f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: one of each for a branch"
+                f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: each branch needs both"
             )
         boolean("is_causal", self.is_causal)
         choice("offsets", self.offsets, ("mod", "block"))
         choice("heads", self.heads, ("all", "split"))
         if self.heads == "all":
-            # A sum does not depend on the order of its terms; only "split" deals heads out by position.
+            # A sum does not depend on the order of its terms; only "split" assigns heads by branch number.
             lengths, rates = cast("tuple[tuple[int, ...], ...]", tuple(zip(*sorted(zip(lengths, rates)))))
         if self.heads == "split" or set(rates) == {1}:
             object.__setattr__(self, "offsets", "mod")
@@ -237,7 +237,7 @@ class Dilated(Pattern):
         return tuple(zip(self.segment_lengths, self.dilation_rates))
 
     def head_offset(self, branch: int, head: int, heads: int) -> int | None:
-        """The offset of a head in a branch, or None where the head takes no part in it."""
+        """The offset of a head in a branch; None where the head is not in the branch."""
         rate = self.dilation_rates[branch]
         if self.heads == "split":
             size, extra = divmod(heads, len(self.segment_lengths))
@@ -334,7 +334,7 @@ class Neighborhood(Pattern):
                     f"edges='shift' needs window * dilation <= grid on every axis, got {width} * {step} > {size}"
                 )
         if self.edges == "clip":
-            # A clipped window reaches no farther than its residue class: wider ones mean the same.
+            # A clipped window stays inside its residue class, so wider windows are equivalent.
             window = tuple(min(w, 2 * -(-size // e) - 1) for size, w, e in zip(grid, window, dilation))
         for name, value in (("grid", grid), ("window", window), ("dilation", dilation), ("is_causal", causal)):
             object.__setattr__(self, name, value)

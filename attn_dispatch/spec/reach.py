@@ -1,8 +1,8 @@
-"""The normal form of a pattern: a sum of branches, each with axes on which a query sees keys from here to there.
+"""The normal form of a pattern: a sum of branches, each an interval of visible keys per query on one or more axes.
 
-In a branch query i sees key j where `first[i] <= at[j] <= last[i]` on every axis; the multiplicity counts the branches
-that show it. `Reach` holds those numbers. A `Band` is a branch on the line of positions, as a rule without tensors; an
-`Axis` is one axis of a grid, likewise.
+In a branch, query i sees key j where `first[i] <= at[j] <= last[i]` on every axis; the multiplicity is the number of
+branches in which i sees j. `Reach` holds `first`, `last` and `at` as tensors. `Band` (on positions) and `Axis` (one
+axis of a grid) describe them without tensors.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-Offsets = tuple[int | None, ...]  #: of one head, by branch; None where it takes no part. () where all heads are alike
+Offsets = tuple[int | None, ...]  #: of one head, one per branch; None: not in the branch. (): all heads see the same
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """One branch: int64, `first` and `last` [queries] and `at` [keys] on each axis."""
+    """One branch; per axis, int64 `first` and `last` [queries] and `at` [keys]."""
 
     first: tuple[Tensor, ...]
     last: tuple[Tensor, ...]
@@ -34,13 +34,13 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Keys with `low <= key - query <= high`, where both are selected and lie in one segment.
+    """One branch on positions: keys with `low <= key - query <= high`, both selected and in the same segment.
 
     Args:
-        low, high: None: no bound. Positions of queries and keys both count from 0.
-        segment: tokens; segment n starts at `n * segment`. None: the sequence is one.
+        low, high: bounds; None: unbounded. Positions of queries and keys both count from 0.
+        segment: tokens per segment; segment n starts at `n * segment`. None: one segment holds the sequence.
         rate, offset: position p is selected where `p % segment % rate == offset`.
-        stop: only keys before this position are seen; None: all.
+        stop: end of the visible keys (exclusive); None: `k_len`.
     """
 
     low: int | None = None
@@ -51,10 +51,10 @@ class Band:
     stop: int | None = None
 
     def between(self, queries: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-        """The first and the last key that queries see, selected or not, int64 [queries]; `first > last` where none.
+        """The first and last visible key of each query, selected or not: int64 [queries]; `first > last` where none is.
 
         Args:
-            queries: int64, their positions.
+            queries: int64 positions.
         """
         import torch
 
@@ -67,21 +67,21 @@ class Band:
         return first, end if self.high is None else end.minimum(queries + self.high)
 
     def selected(self, positions: Tensor) -> Tensor:
-        """Bool, for each position."""
+        """Bool, one per position."""
         within = positions if self.segment is None else positions % self.segment
         return within % self.rate == self.offset
 
     def reach(self, queries: Tensor, keys: Tensor, k_len: int) -> Reach:
-        """For queries and keys at these positions, int64."""
+        """The normal form for queries and keys at these positions (int64)."""
         first, last = self.between(queries, k_len)
         if self.rate == 1:
             return Reach((first,), (last,), (keys,))
-        # The second axis is 0 where a token is selected, and elsewhere what no other token has.
+        # Second axis: 0 where selected; other queries have 1 and other keys 2, which no token of the other side has.
         query, key = ((~self.selected(positions)).long() for positions in (queries, keys))
         return Reach((first, query), (last, query), (keys, 2 * key))
 
     def run(self, queries: range, k_len: int) -> range:
-        """From the first to the last key that a run of queries sees, selected or not."""
+        """The range from the first to the last key that consecutive queries see, selected or not."""
         start, stop = 0, k_len if self.stop is None else min(self.stop, k_len)
         if self.segment is not None:
             start = queries.start // self.segment * self.segment
@@ -90,10 +90,10 @@ class Band:
         return range(start, max(start, stop if self.high is None else min(stop, queries.stop + self.high)))
 
     def seen(self, queries: Tensor, k_len: int) -> Tensor:
-        """Bool [k_len]: the keys that some of these queries see.
+        """Bool [k_len]: keys that at least one of these queries sees.
 
         Args:
-            queries: int64, positions.
+            queries: int64 positions.
         """
         import torch
 
@@ -110,9 +110,9 @@ class Axis:
     """One axis of a neighbourhood's grid.
 
     Args:
-        size, window, dilation: of the axis, in tokens.
-        is_causal: no key after the query, on this axis.
-        shift: windows move inside at the border instead of being cut.
+        size, window, dilation: in tokens.
+        is_causal: no key after the query on this axis.
+        shift: at the border windows move inside; otherwise they are cut.
     """
 
     size: int
@@ -123,14 +123,14 @@ class Axis:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Places of its residue class that a query sees before and after it, at most."""
+        """The most places of its residue class that a query sees before and after itself."""
         half = (self.window - 1) // 2
         far = self.window - 1 if self.shift else half
         return far, 0 if self.is_causal else far
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """From which place to which in its residue class each coordinate sees, int64 [size] both; past the ends where
-        windows are cut.
+        """The first and last place in its residue class that each coordinate sees, int64 [size] each; outside the axis
+        where windows are cut.
         """
         import torch
 
@@ -146,12 +146,12 @@ class Axis:
 
 
 def grid_reach(axes: tuple[Axis, ...], queries: Tensor, keys: Tensor) -> Reach:
-    """The one branch of a neighbourhood: two axes for one that is dilated, of places in a residue class, and of the
-    class, which must be the same.
+    """The one branch of a neighbourhood. A dilated axis gives two: the residue class, which must be equal, and the
+    place in the class.
 
     Args:
         axes: of the grid, row-major.
-        queries, keys: int64, positions.
+        queries, keys: int64 positions.
     """
     first: list[Tensor] = []
     last: list[Tensor] = []

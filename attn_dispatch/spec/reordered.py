@@ -1,6 +1,6 @@
-"""Tokens that are kept in another order: a whole model's, converted once at its edges.
+"""Patterns on tokens that the caller stores in another order: a model permutes its tokens once, at input and output.
 
-x = to_order(x, "hilbert", grid)  # and whatever else is one for each token
+x = to_order(x, "hilbert", grid)  # and every other tensor with one entry per token
 ... attend(q, k, v, Reordered(grid, "hilbert")) in every layer ...
 x = from_order(x, "hilbert", grid)
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reordered(Pattern):
-    """A pattern whose tokens the caller keeps in another order: those of q, k, v, out and lse.
+    """A pattern on q, k, v, out and lse whose tokens the caller stores in another order.
 
     Query and key at places i and j are those at positions p[i] and p[j] of the wrapped pattern, with p =
-    `positions(order, pattern, length)`. `seq_lens` and `key_mask` are about the tokens as they lie.
+    `positions(order, pattern, length)`. `seq_lens` and `key_mask` go by place in the tensors.
 
     Args:
         pattern: what is computed, in natural order.
@@ -69,7 +69,7 @@ class Reordered(Pattern):
         at = permutation(self.order, self.pattern, q_len)
         if at is None or plain == Dense():
             return plain
-        # The order was that of the pattern as it was given, which another one may not share.
+        # The order depends on the pattern: the simplified one may give another permutation.
         again = permutation(self.order, plain, q_len)
         return Reordered(plain, self.order) if again is not None and bool((again == at).all()) else self
 
@@ -80,20 +80,20 @@ class Reordered(Pattern):
         return f"Reordered({self.pattern}, {self.order})"
 
 
-def kept_in(pattern: Pattern) -> str:
-    """The order in which the caller keeps the tokens; `pattern.natural` is what they are computed on."""
+def token_order_of(pattern: Pattern) -> str:
+    """The order in which the caller stores the tokens of `pattern.natural`."""
     return pattern.order if isinstance(pattern, Reordered) else NATURAL
 
 
 def to_order(x: Tensor, order: str, pattern: Pattern, dim: int = 1) -> Tensor:
-    """Tokens in natural order, put into another one.
+    """Permute tokens from natural order into another.
 
     Args:
         x: any shape, with the tokens along `dim`; gradients pass through.
-        pattern: the one that the tokens are for, in natural order: its grid or its rates make the order.
+        pattern: in natural order; its grid or its rates define the permutation.
 
     Returns:
-        A copy, or x itself where the order is the natural one.
+        A copy, or x itself where the order is natural.
 
     Raises:
         InvalidInput: an argument is wrong; the message names it.
@@ -103,14 +103,14 @@ def to_order(x: Tensor, order: str, pattern: Pattern, dim: int = 1) -> Tensor:
 
 
 def from_order(x: Tensor, order: str, pattern: Pattern, dim: int = 1) -> Tensor:
-    """Undo `to_order`: tokens in natural order again. Arguments as there."""
+    """Undo `to_order`: permute tokens back into natural order. Takes the same arguments."""
     at = _of_tokens(x, order, pattern, dim)
     return x if at is None else x.index_select(dim, places(at).to(x.device))
 
 
 def positions(order: str, pattern: Pattern, length: int) -> Tensor:
-    """The position in natural order of the token at each place, int64 [length] on the CPU: for what goes by position,
-    such as rotary embeddings.
+    """The natural position of the token at each place, int64 [length] on the CPU; needed by rotary embeddings and the
+    like.
 
     Raises:
         InvalidInput: an argument is wrong; the message names it.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.kernels.contract import Backend, forced_orders
-from attn_dispatch.kernels.hidden import Hidden, unseen
+from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -117,7 +117,7 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     unequal = isinstance(problem.pattern, Dense | Window) and not problem.has_seq_lens
     small = partial(_small, problem)
     masks = problem.has_seq_lens + problem.has_key_mask
-    hides = problem.masked or unseen(small(1, EVEN)) is not None
+    hides = problem.masked or unseen_keys(small(1, EVEN)) is not None
     return (
         CaseSpec("large scores", small(1, EVEN), own, large=True),
         CaseSpec("", small(1 + masks, ODD, SHORT if unequal else ODD), own, empty=True),

@@ -181,7 +181,7 @@ def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
 class _Sample:
     """The drawn rows and heads of q and of the gradients, and the heads of k and v that they read.
 
-    `counts` is how often a query sees a key (`formula.counts_of`); `kv_index` maps a drawn head to its head in `k`.
+    `counts` is the multiplicity (`formula.multiplicity_of`); `kv_index` maps a drawn head to its head in `k`.
     """
 
     problem: Problem
@@ -198,7 +198,7 @@ class _Sample:
         problem, masks = example.problem, example.masks
         kv, index = torch.unique(heads // (problem.heads // problem.kv_heads), return_inverse=True)
         grad = None if example.grad is None else example.grad[:, rows[:, None], heads]
-        counts = formula.counts_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
+        counts = formula.multiplicity_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
         q = example.q.detach()[:, rows[:, None], heads]
         keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
         lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]

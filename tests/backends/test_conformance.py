@@ -1,4 +1,4 @@
-"""Registry x patterns x shapes x dtypes: a backend refuses, and forcing it says why, or it agrees with float64."""
+"""Registry x patterns x shapes x dtypes: a backend agrees with float64, or refuses also when forced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.triton.work_list import visits_of
+from attn_dispatch.kernels.triton.work_list import work_list_of
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -31,8 +31,8 @@ from tests.support.pairwise import Factors, chosen, parameters, wanted
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
 BACKENDS = registry.names()
-# What no CPU runs, and the code of the refusal that says so. Here only that is checked of them; what they compute is
-# checked in test_libraries.py with libraries made up, and where there is a device by test_on_cuda.
+# Backends that no CPU runs, and the code of their refusal. Here only the refusal is tested; test_libraries.py tests
+# them with fake libraries, test_on_cuda on a device.
 ELSEWHERE = {
     "flash": "device",
     "xformers": "device",
@@ -41,9 +41,9 @@ ELSEWHERE = {
     **({} if INTERPRETED else {"triton": "device", "triton_tiles": "device"}),
 }
 HERE = [name for name in BACKENDS if name not in ELSEWHERE]
-# Interpreted, Triton's kernels take 10 ms for each program. So they run a few cases in every way, and the others in
-# float32, forward and backward, with one batch row; those that another one contains are left out. On a GPU
-# `test_on_cuda` runs everything.
+# Interpreted, a program of Triton's kernels takes 10 ms. So they run a few cases in all variants, and the others in
+# float32, forward and backward, with one batch row, without those that another case contains. On a GPU `test_on_cuda`
+# runs everything.
 SLOW = ("triton", "triton_tiles")
 EVERY_WAY = (
     "dense-grouped",
@@ -64,7 +64,7 @@ CONTAINED = {
     "rate-not-dividing": "rate-not-dividing-causal",
 }
 DIRECTIONS = ("forward", "backward")
-#: What a backend refuses, so that the choice of cases takes these for nothing but a refusal.
+#: Refused factors per backend, which the choice of cases need not combine with others.
 REFUSED: dict[str, tuple[object, ...]] = {
     "sdpa": (Window, Neighborhood),
     "sdpa_float32": (Window, Neighborhood, torch.float32, torch.float64),
@@ -72,8 +72,8 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "triton": (Neighborhood, torch.bfloat16, torch.float64),
     "triton_tiles": (Dense, Window, torch.bfloat16, torch.float64),
 }
-LEAST_SCALE = 1e-30  #: but for 0; the libraries that kernels call may take subnormal numbers for zero
-PROGRAMS = 16  #: that a random problem may take of a kernel
+LEAST_SCALE = 1e-30  #: smallest nonzero scale; libraries may flush subnormal numbers to 0
+PROGRAMS = 16  #: for a random problem
 
 
 def quick(case: Case, backend: str) -> bool:
@@ -86,7 +86,7 @@ def refused(case: Case, dtype: torch.dtype, backend: str) -> bool:
 
 
 def factors_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> Factors:
-    """Every run takes each case with each backend, but for interpreted kernels: these, with each kind of pattern."""
+    """Factors of a case: each run has each case with each backend; interpreted kernels, each kind of pattern."""
     if refused(case, dtype, backend):
         return {"refusing": backend, "refused": kind_of(case.pattern)}
     given: dict[str, Hashable] = {**case.factors, "dtype": dtype, "backend": backend, "direction": direction}
@@ -94,13 +94,13 @@ def factors_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> 
 
 
 def cost_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> int:
-    """In tokens of interpreted programs."""
+    """Cost of a case, in tokens of interpreted programs."""
     return math.prod(case.shape[:3]) if backend in SLOW else 0
 
 
 def programs(problem: Problem, backend: str) -> int:
-    """How many programs the forward kernel runs."""
-    tiles = visits_of(problem, "queries", 64).most_tiles if backend == "triton" else -(-problem.q_len // 64)
+    """The number of programs of the forward kernel."""
+    tiles = work_list_of(problem, "queries", 64).most_tiles if backend == "triton" else -(-problem.q_len // 64)
     return tiles * problem.heads * problem.batch
 
 
@@ -122,7 +122,7 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
         found, peak = allocated_peak(lambda: expected.run(backend))
     assert expected.check(found).failures == (), (backend_name, dtype)
     assert set(found) == {"out", "lse"} | ({"dq", "dk", "dv"} if needs_grad else set())
-    # What was allocated, results and gate's own gradient included, stays below what the backend announced.
+    # Peak memory, including results and the gate's gradient, stays below the declared bytes.
     announced = backend.workspace_bytes(problem) + problem.result_bytes + found["lse"].numel() * found["lse"].itemsize
     assert peak is not None
     assert peak <= announced
@@ -143,8 +143,8 @@ def test_every_backend(case: Case, dtype: torch.dtype, backend: str, direction: 
     agrees(case, dtype, backend, direction == "backward")
 
 
-def test_every_run_has_every_pair() -> None:
-    """Of a backend with every pattern, dtype, kind of masks and direction, and of these with one another."""
+def test_chosen_cases_have_every_pair() -> None:
+    """Every pair among backend, pattern, dtype, kind of masks and direction is in a chosen case."""
     few = chosen(PARAMETERS)
     assert set().union(*(wanted(row, factors_of(*row)) for row in few)) == set().union(
         *(wanted(row, factors_of(*row)) for row in ROWS)
@@ -155,8 +155,8 @@ def test_every_run_has_every_pair() -> None:
 
 @pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", HERE)
-def test_every_run_computes_all_that_a_backend_takes(backend: str) -> None:
-    """Each pattern, dtype, kind of masks and direction that it takes in some case is in a chosen case that it takes."""
+def test_chosen_cases_compute_everything_supported(backend: str) -> None:
+    """Each pattern, dtype, kind of masks and direction supported in any case is in a chosen, supported case."""
 
     def computed(rows: Iterable[tuple[Any, ...]]) -> set[tuple[str, Hashable]]:
         refusals, found = registry.load(backend).refusals, set()
@@ -174,14 +174,14 @@ def test_every_run_computes_all_that_a_backend_takes(backend: str) -> None:
 def test_on_cuda(case: Case) -> None:
     for dtype in DTYPES:
         for backend in BACKENDS:
-            if backend != "flex":  # compiles for half a minute each: test_flex.py takes a few
+            if backend != "flex":  # compiling takes half a minute per case: test_flex.py tests a few
                 agrees(case, dtype, backend, True, "cuda")
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", HERE)
-def test_accepts_something(backend: str) -> None:
-    """One that refuses everything would pass all of the above: each takes half the cases in one dtype at least."""
+def test_every_backend_supports_something(backend: str) -> None:
+    """A backend that refuses everything would pass the tests above: each supports half the cases in some dtype."""
     refusals = registry.load(backend).refusals
     accepted = [sum(not refusals(case.problem(dtype, needs_grad=True)) for case in CASES) for dtype in DTYPES]
     assert max(accepted) >= len(CASES) // 2
@@ -199,7 +199,7 @@ def test_refuses_every_cpu(backend: str) -> None:
     "backend", [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in HERE]
 )
 def test_a_gradient_of_lse_alone(backend: str) -> None:
-    """lse is a result like out: a loss of nothing else must reach q and k, and leaves v alone."""
+    """A loss of lse alone must reach q and k, and gives v a zero gradient."""
     case = next(case for case in CASES if case.id == "longnet-ragged-causal")
     problems = [case.problem(dtype, needs_grad=True) for dtype in DTYPES]
     problem = next(each for each in problems if not registry.load(backend).refusals(each))
@@ -215,7 +215,7 @@ def test_a_gradient_of_lse_alone(backend: str) -> None:
 
 
 def grads_of_manual(expected: Oracle) -> tuple[Tensor, ...]:
-    """What the gate's gradient of lse alone gives dq and dk, in float64 by the plain formula."""
+    """dq and dk of the gate's gradient of lse alone, in float64 by the plain formula."""
     example = expected.example
     q, k, v = (x.detach().double().requires_grad_() for x in (example.q, example.k, example.v))
     result = registry.load("manual").run(q, k, v, replace(example.problem, dtype=torch.float64))

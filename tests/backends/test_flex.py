@@ -1,6 +1,6 @@
-"""The backend `flex`: what it refuses, what it keeps, and its kernels as compiled here.
+"""The backend `flex`: refusals, caches, and kernels compiled on this machine.
 
-test_conformance.py holds its arithmetic to the definition without the compiler.
+test_conformance.py tests its arithmetic without the compiler.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def problem(pattern: Pattern = LONGNET, length: int = 256, **changes: Any) -> Pr
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
+def _empty_caches() -> Iterator[None]:
     flex.release()
     yield
     flex.release()
 
 
 @pytest.fixture(autouse=True)
-def _own_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One folder of compiled kernels for these tests."""
+def _own_compile_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of compiled kernels for these tests."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -68,26 +68,26 @@ def codes(of: Problem) -> set[str]:
         ({"ranks": 2}, "mesh", "runs on one rank, the sequence is sharded over 2"),
     ],
 )
-def test_what_it_cannot_do_on_a_cpu(changes: dict[str, Any], code: str, text: str) -> None:
+def test_refusals_on_a_cpu(changes: dict[str, Any], code: str, text: str) -> None:
     assert code not in codes(problem())
     assert text in map(str, flex.refusals(problem(**changes)))
 
 
-def test_forced_it_says_why() -> None:
+def test_forcing_it_raises_its_refusals() -> None:
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     with pytest.raises(NoBackend, match=r"flex: .*its CPU kernel has no backward"):
         attend(q, q, q, LONGNET, backend="flex")
 
 
 def test_tables_of_long_sequences() -> None:
-    """Their size goes by the square of the length: 1 GiB at a million tokens."""
+    """Their size is quadratic in the length: 1 GiB at a million tokens."""
     million = 2**20
-    assert flex.table_bytes(problem(length=million)) == flex.TABLE_LIMIT
-    assert flex.table_bytes(problem(Dense(), length=million)) == 0
+    assert flex.block_table_bytes(problem(length=million)) == flex.TABLE_LIMIT
+    assert flex.block_table_bytes(problem(Dense(), length=million)) == 0
     (refusal,) = (r for r in flex.refusals(problem(length=million + 1)) if r.code == "over_memory")
     assert refusal.text == f"{LONGNET} needs block tables of 1.0 GiB, over 1.0 GiB"
     split = replace(LONGNET, heads="split")
-    assert flex.table_bytes(problem(split, length=million // 2)) == flex.TABLE_LIMIT
+    assert flex.block_table_bytes(problem(split, length=million // 2)) == flex.TABLE_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,17 @@ def test_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal.text == "its CPU kernel is used with torch 2.13 and newer, not 2.12.1+cpu"
 
 
-def test_it_comes_after_what_needs_no_compiler() -> None:
-    """The static choice must not be a backend whose first call takes seconds."""
+def test_backends_without_a_compiler_are_preferred() -> None:
+    """The static choice must not have a first call that takes seconds."""
     names = registry.names()
     assert names.index("sdpa") < names.index("sdpa_mask") < names.index("flex") < names.index("manual")
 
 
-# --- what it keeps ----------------------------------------------------------------------------------------------------
+# --- caches -----------------------------------------------------------------------------------------------------------
 
 
 class Compiler:
-    """In place of torch.compile: the function as it is, which it counts."""
+    """Replaces torch.compile: returns the function itself, and counts calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.functions: list[Any] = []
@@ -178,33 +178,34 @@ def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         call(each)
     assert [flex.first_call_ms(each) for each in problems] == [0, 0]
     assert len(compiler.functions) == 2
-    assert compiler.functions[0].__code__ is not compiler.functions[1].__code__  # the compiler's limit goes by these
+    # The compiler limits kernels per code object.
+    assert compiler.functions[0].__code__ is not compiler.functions[1].__code__
 
 
-def test_what_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forget_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
     Compiler(monkeypatch)
     one, other = problem(length=8), problem(length=9)
     call(one)
     call(other)
     flex.forget(one)
-    flex.forget(one)  # nothing there any more
+    flex.forget(one)  # already forgotten
     assert [flex.first_call_ms(each) > 0 for each in (one, other)] == [True, False]
     flex.release()
     assert flex.first_call_ms(other) > 0
 
 
-def test_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     Compiler(monkeypatch)
-    monkeypatch.setattr(flex, "MOST_KEPT", 2)
+    monkeypatch.setattr(flex, "MOST_COMPILED", 2)
     problems = [problem(length=n) for n in (8, 9, 10)]
     for each in (problems[0], problems[1], problems[0], problems[2]):
         call(each)
-    assert [kept for kept, _ in flex._kept] == [problems[0], problems[2]]
-    monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.table_bytes(problems[0]))
+    assert [cached for cached, _ in flex._compiled] == [problems[0], problems[2]]
+    monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.block_table_bytes(problems[0]))
     large = problem(length=129)  # four blocks
-    monkeypatch.setattr(flex, "MOST_KEPT", 9)
+    monkeypatch.setattr(flex, "MOST_COMPILED", 9)
     call(large)
-    assert [kept for kept, _ in flex._kept] == [large]
+    assert [cached for cached, _ in flex._compiled] == [large]
 
 
 def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +220,7 @@ def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None
     assert flex.first_call_ms(problem(length=8)) > 0
 
 
-def test_lse_is_asked_for_as_each_release_wants_it() -> None:
+def test_lse_options_of_each_release() -> None:
     class Request(tuple[bool, ...]):
         def __new__(cls, lse: bool) -> Request:
             return super().__new__(cls, (lse,))
@@ -231,8 +232,8 @@ def test_lse_is_asked_for_as_each_release_wants_it() -> None:
     assert flex._lse_options(newer, problem()) == {}
 
 
-def test_tables_are_those_of_torch() -> None:
-    """For a pattern whose blocks are known exactly, what torch makes of the whole mask."""
+def test_block_tables_match_torch() -> None:
+    """For a pattern with exactly known blocks they equal torch's, computed from the whole mask."""
     library = pytest.importorskip("torch.nn.attention.flex_attention")
     ours = library.BlockMask(mask_mod=library.noop_mask, **flex._tables(problem(Window(300, 0), 500), None))
 
@@ -245,8 +246,8 @@ def test_tables_are_those_of_torch() -> None:
     assert ours.shape == theirs.shape
 
 
-def test_a_compiler_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not hold every score instead."""
+def test_torch_compile_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must raise instead of allocating all scores."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with pytest.raises(RuntimeError, match=r"torch\.compile is turned off"):
         call(problem(length=8))
@@ -256,7 +257,7 @@ def test_a_compiler_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(of: Problem) -> tuple[Example, Oracle]:
-    """An example that the compiled kernel agrees with."""
+    """An example on which the compiled kernel is correct."""
     reasons = [str(refusal) for refusal in flex.refusals(of)]
     if reasons:
         pytest.skip("; ".join(reasons))
@@ -276,7 +277,7 @@ def graphs() -> int:
 
 @pytest.mark.full
 def test_compiled_dilated() -> None:
-    """Full, partial and missing blocks, keys that are seen more than once; compiled once whatever surrounds a call."""
+    """Full, partial and empty blocks, keys seen more than once; compiled once whatever the torch state of a call."""
     before = graphs()
     of = problem(length=300)
     example, gate = compiled(of)
@@ -296,7 +297,7 @@ def test_compiled_dilated() -> None:
 
 
 def test_compiled_with_masks() -> None:
-    """Masks are data: others take the same kernel. Grouped heads, and queries without a key."""
+    """Other masks use the same kernel. Grouped heads, and queries without a key."""
     before = graphs()
     grid = Neighborhood((5, 8, 8), (3, 5, 3), (1, 1, 2), (False, True, False), "shift")
     plain = Case("masks", grid, (2, 320, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
@@ -312,8 +313,8 @@ def test_compiled_with_masks() -> None:
     assert graphs() == before + 1
 
 
-def test_traced_as_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CPU kernel lacks, lse and gradients, by the compiler's own steps up to the kernel."""
+def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lse and gradients, which the CPU kernel lacks, compiled with aot_eager."""
     compile_with = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend="aot_eager", **options))
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *inputs: None)
@@ -353,7 +354,7 @@ def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
     assert peak <= flex.workspace_bytes(of) + of.result_bytes + lse_bytes
 
 
-# --- orders of tokens -------------------------------------------------------------------------------------------------
+# --- token orders -----------------------------------------------------------------------------------------------------
 
 IN_ORDER = [
     ("hilbert", Neighborhood((9, 15), (5, 3))),
@@ -379,10 +380,10 @@ def test_results_in_another_order(
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("order", "pattern"), [*IN_ORDER, ("hilbert", Window(20, 3)), ("hilbert", IN_ORDER[3][1])])
-def test_tokens_that_are_kept_in_another_order(
+def test_reordered_tokens(
     order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is permuted; masks are about tokens as they lie."""
+    """Nothing is permuted; masks go by place in the tensors."""
     monkeypatch.setattr(flex, "BLOCK", 16)
     length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
     case = Case("", Reordered(pattern, order), (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
@@ -392,10 +393,10 @@ def test_tokens_that_are_kept_in_another_order(
     assert expected.check(expected.run(flex)).failures == ()
 
 
-def test_orders_too_long_to_look_for_blocks_in() -> None:
-    kept = problem(Reordered(Window(20, 3), "hilbert"), 2**16)
-    assert "pattern" in codes(kept)
-    assert "pattern" not in codes(replace(kept, pattern=Window(20, 3)))
+def test_too_many_pairs_for_another_order() -> None:
+    cached = problem(Reordered(Window(20, 3), "hilbert"), 2**16)
+    assert "pattern" in codes(cached)
+    assert "pattern" not in codes(replace(cached, pattern=Window(20, 3)))
 
 
 @pytest.mark.full
@@ -405,7 +406,7 @@ def test_a_compiled_kernel_in_hilbert_order() -> None:
     assert expected.check(expected.run(flex, "hilbert")).failures == ()
 
 
-def test_residue_order_is_offered_where_its_blocks_can_be_found() -> None:
+def test_residue_order_is_offered_up_to_the_pair_limit() -> None:
     def offered(tokens: int) -> tuple[str, ...]:
         return flex.orders(
             Case("", Dilated((4096,), (4,)), (1, tokens, 8, 16)).problem(torch.float32, needs_grad=False)

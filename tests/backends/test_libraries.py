@@ -1,4 +1,4 @@
-"""The adapters of other libraries and of PyTorch's CUDA ops, with made-up ones that run here: out, lse, gradients."""
+"""The adapters of other libraries and of PyTorch's CUDA ops, with fake ones on the CPU: out, lse, gradients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NEWEST = {"flash-attn-4": "4.0.0b36", "flash_attn_3": "3.0.0", "flash-attn": "2.
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tables: tuple[Any, ...] = (branched._prepared, branched._installed, branched._load_fault)
     for table in tables:
         table.cache_clear()
@@ -66,7 +66,7 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Puts the library of the test's `adapter` in place; what its backward passes are told."""
+    """Installs the fake library of the test's `adapter`; the list holds the arguments of its backward passes."""
     adapter: str = request.getfixturevalue("adapter")
     seen: list[dict[str, Any]] = []
     context: Any = nullcontext()
@@ -86,14 +86,14 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield seen
 
 
-def here(variant: Variant) -> Branched:
-    """A backend of one kernel, on the CPU and in any dtype that it is asked for."""
+def on_cpu(variant: Variant) -> Branched:
+    """A backend of one kernel on the CPU, for any dtype."""
     limits = replace(variant.limits, device="cpu", dtypes=dict.fromkeys(DTYPES, ANY), platforms=())
     return Branched("adapter", (replace(variant, limits=limits),))
 
 
 def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> None:
-    backend, problem = here(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
+    backend, problem = on_cpu(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
     if not backend.refusals(problem):
         assert gate(problem).check(gate(problem).run(backend)).failures == ()
 
@@ -113,8 +113,8 @@ def test_adapters_in_half_precision_and_without_gradients(
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adapters_refuse_only_what_they_cannot(adapter: str, calls: list[dict[str, Any]]) -> None:
-    backend = here(ADAPTERS[adapter])
+def test_adapters_refuse_only_the_unsupported(adapter: str, calls: list[dict[str, Any]]) -> None:
+    backend = on_cpu(ADAPTERS[adapter])
     refused = {case.id: backend.refusals(case.problem(torch.float16, needs_grad=True)) for case in CHOSEN}
     windows = {case.id for case in CHOSEN if isinstance(case.pattern, Window)}
     masked = {case.id for case in CHOSEN if case.seq_lens or case.key_mask}
@@ -128,11 +128,11 @@ def test_adapters_refuse_only_what_they_cannot(adapter: str, calls: list[dict[st
 
 @pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_flash_is_told_what_is_asked(adapter: str, deterministic: bool, calls: list[dict[str, Any]]) -> None:
+def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[str, Any]]) -> None:
     case = Case("", Window(5, None), (1, 40, 2, 16))
     problem = replace(case.problem(torch.float16, needs_grad=True), deterministic=deterministic)
     checked = Oracle.of(make(problem))
-    assert checked.check(checked.run(here(ADAPTERS[adapter]))).failures == ()
+    assert checked.check(checked.run(on_cpu(ADAPTERS[adapter]))).failures == ()
     assert calls == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
 
 
@@ -169,8 +169,8 @@ def test_the_newest_generation_that_fits(
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)
-def test_cudnn_reads_out_as_it_did_before(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The made-up op keeps plans as PyTorch does, by q, k and v: out in another layout would be misread."""
+def test_cudnn_gets_out_in_the_cached_layout(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake op caches plans as PyTorch does, by q, k and v: out in another layout would be misread."""
     monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(4))
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(shape) for _ in range(4))
@@ -184,7 +184,7 @@ def test_cudnn_reads_out_as_it_did_before(shape: tuple[int, ...], monkeypatch: p
 
 
 @pytest.mark.parametrize("pattern", [Dense(True), Dilated((16, 32), (1, 2), True)], ids=str)
-def test_float32_is_not_narrowed_on_the_way(pattern: Pattern) -> None:
+def test_float32_kernels_get_float32(pattern: Pattern) -> None:
     problem = Case("", pattern, (2, 64, 4, 16)).problem(torch.float16, needs_grad=False)
     example = make(problem)
     found = sdpa_float32.run(example.q, example.k, example.v, problem)

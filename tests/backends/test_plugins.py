@@ -1,4 +1,4 @@
-"""Backends from elsewhere: only what is right is chosen, and what is broken is named."""
+"""Backends of other packages: only correct ones are chosen, errors name the broken ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def raising(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wrong_grad(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The right values; the gradient of another function."""
+    """Correct values, the gradient of another function."""
     return out.detach() + 1.01 * (out - out.detach()), lse
 
 
@@ -69,7 +69,7 @@ WRONG_GRADS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
 
 
 @pytest.mark.parametrize(("change", "expected", "reason"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_not_chosen(change: Callable[[Tensor, Tensor], Any], expected: str, reason: str) -> None:
+def test_wrong_results_are_not_chosen(change: Callable[[Tensor, Tensor], Any], expected: str, reason: str) -> None:
     register(Plugin(change))
     q, k, v = qkv()
     out, lse = attend(q, k, v, is_causal=True, return_lse=True)
@@ -95,7 +95,7 @@ def test_wrong_gradients_are_not_chosen(change: Callable[[Tensor, Tensor], Any],
     assert reason in row.reason
 
 
-def test_what_is_right_and_fastest_is_chosen() -> None:
+def test_the_fastest_correct_backend_is_chosen() -> None:
     register(Plugin())
     q, k, v = qkv()
     assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
@@ -130,7 +130,7 @@ def test_a_refusal_is_a_status_and_a_reason(code: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes"])
-def test_a_broken_plugin_does_not_take_the_call_along(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_plugin_does_not_end_the_call(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
@@ -143,14 +143,14 @@ def test_a_broken_plugin_does_not_take_the_call_along(part: str, monkeypatch: py
         assert status(explain(q, k, v), "planted") == "failed"
 
 
-def test_refusals_that_are_no_refusals() -> None:
+def test_invalid_refusals() -> None:
     register(Plugin(reasons=["no"]))  # type: ignore[list-item]
     q, k, v = qkv()
     attend(q, k, v)
     assert status(explain(q, k, v), "planted") == "failed"
 
 
-def test_a_forced_backend_that_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_backend_whose_refusals_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(problem: Problem) -> None:
         raise KeyError("broken")
 
@@ -187,7 +187,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "options", [{}, {"layout": "bhnd"}, {"return_lse": True}, {"layout": "bhnd", "return_lse": True}], ids=str
 )
 @pytest.mark.parametrize(("change", "kind"), RETURNED.values(), ids=RETURNED)
-def test_what_is_no_result(change: Callable[[Tensor, Tensor], Any], kind: str, options: dict[str, Any]) -> None:
+def test_invalid_results(change: Callable[[Tensor, Tensor], Any], kind: str, options: dict[str, Any]) -> None:
     register(Plugin(change))
     q, k, v = qkv()
     with pytest.raises(BackendFailed, match=f"planted returned a {kind}, neither out nor"):
@@ -197,7 +197,7 @@ def test_what_is_no_result(change: Callable[[Tensor, Tensor], Any], kind: str, o
 # --- registering ------------------------------------------------------------------------------------------------------
 
 
-def test_a_module_will_do() -> None:
+def test_a_module_is_a_backend() -> None:
     module: Any = SimpleNamespace(**{name: getattr(manual, name) for name in registry.REQUIRED} | {"name": "module"})
     register(module)
     q, k, v = qkv()
@@ -217,7 +217,7 @@ def test_a_module_will_do() -> None:
     ],
     ids=["some-missing", "all-missing", "spaces", "empty", "number", "built-in", "last"],
 )
-def test_what_cannot_be_registered(backend: Any, message: str) -> None:
+def test_invalid_backends_are_not_registered(backend: Any, message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         register(backend)
     assert message in str(raised.value)

@@ -1,4 +1,4 @@
-"""What a backend announces that it needs, against what becomes resident in a process of its own."""
+"""A backend's workspace_bytes against the resident memory of a new process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-# Threads' stacks, the heap's own records, and freed blocks too small to be given back.
+# Thread stacks, the heap's metadata, and freed blocks too small to be returned to the system.
 HEAP_MIB = 8.0
 
 SCRIPT = """
@@ -47,8 +47,8 @@ BACKENDS = ("sdpa", "sdpa_float32", "tiles", "native")
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
 @pytest.mark.parametrize("cases", ["chosen", pytest.param("every", marks=pytest.mark.full)])
-def test_no_more_becomes_resident_than_announced(cases: str) -> None:
-    # Blocks of a mebibyte and more go back to the system at once, so that the next peak counts them again.
+def test_resident_memory_stays_below_workspace_bytes(cases: str) -> None:
+    # Blocks from 1 MiB on are returned to the system when freed, so that the next peak counts them again.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": "0"}
     command = [sys.executable, "-c", SCRIPT, cases, *BACKENDS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -76,11 +76,11 @@ def test_doctor_lists_what_is_quarantined(quarantined: Path, tmp_path: Path) -> 
         ["made_up", "-", "incorrect", "all", *since, "cpu-one", *told],
         ["flash", "2.7", "incorrect", "0123456789ab", *since, "cpu-two", *told],
     ]
-    plainly = plain(command(quarantined, "doctor", "--json"))["quarantines"]
-    assert [(each["backend"], each["silicon"]) for each in plainly] == [
+    in_fresh_thread = plain(command(quarantined, "doctor", "--json"))["quarantines"]
+    assert [(each["backend"], each["silicon"]) for each in in_fresh_thread] == [
         ("flash", "cpu-one"), ("made_up", "cpu-one"), ("flash", "cpu-two"),
     ]  # fmt: skip
-    assert plainly[2] == {
+    assert in_fresh_thread[2] == {
         "backend": "flash",
         "version": "2.7",
         "silicon": "cpu-two",

@@ -14,7 +14,7 @@ from tests.house.test_architecture import MODULES
 
 #: What is held for a process's threads, calls and files, and must outlive what was decided.
 HELD = {
-    "backends.flex._kept",
+    "backends.flex._compiled",
     "backends.sdpa_mask._masks",
     "decisions.observers._observers",
     "ring.link._links",

@@ -1,4 +1,4 @@
-"""A pattern's multiplicity as arithmetic, and the blocks it touches, held to the definition."""
+"""A pattern's multiplicity as a function, and its blocks, against the definition."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch.kernels.flex.blocks import Blocks, blocks_of, heads_apart
-from attn_dispatch.kernels.flex.mask import count_of, repeats
+from attn_dispatch.kernels.flex.blocks import Blocks, blocks_of, distinct_heads
+from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.backends.test_conformance import patterns
@@ -17,8 +17,8 @@ from tests.support.cases import CASES, Case
 from tests.support.pairwise import crossed
 
 
-def counted(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Tensor:
-    count = count_of(pattern, q_len, k_len, heads)
+def function_multiplicity(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Tensor:
+    count = multiplicity_function(pattern, q_len, k_len, heads)
     if count is None:
         return torch.ones(heads, q_len, k_len, dtype=torch.int32)
     head, query = torch.arange(heads)[:, None, None], torch.arange(q_len)[:, None]
@@ -34,18 +34,18 @@ def exact_blocks(counts: Tensor, size: int) -> Blocks:
     return Blocks(tiles.any(4).any(2), tiles.all(4).all(2))
 
 
-def holds(pattern: Pattern, q_len: int, k_len: int, heads: int, size: int) -> None:
+def check(pattern: Pattern, q_len: int, k_len: int, heads: int, size: int) -> None:
     counts = pattern.multiplicity(q_len, k_len, heads).expand(heads, q_len, k_len)
-    assert torch.equal(counted(pattern, q_len, k_len, heads), counts)
-    assert repeats(pattern) or int(counts.max()) <= 1
+    assert torch.equal(function_multiplicity(pattern, q_len, k_len, heads), counts)
+    assert counts_above_one(pattern) or int(counts.max()) <= 1
     found, exact = blocks_of(pattern, q_len, k_len, heads, size), exact_blocks(counts, size)
-    assert len(found.some) == len(found.whole) == heads_apart(pattern, heads, size)
-    assert not (exact.some & ~found.some).any(), "a pair that is seen lies in no block"
-    assert not (found.whole & ~exact.whole).any(), "a block that is called whole is not"
-    if not isinstance(pattern, Neighborhood) and len(found.some) == heads:
-        assert torch.equal(found.some, exact.some)
+    assert len(found.nonempty) == len(found.full) == distinct_heads(pattern, heads, size)
+    assert not (exact.nonempty & ~found.nonempty).any(), "a visible pair is in no nonempty block"
+    assert not (found.full & ~exact.full).any(), "a block marked full is not full"
+    if not isinstance(pattern, Neighborhood) and len(found.nonempty) == heads:
+        assert torch.equal(found.nonempty, exact.nonempty)
     if isinstance(pattern, Dense | Window) and not getattr(pattern, "sinks", 0):
-        assert torch.equal(found.whole[0], exact.whole[0])
+        assert torch.equal(found.full[0], exact.full[0])
 
 
 @crossed(lambda case, size: {**case.factors, "size": size}, case=CASES, size=(4, 16, 128))
@@ -53,7 +53,7 @@ def test_cases(case: Case, size: int) -> None:
     _, q_len, heads, _ = case.shape
     k_len = case.k_len or q_len
     for pattern in (case.pattern, case.pattern.simplify(q_len, k_len, heads)):
-        holds(pattern, q_len, k_len, heads, size)
+        check(pattern, q_len, k_len, heads, size)
 
 
 @st.composite
@@ -66,7 +66,7 @@ def layouts(draw: st.DrawFn) -> tuple[Pattern, int, int]:
 @given(layouts(), st.integers(1, 5), st.sampled_from([1, 2, 4, 8, 16]))
 def test_random_patterns(drawn: tuple[Pattern, int, int], heads: int, size: int) -> None:
     pattern, q_len, k_len = drawn
-    holds(pattern, q_len, k_len, heads, size)
+    check(pattern, q_len, k_len, heads, size)
 
 
 @settings(max_examples=50)
@@ -79,17 +79,17 @@ def test_random_patterns(drawn: tuple[Pattern, int, int], heads: int, size: int)
 def test_three_axes(grid: tuple[int, ...], window: tuple[int, ...], causal: tuple[bool, ...], edges: str) -> None:
     pattern = Neighborhood(grid, window, (1,), causal, edges)  # type: ignore[arg-type]
     length = grid[0] * grid[1] * grid[2]
-    holds(pattern, length, length, 1, 8)
+    check(pattern, length, length, 1, 8)
 
 
 def test_sparse_patterns_have_few_blocks() -> None:
-    """Of long sequences too, for which no mask of every pair could be made."""
+    """Also for long sequences, for which a mask of every pair would not fit into memory."""
     segments = blocks_of(Dilated((2048, 8192), (1, 4), True), 2**17, 2**17, 8, 128)
     # 16 segments of 64 x 64 blocks, the half of them and the diagonal.
-    assert int(segments.some.sum()) == 16 * (64 * 65 // 2)
-    assert int(segments.whole.sum()) == 64 * (16 * 15 // 2)
+    assert int(segments.nonempty.sum()) == 16 * (64 * 65 // 2)
+    assert int(segments.full.sum()) == 64 * (16 * 15 // 2)
     rows = blocks_of(Neighborhood((256, 256), (13, 13)), 2**16, 2**16, 8, 128)
-    assert float(rows.some.float().mean()) < 0.06
+    assert float(rows.nonempty.float().mean()) < 0.06
 
 
 @crossed(
@@ -105,18 +105,18 @@ def test_blocks_in_another_order(case: Case, order: str) -> None:
         pytest.skip("it is the natural order")
     counts = pattern.multiplicity(length, length, heads, q_pos=positions, k_pos=positions).expand(heads, -1, -1)
     found, exact = blocks_of(pattern, length, length, heads, 8, positions=positions), exact_blocks(counts, 8)
-    assert not (exact.some & ~found.some).any(), "a pair that is seen lies in no block"
-    assert not (found.whole & ~exact.whole).any(), "a block that is called whole is not"
-    if not isinstance(pattern, Neighborhood) and len(found.some) == heads:
-        assert torch.equal(found.some, exact.some)
+    assert not (exact.nonempty & ~found.nonempty).any(), "a visible pair is in no nonempty block"
+    assert not (found.full & ~exact.full).any(), "a block marked full is not full"
+    if not isinstance(pattern, Neighborhood) and len(found.nonempty) == heads:
+        assert torch.equal(found.nonempty, exact.nonempty)
 
 
-def test_heads_apart() -> None:
-    """A rate over the block's size, or heads of their own for each branch, leave other blocks empty for each head."""
-    assert heads_apart(Dilated((1024,), (128,)), 8, 128) == 1
-    assert heads_apart(Dilated((1024,), (256,)), 8, 128) == 8
-    assert heads_apart(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
-    assert heads_apart(Window(3, 0), 8, 128) == 1
+def test_distinct_heads() -> None:
+    """With a rate above the block size, or with heads="split", heads have different empty blocks."""
+    assert distinct_heads(Dilated((1024,), (128,)), 8, 128) == 1
+    assert distinct_heads(Dilated((1024,), (256,)), 8, 128) == 8
+    assert distinct_heads(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
+    assert distinct_heads(Window(3, 0), 8, 128) == 1
 
 
 def test_other_patterns() -> None:
@@ -125,6 +125,6 @@ def test_other_patterns() -> None:
             raise AssertionError
 
     with pytest.raises(TypeError, match="no arithmetic for"):
-        count_of(Own(), 4, 4, 1)
+        multiplicity_function(Own(), 4, 4, 1)
     with pytest.raises(TypeError, match="no blocks for"):
         blocks_of(Own(), 4, 4, 1, 2)

@@ -1,4 +1,4 @@
-"""What no query sees never matters, whatever its bits: NaN and infinity there reach no result and no gradient."""
+"""Tokens that no query sees, and padding queries, reach no result and no gradient, even if NaN or infinite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.hidden import copied_bytes, unseen
+from attn_dispatch.kernels.hidden import copied_bytes, unseen_keys
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -37,7 +37,7 @@ MASKED = [
     Case(f"{name}-{'-'.join(masks)}", pattern, (2, 60, 4, 8), None, 2, "seq_lens" in masks, "key_mask" in masks)
     for (name, pattern), masks in product(PATTERNS.items(), [("key_mask",), ("seq_lens",), ("key_mask", "seq_lens")])
 ]
-#: Keys that a pattern shows to no query.
+#: Keys that no query sees by the pattern.
 UNSEEN = [
     Case("uncovered", Dilated((30,), (3,)), (2, 60, 2, 8)),
     Case("uncovered-grouped", Dilated((20, 60), (4, 6), is_causal=True), (2, 60, 8, 8), kv_heads=4),
@@ -55,7 +55,7 @@ BITS = (math.nan, math.inf, -math.inf)
 
 
 def hidden_parts(example: Example) -> dict[str, Tensor]:
-    """By the definition: what of k and v no query sees, and which queries are padding."""
+    """By the definition: the keys and values that no query sees, and the padding queries."""
     problem = example.problem
     masks: dict[str, Any] = example.masks
     counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **masks)
@@ -66,8 +66,8 @@ def hidden_parts(example: Example) -> dict[str, Tensor]:
     return {"keys": ~seen, "queries": padding.expand(problem.batch, -1)}
 
 
-def holding(example: Example, bits: float) -> Example:
-    """The same tensors but for what is hidden, which holds these bits, as does the gradient of padding."""
+def with_hidden(example: Example, bits: float) -> Example:
+    """The same tensors with hidden tokens, and the gradient of padding, set to this value."""
     hidden = hidden_parts(example)
     q, k, v = (x.detach().clone() for x in (example.q, example.k, example.v))
     for x in (k, v):
@@ -98,10 +98,10 @@ def check(backend: str, case: Case, dtype: torch.dtype, *, needs_grad: bool = Tr
     example = make(problem)
     hidden = hidden_parts(example)
     assert any(part.any() for part in hidden.values())
-    expected = computed(backend, holding(example, 0.0))
+    expected = computed(backend, with_hidden(example, 0.0))
     assert all(not x.isnan().any() for x in expected.values())
     for bits in BITS:
-        found = computed(backend, holding(example, bits))
+        found = computed(backend, with_hidden(example, bits))
         for name, value in expected.items():
             assert torch.equal(found[name], value), (name, bits)
         for name in ("dk", "dv") if needs_grad else ():
@@ -123,7 +123,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @pytest.mark.usefixtures("uncompiled_flex")
 @crossed(lambda backend, case: {**case.factors, "backend": backend}, backend=BACKENDS, case=MASKED + UNSEEN)
-def test_what_no_query_sees_never_matters(backend: str, case: Case) -> None:
+def test_hidden_tokens_never_matter(backend: str, case: Case) -> None:
     check(backend, case, torch.bfloat16 if backend == "sdpa_float32" else torch.float32)
 
 
@@ -134,10 +134,10 @@ def test_without_gradients(backend: str) -> None:
 
 
 @given(problems())
-def test_unseen_keys_are_those_of_the_definition(problem: Problem) -> None:
+def test_unseen_keys_match_the_multiplicity(problem: Problem) -> None:
     counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
     expected = counts.sum(1).view(problem.kv_heads, -1, problem.k_len).sum(1).T == 0
-    found = unseen(problem)
+    found = unseen_keys(problem)
     assert (found is None) == (not expected.any())
     if found is not None:
         assert torch.equal(found[0, :, :, 0].expand_as(expected), expected)
@@ -145,8 +145,8 @@ def test_unseen_keys_are_those_of_the_definition(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(("rates", "copies"), [((1, 32), False), ((2, 32), True)])
-def test_bytes_of_copies_need_no_table_of_all_tokens(rates: tuple[int, int], copies: bool) -> None:
-    """`plan` asks for clusters: a table of so long a sequence fits into no memory."""
+def test_copied_bytes_need_no_table_of_all_tokens(rates: tuple[int, int], copies: bool) -> None:
+    """`plan` estimates clusters: a table of such a long sequence would not fit into memory."""
     pattern = Dilated((2048, 65_536), rates)
     problem = problem_of((1, 1 << 44, 8, 64), pattern, torch.bfloat16, torch.device("cpu"))
     assert (copied_bytes(problem) > 0) == copies

@@ -1,4 +1,4 @@
-"""The dense kernels' adapters: what they work around on the CPU; on meta tensors, that the CUDA ops take the calls."""
+"""The dense kernels' adapters: workarounds on the CPU; on meta tensors, that the CUDA ops accept the calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
 @pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient(), Cudnn()], ids=["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
-def test_cuda_ops_take_the_calls(kernel: Kernel, shape: tuple[int, ...], is_causal: bool) -> None:
+def test_cuda_ops_accept_the_calls(kernel: Kernel, shape: tuple[int, ...], is_causal: bool) -> None:
     """Arguments, padding and shapes only: a meta tensor holds no values."""
     q, k, v, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4))
     out, lse = kernel.forward(q, k, v, is_causal, 0.5, None)
@@ -33,7 +33,7 @@ def test_cuda_ops_take_the_calls(kernel: Kernel, shape: tuple[int, ...], is_caus
 
 
 @pytest.mark.parametrize("mask_shape", [(1, 1, 33, 33), (2, 1, 1, 33)], ids=["bias", "keys"])
-def test_cuda_mask_is_spread_and_aligned(mask_shape: tuple[int, ...]) -> None:
+def test_cuda_mask_is_expanded_and_aligned(mask_shape: tuple[int, ...]) -> None:
     shape = (2, 33, 3, 16)
     q, k, v, grad = (torch.empty(shape, dtype=torch.float16, device="meta") for _ in range(4))
     mask = torch.empty(mask_shape, device="meta")
@@ -43,8 +43,8 @@ def test_cuda_mask_is_spread_and_aligned(mask_shape: tuple[int, ...]) -> None:
     assert [tuple(x.shape) for x in grads] == [shape] * 3
 
 
-def test_efficient_backward_is_handed_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op takes the rows of lse and out as neighbours: a branch's views of the whole are not."""
+def test_efficient_backward_gets_contiguous_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op assumes contiguous rows of lse and out; a branch's views are not contiguous."""
     seen: dict[str, torch.Tensor] = {}
 
     def op(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, out: torch.Tensor,
@@ -73,16 +73,16 @@ def test_efficient_backward_is_handed_what_it_reads(monkeypatch: pytest.MonkeyPa
     ids=["odd rows", "expanded", "odd start", "turned"],
 )
 def test_cuda_rows_start_on_whole_vectors(view: torch.Tensor) -> None:
-    aligned = dense.aligned(view)
+    aligned = dense.vector_aligned(view)
     assert aligned.data_ptr() % 16 == 0
     assert all(stride * 4 % 16 == 0 and stride > 0 for stride in aligned.stride()[:-1])
     torch.testing.assert_close(aligned, view, rtol=0, atol=0)
-    assert dense.aligned(aligned) is aligned
+    assert dense.vector_aligned(aligned) is aligned
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_float32", "sdpa_mask", "manual"])
 def test_large_gradients_through_lse_in_float16(name: str) -> None:
-    """As a gradient scaler makes them: what float32 can hold must not overflow on the way."""
+    """As with a gradient scaler: values that float32 can hold must not overflow."""
     problem = Case("half", Dilated((8, 16), (1, 2), True), (1, 24, 2, 8)).problem(torch.float16, needs_grad=True)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 24, 2, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
@@ -98,7 +98,7 @@ def test_large_gradients_through_lse_in_float16(name: str) -> None:
 
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "grad"])
 def test_cpu_rows_need_not_be_contiguous(tensor: str) -> None:
-    """The op itself reads such rows wrongly and says nothing."""
+    """The op itself reads such rows wrongly without an error."""
     torch.manual_seed(0)
     given = {name: torch.randn(1, 20, 2, 8) for name in ("q", "k", "v", "grad")}
     turned = dict(given)
@@ -113,7 +113,7 @@ def test_cpu_rows_need_not_be_contiguous(tensor: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_cpu_rows_without_keys_weigh_nothing() -> None:
+def test_cpu_rows_without_keys_have_no_weight() -> None:
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, 6, 1, 8) for _ in range(4))
     mask = torch.zeros(1, 1, 6, 6)
@@ -129,7 +129,7 @@ def test_cpu_rows_without_keys_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize("free", [2**22, 2**24], ids=["4MiB", "16MiB"])
-def test_manual_stays_within_what_is_free(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manual_stays_within_free_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("long", Dilated((256, 1024), (1, 2)), (1, 2048, 4, 8))
     monkeypatch.setattr(manual, "available_bytes", lambda device: free)
     problem = case.problem(torch.float32, needs_grad=False)

@@ -1,4 +1,4 @@
-"""What backends refuse, by the limits that they declare: on made-up devices, and word for word."""
+"""Refusals by declared limits, on simulated devices, with their exact texts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
-    """Kernels, packages and imports are looked up once."""
+def _empty_caches() -> Iterator[None]:
+    """Clears cached lookups of kernels, packages and imports."""
     tables: tuple[Any, ...] = (backend._prepared, backend._installed, backend._load_fault)
     for table in tables:
         table.cache_clear()
@@ -64,9 +64,9 @@ def texts(name: str, asked: Problem) -> list[str]:
     return [refusal.text for refusal in registry.load(name).refusals(asked)]
 
 
-# --- which kernel a device gets ---------------------------------------------------------------------------------------
+# --- kernels by device ------------------------------------------------------------------------------------------------
 
-# What runs, by capability and dtype, of the backends that come with PyTorch.
+# Supported capabilities and dtypes of PyTorch's backends.
 CHOICES = {
     (PASCAL, F16): ("sdpa", "sdpa_float32"),
     (PASCAL, BF16): ("sdpa_float32",),
@@ -86,7 +86,7 @@ CHOICES = {
 
 @pytest.mark.parametrize(("capability", "dtype"), CHOICES, ids=str)
 @pytest.mark.parametrize("pattern", [Dense(True), Dilated((32, 64), (1, 2), True)], ids=str)
-def test_what_runs_on_a_device(
+def test_backends_that_run_on_a_device(
     capability: tuple[int, int], dtype: torch.dtype, pattern: Pattern, device: Callable[..., None]
 ) -> None:
     device(capability)
@@ -108,7 +108,7 @@ def test_what_runs_on_a_device(
     ],
     ids=str,
 )
-def test_which_kernel_sdpa_takes(
+def test_the_kernel_that_sdpa_uses(
     capability: tuple[int, int], changes: dict[str, Any], expected: str, device: Callable[..., None]
 ) -> None:
     device(capability)
@@ -118,7 +118,7 @@ def test_which_kernel_sdpa_takes(
     assert same == ([] if expected == "CudaFlash" else ["same_kernel"])
 
 
-# --- every reason, with its number ------------------------------------------------------------------------------------
+# --- texts of refusals ------------------------------------------------------------------------------------------------
 
 REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
     "sdpa-old-device": (
@@ -216,21 +216,21 @@ def test_an_old_cudnn(device: Callable[..., None]) -> None:
     assert sdpa_cudnn.version() == f"{torch.__version__} cuDNN 8907"
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_missing_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     for name in ("sdpa_efficient", "sdpa_cudnn"):
         assert "cuda:0 is not there" in texts(name, problem())
 
 
-def test_rocm_is_not_taken_for_cuda(device: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_is_not_cuda(device: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     device(HOPPER)
     monkeypatch.setattr("torch.version.hip", "6.2")
     assert texts("sdpa_cudnn", problem())[0] == "needs CUDA, this PyTorch has ROCm 6.2"
     assert texts("sdpa", problem()) == []
 
 
-# --- the limits that no backend has yet -------------------------------------------------------------------------------
+# --- limits that no backend uses --------------------------------------------------------------------------------------
 
 CPU = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
 
@@ -276,7 +276,7 @@ def of_package(package: Package | None, *, title: str = "", limits: Limits = CPU
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
-    """These distributions and no others, and no module of theirs."""
+    """Makes these distributions, and no others, appear installed; their modules are missing."""
 
     def version(name: str) -> str:
         if name not in versions:
@@ -286,7 +286,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
     monkeypatch.setattr("importlib.metadata.version", version)
 
 
-def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {})
     found = Branched("", (of_package(package()),), package().version).refusals(problem(has_key_mask=True))
     assert [(refusal.code, refusal.text) for refusal in found] == [
@@ -298,7 +298,7 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.9", "1", "1.1.9+cu128", "1.1rc3", "unknown"])
-def test_a_package_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_package(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {"abacus": version})
     (found,) = of_package(package()).refusals(on_cpu())
     assert found.code == "not_installed"
@@ -307,7 +307,7 @@ def test_a_package_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("version", ["1.2", "1.2.0b3", "1.10", "2"])
 def test_a_package_is_imported_last(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import takes seconds and memory: not for a problem that another limit forbids."""
+    """An import takes seconds and memory: it is skipped for a problem with other refusals."""
     installed(monkeypatch, {"abacus": version})
     monkeypatch.delitem(sys.modules, "abacus", raising=False)
     assert [refusal.code for refusal in of_package(package()).refusals(problem(F16))] == ["device"]
@@ -316,7 +316,7 @@ def test_a_package_is_imported_last(version: str, monkeypatch: pytest.MonkeyPatc
     assert found.text == "package abacus cannot be used: ModuleNotFoundError: No module named 'abacus'"
 
 
-def test_a_package_that_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_package(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {"abacus": "1.2"})
     monkeypatch.setitem(sys.modules, "abacus", ModuleType("abacus"))
     assert of_package(package()).refusals(on_cpu()) == []
@@ -324,7 +324,7 @@ def test_a_package_that_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.text == "package abacus cannot be used: abacus lacks beads"
 
 
-def test_of_several_kernels_those_that_are_there_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_installed_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {"abacus": "2"})
     narrow = replace(CPU, head_dim=32, dtypes={F16: ANY})
     variants = (
@@ -342,8 +342,8 @@ def test_of_several_kernels_those_that_are_there_speak(monkeypatch: pytest.Monke
     assert Branched("", (*variants, of_package(None))).refusals(on_cpu(F32)) == []
 
 
-def test_a_window_is_little_work(device: Callable[..., None]) -> None:
-    """What a trial is told to cost decides whether it is started."""
+def test_flops_of_a_window(device: Callable[..., None]) -> None:
+    """flops decides whether a trial is started."""
     device(HOPPER)
     windowed = Branched("", (replace(sdpa.BACKEND.variants[1], patterns=(Dense, Window)),))
     whole, part = (
@@ -357,7 +357,7 @@ def test_a_window_is_little_work(device: Callable[..., None]) -> None:
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("mask", ["key_mask", "seq_lens"])
 def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[..., None]) -> None:
-    """`sdpa` leaves them to the kernel that takes a bias, whichever it would run itself."""
+    """`sdpa` leaves them to the kernel that takes a bias, whichever kernel it would run."""
     device(HOPPER)
     asked = problem(dtype, has_key_mask=mask == "key_mask", has_seq_lens=mask == "seq_lens")
     assert texts("sdpa_efficient", asked) == []
@@ -365,7 +365,7 @@ def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[...
 
 
 def test_a_deterministic_backward_takes_more_memory(device: Callable[..., None], monkeypatch: Any) -> None:
-    """flash-attn gives every processor a dq of its own where one row of blocks is all there is."""
+    """flash-attn allocates a dq for each processor where there is only one row of blocks."""
     device(AMPERE)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
     asked = problem(heads=1, kv_heads=1, q_len=1000, k_len=1000)

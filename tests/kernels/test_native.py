@@ -1,4 +1,4 @@
-"""The native kernel: its tiles against the definition, its compiler, and the ways its work is split."""
+"""The native kernel: its tables against the definition, its compiler, and its threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_dispatch import attend
 from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import library, run
-from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, table_bytes, tiles_of
+from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -31,10 +31,10 @@ def problem(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int =
     return Case("", pattern, (1, q_len, heads, 4), k_len=k_len).problem(torch.float32, needs_grad=False)
 
 
-def counts_of_tiles(asked: Problem) -> torch.Tensor:
-    """How often the tables let each query of each head see each key."""
+def table_multiplicity(asked: Problem) -> torch.Tensor:
+    """How many times each query of each head sees each key by the tables."""
     found = torch.zeros(asked.heads, asked.q_len, asked.k_len, dtype=torch.int64)
-    tables = tiles_of(asked)
+    tables = native_tables(asked)
     first_tile = tables.first_tile.tolist()
     for head, kind in enumerate(tables.head_class.tolist()):
         for query, step, count, first_run, runs in tables.tiles[first_tile[kind] : first_tile[kind + 1]].tolist():
@@ -48,21 +48,21 @@ def counts_of_tiles(asked: Problem) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
-def test_tiles_are_the_pattern(case: Case) -> None:
+def test_tables_match_the_multiplicity(case: Case) -> None:
     asked = case.problem(torch.float32, needs_grad=False)
     expected = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
-    assert torch.equal(counts_of_tiles(asked), expected.expand(asked.heads, -1, -1).long())
+    assert torch.equal(table_multiplicity(asked), expected.expand(asked.heads, -1, -1).long())
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
-def test_tables_are_no_larger_than_announced(case: Case) -> None:
+def test_tables_fit_their_declared_bytes(case: Case) -> None:
     asked = case.problem(torch.float32, needs_grad=False)
-    tables = tiles_of(asked)
-    assert tables.tiles.nbytes + tables.runs.nbytes <= table_bytes(asked) / 3
+    tables = native_tables(asked)
+    assert tables.tiles.nbytes + tables.runs.nbytes <= native_table_bytes(asked) / 3
 
 
 @given(st.data())
-def test_tiles_of_any_dilation(data: st.DataObject) -> None:
+def test_tables_of_any_dilation(data: st.DataObject) -> None:
     rates = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
     branches = data.draw(st.lists(st.tuples(st.integers(1, 60), rates), min_size=1, max_size=4))
     pattern = Dilated(
@@ -74,7 +74,7 @@ def test_tiles_of_any_dilation(data: st.DataObject) -> None:
     )
     asked = problem(pattern, data.draw(st.integers(1, 150)))
     expected = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
-    assert torch.equal(counts_of_tiles(asked), expected.expand(asked.heads, -1, -1).long())
+    assert torch.equal(table_multiplicity(asked), expected.expand(asked.heads, -1, -1).long())
 
 
 LONG = [
@@ -90,7 +90,7 @@ LONG = [
 
 @crossed(case=LONG, dtype=run.DTYPES, head_dim=(20, 64, 72))
 def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: int) -> None:
-    """Lengths past a tile and past the keys between two rescalings, which the small cases never reach."""
+    """Lengths above a tile and above a block of keys, which the small cases do not reach."""
     case = replace(case, shape=(*case.shape[:3], head_dim))
     expected = gate(case.problem(dtype, needs_grad=True))
     assert expected.check(expected.run(native)).failures == ()
@@ -107,7 +107,7 @@ def _three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("_three_threads")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_threads_that_share_a_key_head(kv_heads: int) -> None:
-    """Each has sums of its own, and the same ones every time."""
+    """Each has its own sums; results are the same in every run."""
     asked = Case("", Dense(is_causal=True), (1, 400, 4, 24), kv_heads=kv_heads).problem(torch.float32, needs_grad=True)
     expected = Oracle.of(make(asked))
     first = expected.run(native)
@@ -117,7 +117,7 @@ def test_threads_that_share_a_key_head(kv_heads: int) -> None:
 
 
 def test_growing_scores() -> None:
-    """Every block of keys raises the maximum, so that every block fades what came before."""
+    """Every block of keys raises the maximum, so that every block rescales the earlier sums."""
     asked = Case("", Dense(), (1, 70, 1, 16)).problem(torch.float32, needs_grad=False)
     asked = replace(asked, k_len=1000, scale=1.0, return_lse=True)
     k = torch.arange(1000.0).view(1, 1000, 1, 1).expand(1, 1000, 1, 16) / 64
@@ -133,18 +133,19 @@ def test_refusals() -> None:
         "computes in bfloat16, float16, float32, not float64"
     ]
     rates = problem(Dilated((64, 64), (9, 8)), 128)
-    assert [str(r) for r in native.refusals(rates)] == [f"its rates come round every 72 tokens, over {PERIOD_LIMIT}"]
+    reasons = [str(refusal) for refusal in native.refusals(rates)]
+    assert reasons == [f"its dilation rates repeat every 72 tokens, over {PERIOD_LIMIT}"]
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    library.digest.cache_clear()
+    library.build_digest.cache_clear()
     (refusal,) = native.refusals(problem(Dense(), 8))
     reason = "no-such-compiler is not on the PATH, and $CXX is 'no-such-compiler'"
     assert (refusal.code, refusal.text) == ("not_installed", f"needs a C++ compiler: {reason}")
     with pytest.raises(ImportError, match=re.escape(reason)):
         native.version()
-    library.digest.cache_clear()
+    library.build_digest.cache_clear()
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def restarted() -> None:
     """As in a new process."""
-    for remembered in (library.digest, library._loaded, library._own_folder):
+    for remembered in (library.build_digest, library._loaded, library._own_folder):
         remembered.cache_clear()
 
 
@@ -203,11 +204,11 @@ def test_a_compiler_that_fails(copying_compiler: Path) -> None:
         trusted_before_and_after_a_call()
 
 
-# --- what is around a call --------------------------------------------------------------------------------------------
+# --- torch state around a call ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_the_default_dtype_is_not_ours(dtype: torch.dtype) -> None:
+def test_a_changed_default_dtype(dtype: torch.dtype) -> None:
     expected = gate(Case("", Dilated((16, 32), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -218,9 +219,9 @@ def test_the_default_dtype_is_not_ours(dtype: torch.dtype) -> None:
     assert expected.check(found).failures == ()
 
 
-def test_the_default_device_is_not_ours() -> None:
+def test_a_changed_default_device() -> None:
     expected = gate(Case("", Dilated((17, 33), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
-    tiles_of.cache_clear()
+    native_tables.cache_clear()
     with torch.device("meta"):
         found = expected.run(native)
     assert expected.check(found).failures == ()
@@ -229,10 +230,10 @@ def test_the_default_device_is_not_ours() -> None:
         native.run(nowhere, nowhere, nowhere, problem(Dense(), 8))
 
 
-def test_a_transform_that_fails_leaves_nothing_behind() -> None:
+def test_a_failed_transform_leaves_no_state() -> None:
     asked = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
     expected = gate(asked)
-    tiles_of.cache_clear()
+    native_tables.cache_clear()
 
     def loss(q: torch.Tensor) -> torch.Tensor:
         result = native.run(q, expected.example.k, expected.example.v, asked)
@@ -244,8 +245,8 @@ def test_a_transform_that_fails_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
-def test_what_takes_no_part_may_hold_anything(dtype: torch.dtype) -> None:
-    """NaN in padding and in keys that a mask takes away reaches neither results nor gradients."""
+def test_hidden_tokens_may_hold_nan(dtype: torch.dtype) -> None:
+    """NaN in padding and masked keys reaches neither results nor gradients."""
     asked = Case("", CAUSAL, (2, 150, 4, 16), kv_heads=2, seq_lens=True, key_mask=True).problem(dtype, needs_grad=True)
     expected = gate(asked)
     example, grad = expected.example, expected.grad
@@ -263,7 +264,7 @@ def test_what_takes_no_part_may_hold_anything(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_nan_that_takes_part_is_not_swallowed(dtype: torch.dtype, name: str) -> None:
+def test_visible_nan_reaches_the_result(dtype: torch.dtype, name: str) -> None:
     asked = Case("", Dense(), (1, 70, 1, 16)).problem(dtype, needs_grad=False)
     example = make(asked)
     tensor: torch.Tensor = getattr(example, name)
@@ -284,7 +285,7 @@ def test_a_mask_changed_before_the_backward_pass_is_an_error() -> None:
 
 
 def test_large_scores_over_many_keys_in_bfloat16() -> None:
-    """The maximum stays what it is from block to block, and nothing fades that should not."""
+    """The maximum is the same in all blocks, so that no block rescales earlier sums."""
     asked = Case("", Dense(), (1, 16, 1, 16)).problem(torch.bfloat16, needs_grad=False)
     asked = replace(asked, k_len=20_000, scale=1.0, return_lse=True)
     q = torch.full((1, 16, 1, 16), 7.875).bfloat16()

@@ -1,4 +1,4 @@
-"""The native kernel's lists of neighbours, in every order, and what the kernel makes of them."""
+"""The native kernel's lists of neighbours in every order, and its results with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import run
-from attn_dispatch.kernels.native.steps import table_bytes, tiles_of
+from attn_dispatch.kernels.native.steps import native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
@@ -38,9 +38,9 @@ def asked(pattern: Neighborhood, dtype: torch.dtype = torch.float32, **more: Any
     return case.problem(dtype, needs_grad=True)
 
 
-def counts_of_lists(problem: Problem, order: str) -> torch.Tensor:
-    """How often the lists let each query see each key; a key that no query of its vectors sees is an error."""
-    tables = tiles_of(problem, order)
+def list_multiplicity(problem: Problem, order: str) -> torch.Tensor:
+    """How many times each query sees each key by the lists; a key that no query of its vectors sees is an error."""
+    tables = native_tables(problem, order)
     assert tables.order is not None
     assert tables.listed is not None
     assert tables.lanes is not None
@@ -59,9 +59,9 @@ def counts_of_lists(problem: Problem, order: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
-def test_lists_are_the_pattern(pattern: Neighborhood, order: str) -> None:
+def test_lists_match_the_multiplicity(pattern: Neighborhood, order: str) -> None:
     problem = asked(pattern)
-    found = counts_of_lists(problem, order)
+    found = list_multiplicity(problem, order)
     assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
 
 
@@ -75,19 +75,19 @@ def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
     causal = data.draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
     pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges)  # type: ignore[arg-type]
     problem = Case("", pattern, (1, math.prod(grid), 1, 4)).problem(torch.float32, needs_grad=False)
-    if isinstance(problem.pattern, Neighborhood):  # not one that is a plain window
-        found = counts_of_lists(problem, data.draw(st.sampled_from(TOKEN_ORDERS)))
+    if isinstance(problem.pattern, Neighborhood):  # not equal to a Window
+        found = list_multiplicity(problem, data.draw(st.sampled_from(TOKEN_ORDERS)))
         assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
 
 
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
-def test_lists_are_no_larger_than_announced(pattern: Neighborhood, order: str) -> None:
-    tables = tiles_of(asked(pattern), order)
+def test_lists_fit_their_declared_bytes(pattern: Neighborhood, order: str) -> None:
+    tables = native_tables(asked(pattern), order)
     listed, lanes = tables.listed, tables.lanes
     assert listed is not None
     assert lanes is not None
-    assert 2 * (listed.nbytes + lanes.nbytes + tables.tiles.nbytes + tables.runs.nbytes) <= table_bytes(
+    assert 2 * (listed.nbytes + lanes.nbytes + tables.tiles.nbytes + tables.runs.nbytes) <= native_table_bytes(
         asked(pattern), order
     )
 
@@ -100,23 +100,23 @@ def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dt
 
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 def test_masks_in_any_order(order: str) -> None:
-    """Padding and masked keys are about positions, wherever they are listed."""
+    """Padding and masked keys go by position, not by place in the lists."""
     expected = gate(asked(SHAPES[1], torch.bfloat16, seq_lens=True, key_mask=True))
     assert expected.check(expected.run(native, order)).failures == ()
 
 
 @crossed(pattern=SHAPES, order=TOKEN_ORDERS, dtype=run.DTYPES)
-def test_tokens_that_are_kept_in_another_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
-    """Nothing is permuted: the lists are about the rows where they lie."""
+def test_reordered_tokens(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
+    """Nothing is permuted: the lists hold rows of the tensors."""
     case = Case("", Reordered(pattern, order), (2, math.prod(pattern.grid), 4, 24), kv_heads=2)
     expected = gate(case.problem(dtype, needs_grad=True))
     assert expected.check(expected.run(native)).failures == ()
 
 
-def test_orders_that_it_offers() -> None:
-    kept = replace(asked(SHAPES[0]), pattern=Reordered(SHAPES[0], "hilbert"))
-    assert native.refusals(kept) == []
-    assert native.orders(kept) == ("natural",)
+def test_offered_orders() -> None:
+    reordered = replace(asked(SHAPES[0]), pattern=Reordered(SHAPES[0], "hilbert"))
+    assert native.refusals(reordered) == []
+    assert native.orders(reordered) == ("natural",)
     other = replace(asked(SHAPES[0]), pattern=Reordered(Dilated((64,), (2,)), "residue"))
     assert [refusal.code for refusal in native.refusals(other)] == ["pattern"]
     assert native.orders(asked(SHAPES[0])) == ("natural", "hilbert")

@@ -16,7 +16,7 @@ from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles import tables
-from attn_dispatch.kernels.tiles.tables import FULL, TileTable, counts, tables_of
+from attn_dispatch.kernels.tiles.tables import FULL, TileTable, pair_counts, tables_of
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -54,19 +54,19 @@ LONGNET = Dilated((512, 1024, 2048), (1, 2, 4))
 
 
 @pytest.fixture(autouse=True)
-def _no_tables() -> None:
+def _empty_caches() -> None:
     tables.forget_tables()
 
 
-def asked(pattern: Pattern, q_len: int, k_len: int, heads: int = HEADS) -> Problem:
+def problem_of(pattern: Pattern, q_len: int, k_len: int, heads: int = HEADS) -> Problem:
     return Case("", pattern, (1, q_len, heads, 8), k_len=k_len).problem(torch.float32, needs_grad=False)
 
 
-def total(table: TileTable, q_len: int, k_len: int) -> Tensor:
-    """How many times each query sees each key, written out."""
+def table_multiplicity(table: TileTable, q_len: int, k_len: int) -> Tensor:
+    """How many times each query sees each key, as one tensor."""
     queries, keys, tile = table.queries(), table.keys, table.tile
     if table.masks is None:
-        pairs = counts(table.branches, queries, keys)
+        pairs = pair_counts(table.branches, queries, keys)
     else:
         pairs = table.masks[table.mask]
     found = torch.zeros(len(table.q_pos) * tile, len(table.k_pos) * tile, dtype=torch.int32)
@@ -83,22 +83,22 @@ def total(table: TileTable, q_len: int, k_len: int) -> Tensor:
 
 @pytest.mark.parametrize(("pattern", "q_len", "k_len"), PATTERNS, ids=str)
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
-def test_tables_are_the_definition(pattern: Pattern, q_len: int, k_len: int, order: str) -> None:
+def test_tables_match_the_multiplicity(pattern: Pattern, q_len: int, k_len: int, order: str) -> None:
     expected = pattern.multiplicity(q_len, k_len, HEADS)
     for tile in (4, 8, 16):
-        found = tables_of(replace(asked(pattern, q_len, k_len), pattern=pattern), order, tile)
+        found = tables_of(replace(problem_of(pattern, q_len, k_len), pattern=pattern), order, tile)
         assert sorted(head for table in found for head in table.heads) == list(range(HEADS))
         for table in found:
-            sums = total(table, q_len, k_len)
+            sums = table_multiplicity(table, q_len, k_len)
             assert all(torch.equal(sums, expected[head]) for head in table.heads)
             assert table.covered == bool(sums.any(1).all())
 
 
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(True), Window(100, 7)], ids=str)
-def test_a_table_holds_no_more_than_it_must(pattern: Pattern) -> None:
-    """No pair without a key that is seen, no mask twice, full pairs without one of their own, key tiles in order."""
+def test_tables_hold_nothing_redundant(pattern: Pattern) -> None:
+    """No pair without visible keys, no equal masks, no own masks of full pairs; key tiles in order."""
     for order in TOKEN_ORDERS:
-        table = tables_of(asked(pattern, 4096, 4096), order, 64)[0]
+        table = tables_of(problem_of(pattern, 4096, 4096), order, 64)[0]
         assert table.masks is not None
         flat = table.masks.flatten(1)
         assert flat.any(1).all()
@@ -109,25 +109,27 @@ def test_a_table_holds_no_more_than_it_must(pattern: Pattern) -> None:
         assert torch.equal(table.bias, table.masks.float().log())
 
 
-def test_orders_that_serve_meet_fewer_keys() -> None:
-    pairs = {order: tables_of(asked(NEIGHBORS, 4096, 4096), order, 64)[0].pairs for order in ("natural", "hilbert")}
+def test_useful_orders_have_fewer_tile_pairs() -> None:
+    pairs = {
+        order: tables_of(problem_of(NEIGHBORS, 4096, 4096), order, 64)[0].pairs for order in ("natural", "hilbert")
+    }
     assert pairs["hilbert"] < pairs["natural"] * 2 / 3
-    pairs = {order: tables_of(asked(LONGNET, 4096, 4096), order, 64)[0].pairs for order in ("natural", "residue")}
+    pairs = {order: tables_of(problem_of(LONGNET, 4096, 4096), order, 64)[0].pairs for order in ("natural", "residue")}
     assert pairs["residue"] < pairs["natural"] / 2
 
 
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(), Window(100, 7)], ids=str)
-def test_boxes_sorted_out_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tables_of(asked(pattern, 4096, 4096), "hilbert", 64)
+def test_boxes_compared_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tables_of(problem_of(pattern, 4096, 4096), "hilbert", 64)
     tables.forget_tables()
     monkeypatch.setattr(tables, "AT_ONCE", 2 * tables.GROUP**2)
-    for one, other in zip(plain, tables_of(asked(pattern, 4096, 4096), "hilbert", 64), strict=True):
+    for one, other in zip(plain, tables_of(problem_of(pattern, 4096, 4096), "hilbert", 64), strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.first, other.first)
 
 
-def test_tables_are_kept_until_forgotten() -> None:
-    problem = asked(NEIGHBORS, 4096, 4096)
+def test_tables_are_cached_until_forgotten() -> None:
+    problem = problem_of(NEIGHBORS, 4096, 4096)
     first = tables_of(problem, "natural", 64)
     assert tables_of(replace(problem, batch=3, head_dim=32), "natural", 64) is first
     backend.forget(problem)
@@ -174,37 +176,37 @@ def failures(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
-def test_every_order_gives_the_same(case: Case) -> None:
+def test_results_in_every_order(case: Case) -> None:
     for order, tile in zip(TOKEN_ORDERS, (32, 8, 16), strict=True):
         assert failures(case, order, tile) == (), (order, tile)
     assert failures(case, "hilbert", 16, torch.bfloat16) == ()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
-def test_tokens_that_are_kept_in_another_order(case: Case) -> None:
-    """Nothing is permuted, whatever the order that is asked for; masks are about tokens as they lie."""
+def test_reordered_tokens(case: Case) -> None:
+    """Nothing is permuted, whatever the requested order; masks go by place in the tensors."""
     if case.k_len is not None and case.k_len != case.shape[1]:
         pytest.skip("an order is one of queries and keys alike")
-    for kept, order in (("hilbert", "natural"), ("residue", "hilbert")):
-        moved = replace(case, pattern=Reordered(case.pattern, kept))
+    for stored, order in (("hilbert", "natural"), ("residue", "hilbert")):
+        moved = replace(case, pattern=Reordered(case.pattern, stored))
         problem = moved.problem(torch.float32, needs_grad=True)
         assert backend.refusals(problem) == []
         assert backend.orders(problem) == ("natural",) or problem.pattern == case.pattern
-        assert failures(moved, order, 16) == (), (kept, order)
+        assert failures(moved, order, 16) == (), (stored, order)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
-def test_masks_that_are_not_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_computed_in_every_call(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MASK_BYTES", 0)
-    monkeypatch.setattr(tile_math, "CHUNK_BYTES", 0)  # a query tile at a time
+    monkeypatch.setattr(tile_math, "CHUNK_BYTES", 0)  # one query tile per call
     assert failures(case, "hilbert", 8) == ()
 
 
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET], ids=str)
-def test_threads_sum_in_the_same_order_every_time(pattern: Pattern) -> None:
-    """Bit for bit, and as one thread does."""
+def test_threads_are_deterministic(pattern: Pattern) -> None:
+    """Bitwise equal in every run, and equal to one thread."""
     threads = torch.get_num_threads()
-    problem = replace(asked(pattern, 4096, 4096), needs_grad=True)
+    problem = replace(problem_of(pattern, 4096, 4096), needs_grad=True)
     example = make(problem)
     inputs = (example.q, example.k, example.v)
     found = []
@@ -238,8 +240,8 @@ def test_hidden_keys_are_never_read() -> None:
         assert torch.equal(clean, dirty)
 
 
-def test_an_order_that_is_not() -> None:
-    example = make(asked(Dense(), 8, 8))
+def test_unknown_orders() -> None:
+    example = make(problem_of(Dense(), 8, 8))
     with pytest.raises(InvalidInput, match="order must be None or one of"):
         backend.run(example.q, example.k, example.v, example.problem, order="peano")
 
@@ -260,8 +262,8 @@ ESTIMATED = (
 
 
 @pytest.mark.parametrize(("pattern", "length"), ESTIMATED, ids=str)
-def test_tables_take_no_more_than_announced(pattern: Pattern, length: int) -> None:
-    problem = asked(pattern, length, length)
+def test_tables_fit_their_declared_bytes(pattern: Pattern, length: int) -> None:
+    problem = problem_of(pattern, length, length)
     assert "natural" in backend.orders(problem)
     for order in backend.orders(problem):
         found = tables_of(problem, order, backend.tile_size(problem, order))
@@ -270,17 +272,17 @@ def test_tables_take_no_more_than_announced(pattern: Pattern, length: int) -> No
         assert sum(x.nbytes for x in tensors) <= backend._table_bytes(problem, order)
 
 
-def test_the_offered_orders() -> None:
-    assert backend.orders(asked(NEIGHBORS, 4096, 4096)) == ("natural", "hilbert")
-    assert backend.orders(asked(LONGNET, 4096, 4096)) == ("natural", "residue")
-    assert backend.orders(asked(Window(3, 0), 4096, 4096)) == ("natural",)
+def test_offered_orders() -> None:
+    assert backend.orders(problem_of(NEIGHBORS, 4096, 4096)) == ("natural", "hilbert")
+    assert backend.orders(problem_of(LONGNET, 4096, 4096)) == ("natural", "residue")
+    assert backend.orders(problem_of(Window(3, 0), 4096, 4096)) == ("natural",)
 
 
 def test_too_many_pairs() -> None:
-    long = asked(Dense(), 2**20, 2**20)
+    long = problem_of(Dense(), 2**20, 2**20)
     assert [refusal.code for refusal in backend.refusals(long)] == ["pattern"]
     assert "pairs of tiles, over 16777216" in str(backend.refusals(long)[0])
-    assert backend.refusals(asked(Window(1000, 0), 2**20, 2**20)) == []
+    assert backend.refusals(problem_of(Window(1000, 0), 2**20, 2**20)) == []
 
 
 def test_heads_of_a_class() -> None:
@@ -295,14 +297,14 @@ def test_heads_of_a_class() -> None:
 
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 @pytest.mark.parametrize("pattern", [Dense(), Dense(is_causal=True), Window(5, 0)], ids=str)
-def test_any_order_can_be_forced(pattern: Pattern, order: str) -> None:
-    """Sequences without a grid too, though nothing is gained."""
+def test_any_token_order_can_be_forced(pattern: Pattern, order: str) -> None:
+    """Sequences without a grid too, though not faster."""
     q, k, v = (torch.randn(1, 50, 2, 8, dtype=torch.float64) for _ in range(3))
     found = attend(q, k, v, pattern, backend="tiles", order=order)
     torch.testing.assert_close(found, attend(q, k, v, pattern, backend="manual"))
 
 
-def test_queries_and_keys_of_other_lengths_stay_in_their_order() -> None:
+def test_different_lengths_stay_in_natural_order() -> None:
     q, (k, v) = torch.randn(1, 20, 2, 8), torch.randn(2, 1, 70, 2, 8)
     found = attend(q, k, v, Dense(is_causal=True), backend="tiles", order="hilbert")
     torch.testing.assert_close(found, attend(q, k, v, Dense(is_causal=True), backend="manual"))

@@ -1,4 +1,4 @@
-"""The triton backend where conformance does not reach: lists of tiles, refusals, blocks, compiling for a GPU."""
+"""The triton backend beyond conformance: work lists, refusals, blocks, compiling for a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from torch import Tensor
 from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.work_list import Side, Visits, covers, largest_cell, visits_bytes, visits_of
+from attn_dispatch.kernels.triton.work_list import (
+    Side,
+    WorkList,
+    covers,
+    largest_row_group,
+    work_list_bytes,
+    work_list_of,
+)
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
@@ -39,10 +46,10 @@ def problem_of(
     return Case("one", pattern, shape).problem(dtype, needs_grad=True, device=device)
 
 
-# --- lists of tiles ---------------------------------------------------------------------------------------------------
+# --- work lists -------------------------------------------------------------------------------------------------------
 
 
-def taken(pattern: Pattern) -> bool:
+def supported(pattern: Pattern) -> bool:
     return not isinstance(pattern, Neighborhood) and not getattr(pattern, "sinks", 0)
 
 
@@ -50,64 +57,64 @@ def taken(pattern: Pattern) -> bool:
 def problems(draw: st.DrawFn) -> Problem:
     q_len = draw(lengths())
     k_len = draw(st.just(q_len) | lengths())
-    pattern = draw(patterns(q_len, k_len).filter(taken))
+    pattern = draw(patterns(q_len, k_len).filter(supported))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     case = Case("listed", pattern, (1, q_len, kv_heads * group, 8), k_len=k_len, kv_heads=kv_heads)
     return case.problem(torch.float32, needs_grad=True)
 
 
-def meetings(visits: Visits, problem: Problem, side: Side) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """A query head, a tile's rows, and one run's columns."""
-    heads = len(visits.kind_of)
-    for head, kind in enumerate(visits.kind_of.tolist()):
-        for start, step, count, first_run, end_run in visits.tiles[
-            int(visits.first_tile[kind]) : int(visits.first_tile[kind + 1])
+def tile_runs(work: WorkList, problem: Problem, side: Side) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The query head, a tile's rows, and the columns of one of its runs."""
+    heads = len(work.kind_of)
+    for head, kind in enumerate(work.kind_of.tolist()):
+        for start, step, count, first_run, end_run in work.tiles[
+            int(work.first_tile[kind]) : int(work.first_tile[kind + 1])
         ].tolist():
             rows = torch.arange(count) * step + start
-            for run_start, run_step, run_count, member in visits.runs[first_run:end_run].tolist():
+            for run_start, run_step, run_count, member in work.runs[first_run:end_run].tolist():
                 yield head * problem.heads // heads + member, rows, torch.arange(run_count) * run_step + run_start
 
 
-def counts(visits: Visits, problem: Problem, side: Side) -> Tensor:
-    """How many times each query of each head is handed each key."""
+def listed_multiplicity(work: WorkList, problem: Problem, side: Side) -> Tensor:
+    """How many times the work list pairs each query of each head with each key."""
     found = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
-    for head, rows, columns in meetings(visits, problem, side):
+    for head, rows, columns in tile_runs(work, problem, side):
         distance = columns - rows[:, None]
-        met = torch.ones_like(distance, dtype=torch.bool)
-        if visits.low is not None:
-            met &= distance >= visits.low
-        if visits.high is not None:
-            met &= distance <= visits.high
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if work.low is not None:
+            visible &= distance >= work.low
+        if work.high is not None:
+            visible &= distance <= work.high
         if side == "queries":
-            found[head, rows[:, None], columns] += met
+            found[head, rows[:, None], columns] += visible
         else:
-            found[head, columns, rows[:, None]] += met
+            found[head, columns, rows[:, None]] += visible
     return found
 
 
 @settings(max_examples=80)
 @given(problems(), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
-def test_every_pair_is_visited_as_often_as_the_pattern_says(problem: Problem, side: Side, block: int) -> None:
-    visits = visits_of(problem, side, block)
+def test_work_lists_match_the_multiplicity(problem: Problem, side: Side, block: int) -> None:
+    work = work_list_of(problem, side, block)
     expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
-    assert torch.equal(counts(visits, problem, side), expected)
-    assert int(expected.sum()) <= visits.pairs(block, 4)
-    assert sum(4 * x.numel() for x in (visits.tiles, visits.runs, visits.first_tile, visits.kind_of)) <= visits_bytes(
+    assert torch.equal(listed_multiplicity(work, problem, side), expected)
+    assert int(expected.sum()) <= work.pairs(block, 4)
+    assert sum(4 * x.numel() for x in (work.tiles, work.runs, work.first_tile, work.kind_of)) <= work_list_bytes(
         problem, side, block
     )
 
 
 @settings(max_examples=50)
 @given(problems(), st.sampled_from(SIDES))
-def test_every_row_is_in_one_tile_or_meets_nothing(problem: Problem, side: Side) -> None:
-    visits = visits_of(problem, side, 8)
+def test_every_row_is_in_at_most_one_tile(problem: Problem, side: Side) -> None:
+    work = work_list_of(problem, side, 8)
     length = problem.q_len if side == "queries" else problem.k_len
-    for kind in range(len(visits.first_tile) - 1):
+    for kind in range(len(work.first_tile) - 1):
         seen = torch.zeros(length, dtype=torch.int64)
-        for start, step, count, first_run, end_run in visits.tiles[
-            int(visits.first_tile[kind]) : int(visits.first_tile[kind + 1])
+        for start, step, count, first_run, end_run in work.tiles[
+            int(work.first_tile[kind]) : int(work.first_tile[kind + 1])
         ].tolist():
-            assert 1 <= count <= min(8, largest_cell(problem, side))
+            assert 1 <= count <= min(8, largest_row_group(problem, side))
             assert first_run < end_run
             seen[start : start + count * step : step] += 1
         assert int(seen.max()) <= 1
@@ -117,15 +124,15 @@ def test_every_row_is_in_one_tile_or_meets_nothing(problem: Problem, side: Side)
 @pytest.mark.parametrize("side", SIDES)
 def test_a_million_tokens_fill_every_tile(side: Side) -> None:
     problem = problem_of(LONGNET, (1, 2**20, 16, 128), torch.bfloat16)
-    visits = visits_of(problem, side, 128)
-    assert set(visits.tiles[:, 2].tolist()) == {128}
-    assert len(visits.tiles) == 16 * 2**20 // 128
+    work = work_list_of(problem, side, 128)
+    assert set(work.tiles[:, 2].tolist()) == {128}
+    assert len(work.tiles) == 16 * 2**20 // 128
     assert covers(problem, side)
 
 
 def test_hundreds_of_thousands_of_segments() -> None:
-    visits = visits_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
-    assert len(visits.tiles) > 10**5
+    work = work_list_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
+    assert len(work.tiles) > 10**5
 
 
 @pytest.mark.parametrize(
@@ -134,8 +141,8 @@ def test_hundreds_of_thousands_of_segments() -> None:
     ids=str,
 )
 def test_pairs_count_whole_blocks(pattern: Pattern, blocks: int) -> None:
-    visits = visits_of(problem_of(pattern, (1, 128, 2, 16)), "queries", 32)
-    assert visits.pairs(32, 32) == 2 * blocks * 32 * 32
+    work = work_list_of(problem_of(pattern, (1, 128, 2, 16)), "queries", 32)
+    assert work.pairs(32, 32) == 2 * blocks * 32 * 32
 
 
 def test_flops_follow_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +160,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], share
     properties = SimpleNamespace(shared_memory_per_block_optin=shared)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    triton.blocks.cache_clear()
+    triton.block_configs.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _fresh_blocks() -> Iterator[None]:
     yield
-    triton.blocks.cache_clear()
+    triton.block_configs.cache_clear()
 
 
 def texts(problem: Problem) -> list[str]:
@@ -175,7 +182,7 @@ def test_older_gpus_are_refused(capability: tuple[int, int], monkeypatch: pytest
     assert texts(CUDA) == [f"needs CUDA capability 8.0, cuda:0 has {capability[0]}.{capability[1]}"]
 
 
-def test_newer_gpus_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_gpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability in ((8, 0), (8, 6), (9, 0)):
         fake_gpu(monkeypatch, capability)
         assert texts(CUDA) == []
@@ -204,7 +211,7 @@ def test_newer_gpus_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_it_cannot_do(change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0))
     found = texts(replace(CUDA, **change))
     assert len(found) == 1
@@ -240,7 +247,7 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
     fake_gpu(monkeypatch, (9, 0), shared)
     problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
     for each in (triton.FORWARD, triton.BACKWARD_Q, triton.BACKWARD_KV):
-        found = triton.blocks(each, problem)
+        found = triton.block_configs(each, problem)
         assert found
         for block in found:
             assert support.shared_bytes(each, problem, block) <= shared
@@ -251,7 +258,7 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
 def test_short_segments_get_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0))
     problem = replace(CUDA, pattern=Dilated((64, 128), (1, 2)))
-    assert {block.rows for block in triton.blocks(triton.FORWARD, problem)} == {32}
+    assert {block.rows for block in triton.block_configs(triton.FORWARD, problem)} == {32}
 
 
 COMPILE = """
@@ -272,7 +279,7 @@ for each, (capability, listed) in every[::STEP]:
 @compiled
 @pytest.mark.parametrize("step", [pytest.param(1, id="every", marks=pytest.mark.full), pytest.param(4, id="each-once")])
 def test_kernels_compile_without_a_gpu(step: int, tmp_path: Path) -> None:
-    """To machine code: what the interpreter takes and the compiler does not would show up on users' machines only."""
+    """To machine code: the interpreter accepts code that the compiler rejects."""
     run_alone(f"STEP = {step}\n{COMPILE}", tmp_path)
 
 
@@ -283,7 +290,7 @@ def test_kernels_compile_without_a_gpu(step: int, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("with_out", [False, True])
 def test_gradient_through_lse(with_out: bool) -> None:
-    """A loss that uses lse reaches q and k, and rows without keys give nothing. Errors stay below the gate's."""
+    """A loss of lse reaches q and k, rows without keys contribute 0. Errors are below the gate's tolerance."""
     pattern = Dilated((16, 32), (2, 4), is_causal=True)
     problem = Case("lse", pattern, (1, 40, 4, 16), kv_heads=2).problem(torch.float32, needs_grad=True)
     gate = Oracle.of(make(problem))
@@ -306,8 +313,8 @@ def test_gradient_through_lse(with_out: bool) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-def test_keys_taken_away_are_never_read() -> None:
-    """Padding may hold anything, NaN too."""
+def test_hidden_keys_are_never_read() -> None:
+    """Padding and masked keys may hold NaN."""
     pattern = Dilated((16, 32), (1, 2))
     case = Case("poisoned", pattern, (2, 40, 2, 16), seq_lens=True, key_mask=True)
     example = make(case.problem(torch.float32, needs_grad=True))
@@ -323,7 +330,7 @@ def test_keys_taken_away_are_never_read() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-def test_twice_the_same() -> None:
+def test_results_are_deterministic() -> None:
     problem = next(case for case in CASES if case.id == "longnet-short").problem(torch.float16, needs_grad=True)
     gate = Oracle.of(make(problem))
     first, second = gate.run(triton), gate.run(triton)

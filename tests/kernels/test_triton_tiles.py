@@ -1,4 +1,4 @@
-"""The triton_tiles backend where conformance does not reach: lists, small blocks, orders, refusals, compiling."""
+"""The triton_tiles backend beyond conformance: lists, small blocks, orders, refusals, compiling."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from attn_dispatch.backends import triton_tiles
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.tiles import tables
-from attn_dispatch.kernels.tiles.estimates import pairs_at_most
-from attn_dispatch.kernels.tiles.lists import TileLists, lists_bytes, lists_of
+from attn_dispatch.kernels.tiles.estimates import most_pairs
+from attn_dispatch.kernels.tiles.lists import TileLists, tile_lists_bytes, tile_lists_of
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -43,19 +43,19 @@ HEADS = 5
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
+def _empty_caches() -> Iterator[None]:
     triton_tiles.forget(CUDA)
-    triton_tiles.blocks.cache_clear()
+    triton_tiles.block_configs.cache_clear()
     yield
     triton_tiles.forget(CUDA)
-    triton_tiles.blocks.cache_clear()
+    triton_tiles.block_configs.cache_clear()
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 
-def counted(lists: TileLists, problem: Problem, tile: int, by: str) -> Tensor:
-    """How many times each query of each head is handed each key, [heads, q_len, k_len], as the kernels go about it."""
+def listed_multiplicity(lists: TileLists, problem: Problem, tile: int, by: str) -> Tensor:
+    """How many times the lists pair each query of each head with each key, [heads, q_len, k_len]."""
     side = lists.queries if by == "queries" else lists.keys
     assert side is not None
     places = lists.q_pos.view(-1, tile), lists.k_pos.view(-1, tile)
@@ -64,10 +64,10 @@ def counted(lists: TileLists, problem: Problem, tile: int, by: str) -> Tensor:
         for row, (start, whole, end) in enumerate(side.spans[kind].tolist()):
             for number, (column, mask) in enumerate(side.pairs[start:end].tolist(), start):
                 query, key = (row, column) if by == "queries" else (column, row)
-                met = torch.ones(tile, tile, dtype=torch.int32)
+                times = torch.ones(tile, tile, dtype=torch.int32)
                 if number < whole:
-                    met = weighed(lists, kind, query, key, mask, tile)
-                found[head, query * tile : (query + 1) * tile, key * tile : (key + 1) * tile] += met
+                    times = pair_multiplicity(lists, kind, query, key, mask, tile)
+                found[head, query * tile : (query + 1) * tile, key * tile : (key + 1) * tile] += times
     assert not found[:, :, problem.k_len :].any()  # repeated keys
     q_pos, k_pos = (x.flatten()[: problem.q_len].long() for x in places)
     by_position = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
@@ -75,7 +75,7 @@ def counted(lists: TileLists, problem: Problem, tile: int, by: str) -> Tensor:
     return by_position
 
 
-def weighed(lists: TileLists, kind: int, query: int, key: int, mask: int, tile: int) -> Tensor:
+def pair_multiplicity(lists: TileLists, kind: int, query: int, key: int, mask: int, tile: int) -> Tensor:
     if lists.masks is not None:
         return lists.masks[mask].int()
     assert lists.reach is not None
@@ -87,41 +87,43 @@ def weighed(lists: TileLists, kind: int, query: int, key: int, mask: int, tile: 
     return sees.all(1).sum(0).int()
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["masks", "reach"])
+@pytest.mark.parametrize("stored", [True, False], ids=["masks", "reach"])
 @pytest.mark.parametrize(("pattern", "length"), SQUARE, ids=str)
-def test_lists_are_the_definition(pattern: Pattern, length: int, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if kept else 0)
+def test_lists_match_the_multiplicity(
+    pattern: Pattern, length: int, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if stored else 0)
     problem = problem_of(pattern, (1, length, HEADS, 8))
     problem = replace(problem, pattern=pattern)
     expected = pattern.multiplicity(length, length, HEADS)
     for order in TOKEN_ORDERS:
-        lists = lists_of(problem, order, 16)
+        lists = tile_lists_of(problem, order, 16)
         assert (lists.masks is None) == (lists.reach is not None)
         for by in ("queries", "keys"):
-            assert torch.equal(counted(lists, problem, 16, by), expected), (order, by)
+            assert torch.equal(listed_multiplicity(lists, problem, 16, by), expected), (order, by)
 
 
-def test_full_pairs_have_no_masks_even_where_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_pairs_are_marked_without_stored_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MASK_BYTES", 0)
-    spans = lists_of(problem_of(Neighborhood((32, 32), (21, 21)), (1, 1024, 1, 8)), "hilbert", 16).queries.spans
+    spans = tile_lists_of(problem_of(Neighborhood((32, 32), (21, 21)), (1, 1024, 1, 8)), "hilbert", 16).queries.spans
     assert (spans[:, :, 2] > spans[:, :, 1]).any()
 
 
 @pytest.mark.parametrize(("pattern", "length"), [e for e in ESTIMATED if not isinstance(e[0], Dense | Window)], ids=str)
-def test_lists_take_no_more_than_announced(pattern: Pattern, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_fit_their_declared_bytes(pattern: Pattern, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(pattern, (1, length, HEADS, 8))
     for limit in (tables.MASK_BYTES, 0):
         monkeypatch.setattr(tables, "MASK_BYTES", limit)
         for order in triton_tiles.orders(problem):
             for tile in triton_tiles.TILES:
                 triton_tiles.forget(problem)
-                lists = lists_of(problem, order, tile)
+                lists = tile_lists_of(problem, order, tile)
                 assert lists.keys is not None
-                assert len(lists.queries.pairs) <= len(lists.queries.spans) * pairs_at_most(problem, order, tile)
+                assert len(lists.queries.pairs) <= len(lists.queries.spans) * most_pairs(problem, order, tile)
                 sides = [x for side in (lists.queries, lists.keys) for x in (side.spans, side.pairs)]
                 rest = [lists.q_pos, lists.k_pos, lists.kind_of, lists.masks, lists.reach]
                 taken = sum(x.nbytes for x in (*sides, *rest) if x is not None)
-                assert taken <= lists_bytes(problem, order, tile)
+                assert taken <= tile_lists_bytes(problem, order, tile)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ SMALL = (
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
-    ("case", "order", "kept"),
+    ("case", "order", "stored"),
     [
         *((*each, True) for each in SMALL[1::4]),
         *((*each, False) for each in SMALL[::4]),
@@ -171,18 +173,18 @@ SMALL = (
     ],
     ids=lambda x: {True: "masks", False: "reach"}[x] if isinstance(x, bool) else getattr(x, "id", x),
 )
-def test_blocks_smaller_than_tiles(case: Case, order: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
-    monkeypatch.setattr(triton_tiles, "INTERPRETED", support.Block(16, 16, 4, 1))
-    monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if kept else 0)
-    assert failures(case, order, 32, torch.float32 if kept else torch.float16) == ()
+def test_blocks_smaller_than_tiles(case: Case, order: str, stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
+    monkeypatch.setattr(triton_tiles, "INTERPRETED", support.BlockConfig(16, 16, 4, 1))
+    monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if stored else 0)
+    assert failures(case, order, 32, torch.float32 if stored else torch.float16) == ()
 
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("case", [case for case, _ in SMALL if case.seq_lens], ids=lambda case: case.id)
 def test_hidden_keys_and_padding_are_never_read(case: Case) -> None:
-    """They may hold anything, NaN too; the results are the same, bit for bit, and on every run."""
+    """They may hold NaN; results are bitwise the same, also between runs."""
     example = make(case.problem(torch.float32, needs_grad=True))
     masks = example.masks
     inside = torch.arange(case.shape[1]) < masks["seq_lens"][:, None]
@@ -204,21 +206,21 @@ def test_hidden_keys_and_padding_are_never_read(case: Case) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-def test_the_gate_sees_a_count_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that two branches see weigh double: with masks of ones and zeros the same case fails."""
+def test_the_gate_detects_ignored_multiplicity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that two branches see count twice: with masks of ones and zeros the same case fails."""
     case = next(case for case in CASES if case.id == "same-branch-twice")
     problem = case.problem(torch.float32, needs_grad=False)
     whole = Oracle.of(make(problem))
     assert whole.check(whole.run(triton_tiles)).failures == ()
-    lists = lists_of(problem, "natural", 64)
+    lists = tile_lists_of(problem, "natural", 64)
     assert lists.masks is not None
     lists = replace(lists, masks=lists.masks.clamp(max=1))
     with monkeypatch.context() as patch:
-        patch.setattr(triton_tiles, "lists_of", lambda *_: lists)
+        patch.setattr(triton_tiles, "tile_lists_of", lambda *_: lists)
         assert whole.check(whole.run(triton_tiles)).failures != ()
 
 
-def test_what_run_does_not_take() -> None:
+def test_invalid_arguments_of_run() -> None:
     x = torch.randn(1, 63, 2, 16)
     problem = problem_of(Neighborhood((9, 7), (3, 5)), (1, 63, 2, 16))
     with pytest.raises(InvalidInput, match="order must be one of 'natural', 'hilbert', 'residue', got 'sawtooth'"):
@@ -227,7 +229,7 @@ def test_what_run_does_not_take() -> None:
         triton_tiles.run(x, x, x, problem, tile=24)
 
 
-# --- what it takes ----------------------------------------------------------------------------------------------------
+# --- arguments and refusals -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,15 +254,15 @@ def test_what_run_does_not_take() -> None:
         ),
     ],
 )
-def test_what_it_cannot_do(change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0))
     found = [refusal.text for refusal in triton_tiles.refusals(replace(CUDA, **change))]
     assert len(found) == 1
     assert found[0].startswith(text)
 
 
-def test_the_offered_orders_and_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as near to squares meet fewer others; wider windows are worth larger tiles."""
+def test_offered_orders_and_their_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square tiles have fewer pairs; with wider windows larger tiles are chosen."""
     fake_gpu(monkeypatch, (9, 0))
     assert triton_tiles.refusals(CUDA) == []
     assert triton_tiles.orders(CUDA) == ("natural", "hilbert")
@@ -271,17 +273,17 @@ def test_the_offered_orders_and_their_work(monkeypatch: pytest.MonkeyPatch) -> N
     assert triton_tiles.flops(replace(CUDA, needs_grad=False)) * 9 == triton_tiles.flops(CUDA) * 2
 
 
-def test_tokens_kept_in_order_are_tiles_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same pairs as in that order, read from places side by side."""
+def test_reordered_tokens_are_tiled_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pairs as in that order; tiles are consecutive tokens."""
     fake_gpu(monkeypatch, (9, 0))
-    kept = replace(CUDA, pattern=Reordered(NEIGHBORS, "hilbert"))
-    assert triton_tiles.refusals(kept) == []
-    assert triton_tiles.orders(kept) == ("natural",)
-    assert triton_tiles.flops(kept) == triton_tiles.flops(CUDA, "hilbert")
+    reordered = replace(CUDA, pattern=Reordered(NEIGHBORS, "hilbert"))
+    assert triton_tiles.refusals(reordered) == []
+    assert triton_tiles.orders(reordered) == ("natural",)
+    assert triton_tiles.flops(reordered) == triton_tiles.flops(CUDA, "hilbert")
     here = torch.device("cpu")
     one, other = (
-        lists_of(replace(kept, device=here), "natural", 64),
-        lists_of(replace(CUDA, device=here), "hilbert", 64),
+        tile_lists_of(replace(reordered, device=here), "natural", 64),
+        tile_lists_of(replace(CUDA, device=here), "hilbert", 64),
     )
     assert torch.equal(one.queries.pairs, other.queries.pairs)
     assert torch.equal(one.q_pos, torch.arange(4096, dtype=torch.int32))
@@ -296,7 +298,7 @@ def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch:
     problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
     for each in (triton_tiles.FORWARD, triton_tiles.BACKWARD_Q, triton_tiles.BACKWARD_KV):
         for tile in (16, 32, 64, 128):
-            found = triton_tiles.blocks(each, problem, tile)
+            found = triton_tiles.block_configs(each, problem, tile)
             assert found
             for block in found:
                 assert support.shared_bytes(each, problem, block) <= shared
@@ -308,7 +310,7 @@ from attn_dispatch.backends.triton_tiles import BACKWARD_KV, BACKWARD_Q, FORWARD
 from tests.support.compiling import compile_for
 
 LISTS = dict.fromkeys(("q_pos", "k_pos", "kind_of", "spans", "pairs", "reach"), "*i32") | {"masks": "*u8"}
-# Arguments of 1 are constants to the compiler: a single tile is a case of its own.
+# The compiler specializes arguments equal to 1: test a single tile too.
 ONE = dict.fromkeys(("heads", "q_tiles", "k_tiles", "q_len", "k_len"), 1)
 CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, ONE), (BACKWARD_Q, 90, 1, ONE), (BACKWARD_KV, 90, 0, {}))
 
@@ -321,5 +323,5 @@ for each, capability, branches, one in CASES[::STEP]:
 @compiled
 @pytest.mark.parametrize("step", [pytest.param(1, id="every", marks=pytest.mark.full), pytest.param(2, id="two")])
 def test_kernels_compile_without_a_gpu(step: int, tmp_path: Path) -> None:
-    """To machine code: what the interpreter takes and the compiler does not would show up on users' machines only."""
+    """To machine code: the interpreter accepts code that the compiler rejects."""
     run_alone(f"STEP = {step}\n{COMPILE}", tmp_path)

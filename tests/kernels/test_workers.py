@@ -1,4 +1,4 @@
-"""Threads that run torch's operations alone: every piece once, in turn, and nothing left behind."""
+"""Pieces of work in threads: every piece once, sections in order, and no state left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attn_dispatch.kernels.tiles.threads import PIECES_PER_THREAD, Turns, share
+from attn_dispatch.kernels.tiles.threads import PIECES_PER_THREAD, WorkQueue, run_in_threads
 
 THREADS = 3
 MANY = 50
@@ -24,35 +24,35 @@ def _some_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_every_piece_once_and_in_turn() -> None:
-    """The first piece is held back while other threads have theirs: without turns it would not be the first."""
+def test_every_piece_runs_once_and_in_order() -> None:
+    """The first piece waits while other threads run theirs: without the order it would not come first."""
     taken, passed, ahead = [], [], threading.Barrier(THREADS)
 
-    def work(turns: Turns) -> None:
-        for number in turns.taken():
+    def work(queue: WorkQueue) -> None:
+        for number in queue.take():
             taken.append(number)
             if number < THREADS:
                 ahead.wait(10)
             if number == 0:
                 time.sleep(0.05)
-            with turns.at(number):
+            with queue.in_order(number):
                 passed.append(number)
 
-    share(MANY, work)
+    run_in_threads(MANY, work)
     assert sorted(taken) == list(range(MANY))
     assert passed == list(range(MANY))
 
 
-def test_threads_run_operations_alone() -> None:
+def test_operations_in_threads_are_single_threaded() -> None:
     found = set()
 
-    def work(turns: Turns) -> None:
-        for _ in turns.taken():
+    def work(queue: WorkQueue) -> None:
+        for _ in queue.take():
             found.add(
                 (threading.current_thread().name.rsplit("_", 1)[0], torch.get_num_threads(), torch.is_grad_enabled())
             )
 
-    share(MANY, work)
+    run_in_threads(MANY, work)
     assert found == {("attn-dispatch-tiles", 1, False)}
     assert torch.get_num_threads() == THREADS
     later: list[int] = []
@@ -63,57 +63,57 @@ def test_threads_run_operations_alone() -> None:
 
 
 @pytest.mark.parametrize(("threads", "count"), [(1, MANY), (THREADS, PIECES_PER_THREAD * THREADS - 1), (THREADS, 0)])
-def test_few_pieces_stay_here(threads: int, count: int) -> None:
+def test_few_pieces_run_in_the_calling_thread(threads: int, count: int) -> None:
     torch.set_num_threads(threads)
     found = []
 
-    def work(turns: Turns) -> None:
-        for number in turns.taken():
-            with turns.at(number):
+    def work(queue: WorkQueue) -> None:
+        for number in queue.take():
+            with queue.in_order(number):
                 found.append(threading.current_thread())
 
-    share(count, work)
+    run_in_threads(count, work)
     assert found == [threading.current_thread()] * count
 
 
-def test_what_a_piece_raises_is_raised_here() -> None:
-    """The others, which wait for their turn, end too; and the threads take the next work."""
+def test_exceptions_reach_the_caller() -> None:
+    """The other threads, which wait for their section, end too; the next call works."""
 
-    def work(turns: Turns) -> None:
-        for number in turns.taken():
+    def work(queue: WorkQueue) -> None:
+        for number in queue.take():
             if number == 1:
                 raise ZeroDivisionError(number)
-            with turns.at(number):
+            with queue.in_order(number):
                 pass
 
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
-            share(MANY, work)
+            run_in_threads(MANY, work)
 
 
 def test_inference_tensors_can_be_written() -> None:
     with torch.inference_mode():
         x = torch.zeros(MANY)
 
-        def work(turns: Turns) -> None:
-            for number in turns.taken():
+        def work(queue: WorkQueue) -> None:
+            for number in queue.take():
                 x[number] += 1
 
-        share(MANY, work)
+        run_in_threads(MANY, work)
     assert x.tolist() == [1.0] * MANY
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    def work(turns: Turns) -> None:
-        for _ in turns.taken():
+def test_a_forked_child_starts_its_own_threads() -> None:
+    def work(queue: WorkQueue) -> None:
+        for _ in queue.take():
             pass
 
-    share(MANY, work)
+    run_in_threads(MANY, work)
     child = os.fork()
     if not child:
         threading.Timer(10, os._exit, (1,)).start()
-        share(MANY, work)
+        run_in_threads(MANY, work)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

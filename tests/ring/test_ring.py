@@ -23,7 +23,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.tuning.oracle import Oracle
-from tests.kernels.test_hidden import holding
+from tests.kernels.test_hidden import with_hidden
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
 from tests.support.cases import CASES, Case, gate, kind_of
@@ -373,7 +373,7 @@ def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: 
 )
 def test_what_no_query_sees_never_matters(ranks: Ranks, case: Case, exchange: str, set_mode: Any) -> None:
     set_mode("off")
-    example = holding(gate(case.problem(torch.float32, needs_grad=True)).example, math.nan)
+    example = with_hidden(gate(case.problem(torch.float32, needs_grad=True)).example, math.nan)
     layout = Layout(deal(case.shape[1], 2), ZIGZAG)
     args = [
         (each, layout.kind, case.strides, options_of(case, exchange)) for each in shards(Oracle.of(example), layout)

@@ -1,4 +1,4 @@
-"""Which problems share a group."""
+"""Problems that share a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def group(pattern: Pattern, shape: tuple[int, int, int, int] = (1, 64, 2, 8), **
     return group_of(problem.to_dict())
 
 
-def kept(order: str, grid: tuple[int, ...] = (8, 8), window: tuple[int, ...] = (3, 3)) -> Pattern:
+def reordered(order: str, grid: tuple[int, ...] = (8, 8), window: tuple[int, ...] = (3, 3)) -> Pattern:
     return Reordered(Neighborhood(grid, window), order)
 
 
@@ -33,15 +33,15 @@ def kept(order: str, grid: tuple[int, ...] = (8, 8), window: tuple[int, ...] = (
         (group(Window(3, 0, 1)), group(Window(30, 0, 4))),
         (group(Dilated((16, 32), (1, 2))), group(Dilated((32, 64), (1, 2)), (1, 128, 4, 8))),
         (group(Neighborhood((8, 8), (3, 3))), group(Neighborhood((4, 16), (3, 5)))),
-        (group(kept("hilbert")), group(kept("hilbert", (4, 16), (3, 5)))),
+        (group(reordered("hilbert")), group(reordered("hilbert", (4, 16), (3, 5)))),
     ],
 )
-def test_sizes_do_not_matter(one: str, other: str) -> None:
+def test_sizes_keep_the_group(one: str, other: str) -> None:
     assert one == other
     assert len(one) == DIGITS
 
 
-def test_everything_else_does() -> None:
+def test_other_fields_change_the_group() -> None:
     groups = [
         group(Dense()),
         group(Dense(is_causal=True)),
@@ -57,7 +57,7 @@ def test_everything_else_does() -> None:
         group(Neighborhood((64,), (3,), dilation=(2,))),
         group(Neighborhood((8, 8), (3, 3))),
         group(Neighborhood((4, 4, 4), (3, 3, 3))),
-        group(kept("hilbert")),
+        group(reordered("hilbert")),
         group(Reordered(Dense(is_causal=True), "hilbert")),
         group(Reordered(Dilated((16, 32), (1, 2)), "residue")),
         group(Reordered(Dilated((16, 32), (1, 2)), "hilbert")),

@@ -1,4 +1,4 @@
-"""The curve visits every point once and moves by single steps: on all small grids, and on larger ones by chance."""
+"""The curve visits every point once and moves by single steps: on all small grids, and on random larger ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def coordinates(positions: Tensor, grid: Grid) -> Tensor:
 
 
 def faults(positions: Tensor, grid: Grid) -> list[str]:
-    """What a walk through the whole grid by single steps would not have."""
+    """The violations of a walk through the whole grid by single steps."""
     found = []
     visited = torch.zeros(math.prod(grid), dtype=torch.bool)
     visited[positions] = True
@@ -49,7 +49,7 @@ def faults(positions: Tensor, grid: Grid) -> list[str]:
         ([0, 2, 3, 1], []),
     ],
 )
-def test_faults_are_found(positions: list[int], said: list[str]) -> None:
+def test_broken_walks_are_detected(positions: list[int], said: list[str]) -> None:
     assert faults(torch.tensor(positions), (2, 2)) == said
 
 
@@ -71,7 +71,7 @@ def test_large_and_long_grids(grid: Grid) -> None:
     assert faults(curve(grid), grid) == []
 
 
-# --- curves written out -----------------------------------------------------------------------------------------------
+# --- known curves -----------------------------------------------------------------------------------------------------
 
 SQUARE = [
     [0, 3, 4, 5],
@@ -100,13 +100,13 @@ def test_small_curves(grid: Grid, expected: list[int]) -> None:
     assert curve(grid).tolist() == expected
 
 
-def test_a_square_of_four_is_hilberts_own() -> None:
+def test_a_square_of_four_is_hilberts_curve() -> None:
     places = torch.tensor(SQUARE).flatten()
     assert curve((4, 4)).tolist() in (places.argsort().tolist(), places.view(4, 4).T.flatten().argsort().tolist())
 
 
 def quarter_by_quarter(side: int) -> list[tuple[int, int]]:
-    """Hilbert's curve by its definition: four curves of half the side, the first and the last turned about."""
+    """Hilbert's curve by its definition: four curves of half the side, the first and the last transposed."""
     if side == 1:
         return [(0, 0)]
     half = side // 2
@@ -120,7 +120,7 @@ def quarter_by_quarter(side: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("side", [2, 4, 8, 16, 32, 64])
-def test_powers_of_two_are_hilberts_own(side: int) -> None:
+def test_powers_of_two_are_hilberts_curve(side: int) -> None:
     found = {
         tuple(map(tuple, coordinates(curve((side, side)), (side, side))[:, axes].tolist())) for axes in ([0, 1], [1, 0])
     }
@@ -133,11 +133,11 @@ def test_axes_of_one_change_nothing(grid: Grid) -> None:
         assert torch.equal(curve((*grid[:axis], 1, *grid[axis:])), curve(grid))
 
 
-# --- what is near along the curve is near in the grid -----------------------------------------------------------------
+# --- locality ---------------------------------------------------------------------------------------------------------
 
 
 def reached(positions: Tensor, grid: Grid, ahead: int, tile: int = 64) -> float:
-    """Points in the box that a neighbourhood of `ahead` each way has around a tile, on average over the whole tiles."""
+    """Average points in the bounding box of a tile, extended by `ahead` each way, over all full tiles."""
     points = coordinates(positions, grid)
     tiles = points[: len(points) // tile * tile].view(-1, tile, len(grid))
     low = (tiles.amin(1) - ahead).clamp(min=0)
@@ -161,17 +161,17 @@ def test_tiles_reach_fewer_points_than_raster_does(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("grid", [(301, 6), (6, 301), (300, 7), (301, 7), (301, 5, 6)])
-def test_a_long_grid_is_gone_through_from_end_to_end(grid: Grid) -> None:
+def test_a_long_grid_is_walked_from_end_to_end(grid: Grid) -> None:
     length, width = max(grid), sorted(grid)[-2]
     along = coordinates(curve(grid), grid)[:, grid.index(length)]
     level = torch.linspace(0, length - 1, len(along))
-    assert (along - level).abs().max() < 2 * width  # a box is no longer than that
+    assert (along - level).abs().max() < 2 * width  # the longest possible box
 
 
-# --- as a function ----------------------------------------------------------------------------------------------------
+# --- dtype, device, cost ----------------------------------------------------------------------------------------------
 
 
-def test_type_and_place() -> None:
+def test_dtype_and_device() -> None:
     for grid in ((5,), (5, 6), (5, 6, 7)):
         found = curve(grid)
         assert (found.dtype, found.device.type, found.shape) == (torch.int64, "cpu", (math.prod(grid),))
@@ -179,13 +179,13 @@ def test_type_and_place() -> None:
         assert curve(grid) is found
 
 
-def test_a_first_call_in_another_mode() -> None:
+def test_a_first_call_in_inference_mode() -> None:
     curve.cache_clear()
     with torch.inference_mode(), torch.device("meta"):
         found = curve((5, 6))
     assert faults(found, (5, 6)) == []
     values = torch.randn(30, requires_grad=True)
-    (grad,) = torch.autograd.grad((values[found] * torch.arange(30.0)).sum(), values)  # the index is saved
+    (grad,) = torch.autograd.grad((values[found] * torch.arange(30.0)).sum(), values)  # autograd saves the index
     assert torch.equal(grad[found], torch.arange(30.0))
 
 

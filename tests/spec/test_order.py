@@ -1,4 +1,4 @@
-"""Orders of tokens as permutations, patterns of tokens that are kept in them, and the way in and out."""
+"""Token orders as permutations, patterns on reordered tokens, to_order and from_order."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ def test_any_length(order: str, pattern: Pattern) -> None:
     ],
     ids=str,
 )
-def test_where_an_order_serves(order: str, pattern: Pattern, expected: bool) -> None:
+def test_patterns_that_an_order_serves(order: str, pattern: Pattern, expected: bool) -> None:
     assert serves(order, pattern) == expected
 
 
-def test_residues_stand_together_within_a_segment() -> None:
+def test_residues_are_adjacent_within_a_segment() -> None:
     assert positions("residue", Dilated((8,), (2,)), 12).tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 9, 11]
     assert positions("residue", Dilated((6, 12), (2, 3)), 12).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     assert positions("residue", Neighborhood((7,), (3,), (3,)), 7).tolist() == [0, 3, 6, 1, 4, 2, 5]
 
 
-def test_classes_of_a_dilated_grid_stand_apart() -> None:
-    """Tokens of two of them never meet."""
+def test_residue_classes_of_a_dilated_grid_are_separate() -> None:
+    """Tokens of different classes do not see each other."""
     pattern = Neighborhood((6, 8), (3, 3), (2, 1))
     rows = positions("hilbert", pattern, 48) // 8
     assert (rows[:24] % 2 == 0).all()
@@ -114,18 +114,18 @@ def test_a_reordered_pattern_is_the_pattern_on_positions(order: str, pattern: Pa
     whole = pattern.multiplicity(length, heads=4)[:, at][:, :, at]
     found = Reordered(pattern, order).multiplicity(length, heads=4)
     assert torch.equal(found, whole)
-    # What the tensors hide is about the tokens as they lie.
+    # Masks go by place in the tensors.
     some, lens = torch.tensor([0, 5, length - 2]), masks["seq_lens"][:, None, None, None]
     hidden = (
         whole[1:3, some] * masks["key_mask"][:, None, None] * (torch.arange(length) < lens) * (some[:, None] < lens)
     )
-    kept = Reordered(pattern, order).multiplicity(length, heads=4, h_pos=(1, 2), q_pos=some, **masks)
-    assert torch.equal(kept, hidden)
+    found = Reordered(pattern, order).multiplicity(length, heads=4, h_pos=(1, 2), q_pos=some, **masks)
+    assert torch.equal(found, hidden)
 
 
 @EACH
 @ORDER
-def test_the_plainest_means_the_same(order: str, pattern: Pattern, length: int) -> None:
+def test_simplify_keeps_the_multiplicity(order: str, pattern: Pattern, length: int) -> None:
     reordered = Reordered(pattern, order)
     plain = reordered.simplify(length, length, 4)
     assert torch.equal(plain.multiplicity(length, heads=4), reordered.multiplicity(length, heads=4))
@@ -156,7 +156,7 @@ def test_equal_calls_share_a_decision(given: Pattern, expected: Pattern) -> None
     assert hash(problem) == hash(Problem.of(q, k, v, expected))
 
 
-def test_it_is_told_and_written_down() -> None:
+def test_title_and_dict() -> None:
     problem = Problem.of(*qkv(), Reordered(GRID, "hilbert"))
     assert "Reordered(Neighborhood(grid=(4, 4), window=(3, 3)), hilbert)" in str(problem)
     plain = problem.to_dict()
@@ -184,7 +184,7 @@ def test_it_is_told_and_written_down() -> None:
         (lambda: Reordered(Dense(), "hilbert").check(4, 5), "Reordered needs q_len == k_len, got 4 and 5"),
     ],
 )
-def test_what_cannot_be_reordered(make: Any, message: str) -> None:
+def test_invalid_reordered(make: Any, message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         make()
     assert message in str(raised.value)
@@ -200,8 +200,8 @@ def by_hand(x: Tensor, order: str, pattern: Pattern) -> Tensor:
 @pytest.mark.parametrize("backend", ["manual", "sdpa_mask"])
 @EACH
 @ORDER
-def test_it_is_the_call_on_tokens_put_in_order_by_hand(order: str, pattern: Pattern, length: int, backend: str) -> None:
-    """out, lse and all gradients, with heads that differ, and a mask that lies as the tokens do."""
+def test_reordered_equals_permuting_by_hand(order: str, pattern: Pattern, length: int, backend: str) -> None:
+    """out, lse and all gradients, with different heads, and a mask in the order of the tensors."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(1, length, 4, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     mask = torch.rand(1, length, generator=generator) < 0.8
@@ -211,10 +211,10 @@ def test_it_is_the_call_on_tokens_put_in_order_by_hand(order: str, pattern: Patt
     q, k, v = (by_hand(x.detach(), order, pattern).requires_grad_() for x in (q, k, v))
     mask, grad = (by_hand(x, order, pattern) for x in (mask, grad))
     reordered = Reordered(pattern, order)
-    kept_out, kept_lse = attend(q, k, v, reordered, key_mask=mask, return_lse=True, backend=backend)
-    found = torch.autograd.grad((kept_out, kept_lse), (q, k, v), (grad, grad[..., 0].transpose(1, 2)))
-    assert torch.allclose(kept_out, by_hand(out, order, pattern))
-    assert torch.allclose(kept_lse, by_hand(lse.transpose(1, 2), order, pattern).transpose(1, 2))
+    reordered_out, reordered_lse = attend(q, k, v, reordered, key_mask=mask, return_lse=True, backend=backend)
+    found = torch.autograd.grad((reordered_out, reordered_lse), (q, k, v), (grad, grad[..., 0].transpose(1, 2)))
+    assert torch.allclose(reordered_out, by_hand(out, order, pattern))
+    assert torch.allclose(reordered_lse, by_hand(lse.transpose(1, 2), order, pattern).transpose(1, 2))
     for one, other in zip(found, expected):
         assert torch.allclose(one, by_hand(other, order, pattern))
 
@@ -225,9 +225,9 @@ def test_it_is_the_call_on_tokens_put_in_order_by_hand(order: str, pattern: Patt
     [Reordered(GRID, "hilbert"), Reordered(Dilated((4, 8), (1, 2), True, heads="split"), "residue")],
     ids=str,
 )
-def test_it_passes_the_gate_and_is_decided_on(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that do not know such a pattern refuse it; none fails on it."""
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "10000")  # nobody is left out, however busy the machine is
+def test_reordered_passes_the_gate(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends without support for Reordered refuse it; none fails."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "10000")  # every candidate is measured, even on a busy machine
     q, k, v = (x.requires_grad_() for x in qkv())
     attend(q, k, v, pattern).sum().backward()
     ((_, decision),) = Store(cache_folder()).all()
@@ -240,12 +240,12 @@ def test_it_passes_the_gate_and_is_decided_on(pattern: Pattern, monkeypatch: pyt
     assert explain(q, k, v, pattern).choice == decision.choice
 
 
-# --- in and out -------------------------------------------------------------------------------------------------------
+# --- to_order and from_order ------------------------------------------------------------------------------------------
 
 
 @EACH
 @ORDER
-def test_into_an_order_and_out_of_it(order: str, pattern: Pattern, length: int) -> None:
+def test_to_order_and_from_order(order: str, pattern: Pattern, length: int) -> None:
     x = torch.randn(2, length, 3)
     there = to_order(x, order, pattern)
     assert torch.equal(there, by_hand(x, order, pattern))
@@ -261,14 +261,14 @@ def test_the_natural_order_copies_nothing() -> None:
     assert positions("natural", GRID, 16).tolist() == list(range(16))
 
 
-def test_what_is_given_out_may_be_written_to() -> None:
+def test_returned_positions_are_writable() -> None:
     positions("hilbert", GRID, 16).zero_()
     assert positions("hilbert", GRID, 16).sort().values.tolist() == list(range(16))
 
 
 @ORDER
 def test_a_whole_model_in_another_order(order: str) -> None:
-    """Converted once at its edges: the result and the gradient are those of the model in natural order."""
+    """Permuted at input and output: result and gradient are those of the model in natural order."""
     pattern = Dilated((6, 12), (2, 4), is_causal=True)
     x = torch.randn(1, 24, 2, 8, dtype=torch.float64, requires_grad=True)
     angles = torch.arange(24.0, dtype=torch.float64)[None, :, None, None]
@@ -308,12 +308,12 @@ def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, -1, 1.5, "16", True])
-def test_a_wrong_length(length: Any) -> None:
+def test_wrong_lengths(length: Any) -> None:
     with pytest.raises(InvalidInput, match="length must be an integer >= 1, got"):
         positions("hilbert", Dense(), length)
 
 
-def test_what_is_kept_serves_calls_of_every_mode() -> None:
+def test_cached_permutations_work_in_every_mode() -> None:
     permutation.cache_clear()
     with torch.inference_mode(), torch.device("meta"):
         found = permutation("hilbert", Neighborhood((6, 7), (3,)), 42)

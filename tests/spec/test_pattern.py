@@ -1,4 +1,4 @@
-"""Patterns against an evaluation of the definition in plain Python integers, one query and key at a time."""
+"""Patterns against the definition in plain Python integers, one query and key at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_multiplicity_is_the_definition(specs: st.SearchStrategy[Spec]) -> None:
 
 @settings(max_examples=80)
 @given(st.data(), SPECS)
-def test_masks_take_keys_and_padding_queries_away(data: st.DataObject, spec: Spec) -> None:
+def test_masks_hide_keys_and_padding_queries(data: st.DataObject, spec: Spec) -> None:
     seq_lens, key_mask = data.draw(masks(spec))
     found = spec.pattern.multiplicity(
         *spec.lengths,
@@ -46,9 +46,9 @@ def test_masks_take_keys_and_padding_queries_away(data: st.DataObject, spec: Spe
         return
     for row in range(len(found)):
         length = spec.k_len + spec.q_len if seq_lens is None else seq_lens[row]
-        kept = [j < length and (key_mask is None or key_mask[row][j]) for j in range(spec.k_len)]
+        visible = [j < length and (key_mask is None or key_mask[row][j]) for j in range(spec.k_len)]
         expected = [
-            [[c if i < length and kept[j] else 0 for j, c in enumerate(keys)] for i, keys in enumerate(queries)]
+            [[c if i < length and visible[j] else 0 for j, c in enumerate(keys)] for i, keys in enumerate(queries)]
             for queries in plain
         ]
         assert found[row].tolist() == expected
@@ -56,7 +56,7 @@ def test_masks_take_keys_and_padding_queries_away(data: st.DataObject, spec: Spe
 
 @settings(max_examples=60)
 @given(st.data(), SPECS)
-def test_parts_are_parts_of_the_whole(data: st.DataObject, spec: Spec) -> None:
+def test_positions_select_rows_and_columns(data: st.DataObject, spec: Spec) -> None:
     def some(size: int) -> list[int]:
         return data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4))
 
@@ -66,7 +66,7 @@ def test_parts_are_parts_of_the_whole(data: st.DataObject, spec: Spec) -> None:
     assert found.tolist() == [[[whole[h][i][j] for j in keys] for i in queries] for h in heads]
 
 
-def test_parts_with_a_key_mask() -> None:
+def test_positions_with_a_key_mask() -> None:
     key_mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
     found = Dense().multiplicity(4, key_mask=key_mask, q_pos=torch.tensor([2]), k_pos=torch.tensor([3, 2, 0]))
     assert found.tolist() == [[[[0, 1, 1]]], [[[1, 1, 0]]]]
@@ -100,12 +100,12 @@ def test_simplify_keeps_the_multiplicity(spec: Spec) -> None:
     ],
     ids=str,
 )
-def test_simplify_finds_the_plainest(pattern: Pattern, simple: Pattern) -> None:
+def test_simplify_finds_the_simplest(pattern: Pattern, simple: Pattern) -> None:
     assert pattern.simplify(8, 8, 2) == simple
 
 
 @pytest.mark.parametrize("pattern", [Dense(is_causal=True), Window(None, 0), Window(5, 0)], ids=str)
-def test_one_query_sees_all(pattern: Pattern) -> None:
+def test_a_single_query_is_dense(pattern: Pattern) -> None:
     assert pattern.simplify(1, 6, 3) == Dense()
 
 
@@ -173,12 +173,12 @@ def test_frozen_hashable_picklable(spec: Spec) -> None:
 
 @settings(max_examples=60)
 @given(SPECS)
-def test_a_pattern_made_from_its_fields_is_the_same(spec: Spec) -> None:
+def test_a_pattern_rebuilt_from_its_fields_is_equal(spec: Spec) -> None:
     pattern = spec.pattern
     assert type(pattern)(**dataclasses.asdict(pattern)) == pattern  # type: ignore[call-overload]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 PAIR = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)}
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -250,7 +250,7 @@ def test_wrong_arguments(kind: str, arguments: dict[str, Any], message: str) -> 
         (Neighborhood((2, 4), (1,)), 9, 9, "grid (2, 4) holds 8 tokens, but the sequence has 9"),
     ],
 )
-def test_lengths_that_do_not_fit(pattern: Pattern, q_len: int, k_len: int, message: str) -> None:
+def test_invalid_lengths(pattern: Pattern, q_len: int, k_len: int, message: str) -> None:
     for call in (pattern.check, pattern.multiplicity):
         with pytest.raises(InvalidInput) as raised:
             call(q_len, k_len)

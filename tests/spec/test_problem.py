@@ -1,4 +1,4 @@
-"""A call becomes a Problem: what is refused, and what the key depends on."""
+"""Problem.of: checks of arguments, and the key."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Q = (2, 12, 4, 8)  #: batch, q_len, heads, head_dim
 
 
 def problem(*tensors: Tensor, **arguments: Any) -> Problem:
-    """Of 3 tensors; one stands for all, none for zeros of shape Q."""
+    """A problem of q, k and v; one tensor is used for all three, none for zeros of shape Q."""
     q, k, v = tensors if len(tensors) == 3 else (tensors or (zeros(*Q),)) * 3
     return Problem.of(q, k, v, **arguments)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 x = zeros(*Q)
 BAD_TENSORS: dict[str, tuple[Any, Any, Any, str]] = {
@@ -139,11 +139,11 @@ def test_lengths_that_must_agree(arguments: dict[str, Any], message: str) -> Non
     refused(message, x, keys, keys, **arguments)
 
 
-def test_messages_speak_of_the_layout_that_is_computed() -> None:
+def test_messages_use_the_computed_layout() -> None:
     refused("got [2, 5, 4, 8] and [2, 6, 4, 8]", x.mT, zeros(2, 4, 5, 8), zeros(2, 4, 6, 8), layout="bhnd")
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- fields -----------------------------------------------------------------------------------------------------------
 
 
 def test_fields() -> None:
@@ -221,7 +221,7 @@ def keys_of(*shape: int) -> Callable[[], str]:
     return lambda: key(x, zeros(*shape), zeros(*shape))
 
 
-SWAPPED = zeros(2, 4, 12, 8).transpose(1, 2)  #: as x, in another memory order
+SWAPPED = zeros(2, 4, 12, 8).transpose(1, 2)  #: x in another memory layout
 CHANGES: dict[str, Callable[[], str]] = {
     "batch": of_shape(3, 12, 4, 8),
     "len": of_shape(2, 13, 4, 8),
@@ -263,7 +263,7 @@ CHANGES: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_changes_the_key(change: Callable[[], str]) -> None:
+def test_changes_of_the_key(change: Callable[[], str]) -> None:
     with precision("highest"):
         assert change() != key()
 
@@ -328,11 +328,11 @@ SAME: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
 
 
 @pytest.mark.parametrize(("one", "other"), SAME.values(), ids=SAME)
-def test_what_leaves_the_key_alone(one: Callable[[], str], other: Callable[[], str]) -> None:
+def test_the_key_is_unchanged(one: Callable[[], str], other: Callable[[], str]) -> None:
     assert one() == other()
 
 
-def test_equal_problems_are_one_entry() -> None:
+def test_equal_problems_hash_equal() -> None:
     assert {problem(): 1}[problem(torch.ones(Q))] == 1
     assert problem() != problem(scale=0.1)
 

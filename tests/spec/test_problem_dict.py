@@ -1,4 +1,4 @@
-"""A Problem is written down as plain data and read back; what is no problem is refused."""
+"""A Problem to plain data and back; invalid data is refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_to_dict_covers_every_field() -> None:
     assert set(PROBLEM.to_dict()) == {field.name for field in fields(Problem) if field.init}
 
 
-def test_windows_without_sinks_are_written_as_ever() -> None:
+def test_windows_without_sinks_have_no_sinks_field() -> None:
     assert Window(3, 0).to_dict() == {"kind": "Window", "left": 3, "right": 0}
     assert Window(3, 0, 2).to_dict() == {"kind": "Window", "left": 3, "right": 0, "sinks": 2}
     assert str(Window(3, 0)) == repr(Window(3, 0)) == "Window(left=3, right=0)"
@@ -148,20 +148,20 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", HOSTILE.values(), ids=HOSTILE)
-def test_dicts_that_are_no_problem(changes: dict[str, Any]) -> None:
+def test_invalid_dicts(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput) as raised:
         Problem.from_dict(PROBLEM.to_dict() | changes)
     assert len(str(raised.value)) < 1000
 
 
 @pytest.mark.parametrize("plain", [None, [], 3, "problem", [1], {}, {1: 2}, b"{}"], ids=repr)
-def test_values_that_are_no_problem(plain: Any) -> None:
+def test_invalid_values(plain: Any) -> None:
     with pytest.raises(InvalidInput, match="not a problem"):
         Problem.from_dict(plain)
 
 
 @pytest.mark.parametrize("name", sorted(PROBLEM.to_dict()))
-def test_what_must_be_there(name: str) -> None:
+def test_required_fields(name: str) -> None:
     """A field with a default may be missing, and no other."""
     plain = PROBLEM.to_dict()
     del plain[name]
@@ -204,7 +204,7 @@ def test_any_value_in_any_field(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"pattern": 3}', "[" * 100_000], ids=["cut", "list", "field", "deep"])
-def test_a_record_names_the_wrong_line(tmp_path: Path, line: str) -> None:
+def test_a_record_error_names_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "record.jsonl"
     path.write_text(json.dumps(PROBLEM.to_dict()) + "\n" + line + "\n")
     with pytest.raises(InvalidInput, match=r"record\.jsonl, line 2: "):

@@ -1,4 +1,4 @@
-"""The normal form of patterns against their multiplicity, and what runs of queries see against all pairs."""
+"""The normal form of patterns against their multiplicity, and keys of query ranges against all pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_dispatch.spec.reordered import Reordered
 from tests.support.definition import SPECS, Spec
 
 
-def summed(pattern: Pattern, spec: Spec, head: int) -> Tensor:
+def branch_sum(pattern: Pattern, spec: Spec, head: int) -> Tensor:
     offsets = pattern.head_offsets(head, spec.heads)
     queries, keys = torch.arange(spec.q_len), torch.arange(spec.k_len)
     found = torch.zeros(spec.q_len, spec.k_len, dtype=torch.int32)
@@ -29,11 +29,11 @@ def test_branches_add_up_to_the_multiplicity(spec: Spec, order: str | None) -> N
     if order is not None and spec.q_len == spec.k_len:
         pattern = Reordered(pattern, order)
     expected = pattern.multiplicity(*spec.lengths)
-    assert all(torch.equal(summed(pattern, spec, head), expected[head]) for head in range(spec.heads))
+    assert all(torch.equal(branch_sum(pattern, spec, head), expected[head]) for head in range(spec.heads))
 
 
 @given(st.data(), SPECS)
-def test_bands_know_what_some_queries_see(data: st.DataObject, spec: Spec) -> None:
+def test_bands_match_the_pairs(data: st.DataObject, spec: Spec) -> None:
     head = data.draw(st.integers(0, spec.heads - 1))
     start = data.draw(st.integers(0, spec.q_len - 1))
     stop = data.draw(st.integers(start + 1, spec.q_len))
@@ -46,7 +46,7 @@ def check(band: Band, run: range, k_len: int) -> None:
     queries = torch.arange(run.start, run.stop)
     seen = band.reach(queries, torch.arange(k_len), k_len).sees().any(0)
     assert torch.equal(band.seen(queries, k_len), seen)
-    # The ends of a run of keys are exact where every position is selected.
+    # The range of keys is exact where every position is selected.
     found = seen.nonzero().flatten().tolist()
     around = band.run(run, k_len)
     assert all(key in around for key in found)

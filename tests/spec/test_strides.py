@@ -1,4 +1,4 @@
-"""The order of memory: how it is named, and tensors made to order."""
+"""Stride classes: their names, and random tensors with a given class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_dispatch.spec.strides import is_stride_class, randn, stride_class
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """4 axes of a tensor that was permuted, sliced, stepped through and expanded."""
+    """4-D views by permuting, slicing, stepping and expanding."""
     dtype = draw(st.sampled_from(DTYPES))
     view = zeros(*draw(st.lists(st.integers(1, 9), min_size=4, max_size=4)), dtype=dtype)
     for axis in range(4):
@@ -32,7 +32,7 @@ def class_of(tensor: Tensor) -> str:
 
 @settings(max_examples=100)
 @given(views())
-def test_made_to_order(view: Tensor) -> None:
+def test_randn_has_the_requested_stride_class(view: Tensor) -> None:
     kind = class_of(view)
     assert is_stride_class(kind)
     made = randn(tuple(view.shape), kind, view.dtype, torch.device("cpu"), torch.Generator())
@@ -59,7 +59,7 @@ def test_stride_classes(tensor: Tensor, kind: str) -> None:
 
 
 def test_the_same_values_in_every_order() -> None:
-    """The order of memory must not change what a trial computes on."""
+    """The memory layout must not change the values of a trial."""
     made = [
         randn((2, 3, 4, 8), kind, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(3))
         for kind in ("bnhd", "dhnb", "bnhd+gaps", "bhnd+gaps+unaligned")

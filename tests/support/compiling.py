@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.kernels.triton.support import Pass, shared_bytes
+from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
 from attn_dispatch.spec.pattern import Dense
 from tests.support.cases import Case
 
@@ -36,7 +36,7 @@ def run_alone(code: str, cache: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
-def compile_for(each: Pass, capability: int, lists: Mapping[str, str], more: Mapping[str, Any]) -> None:
+def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], more: Mapping[str, Any]) -> None:
     """In the preferred block of head_dim 60: to machine code, in no more shared memory than was estimated.
 
     `lists` are the types of a kernel's own pointers, `more` its constants beyond those of every kernel.

@@ -22,7 +22,7 @@ from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.tuning.hard_cases import EVEN, NAN_MARGIN, between_nans, class_key, fitted, hard_cases, nan_memory
 from attn_dispatch.tuning.oracle import Oracle
 from tests.conftest import INTERPRETED
-from tests.kernels.test_hidden import holding
+from tests.kernels.test_hidden import with_hidden
 from tests.support.cases import DTYPES, Case
 from tests.support.flaws import FLAWS, Planted, all_but_the_last, changed, scored
 from tests.support.pairwise import thinned
@@ -269,7 +269,7 @@ def test_nan_is_hidden_where_something_is(name: str, hidden: str) -> None:
         example = case.oracle.example
         tensors = {"q": example.q, "k": example.k, "v": example.v}
         assert {each for each, x in tensors.items() if not x.isfinite().all()} == set(hidden)
-        expected = Oracle.of(holding(example, 0.0)).expected
+        expected = Oracle.of(with_hidden(example, 0.0)).expected
         for each, (value, tolerance) in {n: (e.value, e.tolerance) for n, e in case.oracle.expected.items()}.items():
             assert torch.equal(value, expected[each].value)
             assert tolerance == expected[each].tolerance

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.steps import tiles_of
+from attn_dispatch.kernels.native.steps import native_tables
 from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Neighborhood
@@ -59,7 +59,7 @@ def problem(tokens: int) -> Problem:
 
 
 def dump(asked: Problem, order: str, path: Path) -> None:
-    tables = tiles_of(asked, order)
+    tables = native_tables(asked, order)
     sizes = torch.tensor([asked.q_len, HEADS, HEAD_DIM])
     arrays: list[tuple[Tensor | None, int]] = [
         (sizes, 1), (tables.tiles, 5), (tables.runs, 5), (tables.order, 1), (tables.listed, 1), (tables.lanes, 1)
@@ -88,7 +88,7 @@ def simulated(program: Path, data: Path, works: bool) -> dict[str, int]:
 def misses(program: Path, asked: Problem, order: str, data: Path) -> dict[str, Any]:
     dump(asked, order, data)
     with_it, without = simulated(program, data, True), simulated(program, data, False)
-    tables = tiles_of(asked, order)
+    tables = native_tables(asked, order)
     assert tables.listed is not None
     return {
         **{name: with_it[name] - without[name] for name in with_it},

@@ -115,9 +115,9 @@ def pairs(pattern: Neighborhood) -> int:
 def own_pairs(name: str, problem: Problem, order: str) -> int:
     """Query-key pairs per head that a backend computes."""
     if name == "native":
-        from attn_dispatch.kernels.native.steps import tiles_of
+        from attn_dispatch.kernels.native.steps import native_tables
 
-        runs = tiles_of(problem, order).runs
+        runs = native_tables(problem, order).runs
         return int((runs[:, 2] * (runs[:, 4] - runs[:, 3])).sum())
     from attn_dispatch.backends import tiles
     from attn_dispatch.kernels.tiles.tables import tables_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_dispatch import Problem
 from attn_dispatch.backends.tiles import tile_size
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.tiles.tables import TileTable, counts, tables_of
+from attn_dispatch.kernels.tiles.tables import TileTable, pair_counts, tables_of
 from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.example import Example, make
@@ -138,7 +138,7 @@ def keys_seen(table: TileTable) -> Tensor:
     if table.masks is not None:
         return table.masks.any(1).sum(1)[table.mask]
     some = zip(torch.split(table.queries(), AT_ONCE), torch.split(table.keys, AT_ONCE))
-    return torch.cat([counts(table.branches, queries, keys).any(1).sum(1) for queries, keys in some])
+    return torch.cat([pair_counts(table.branches, queries, keys).any(1).sum(1) for queries, keys in some])
 
 
 def lines(pattern: Pattern, tokens: int) -> dict[str, Any]:

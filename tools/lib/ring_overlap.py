@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch import Problem
-from attn_dispatch.kernels.autograd import recorded
+from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.ring.engine.exchange import PendingExchange, Transport
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import steps_of
@@ -85,7 +85,7 @@ def measured(tokens: int, rounds: int, backward: bool) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         if backward:
-            out, _ = recorded(q, k, v, calls[kind])
+            out, _ = differentiable(q, k, v, calls[kind])
             torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         else:
             calls[kind].forward(q, k, v)

@@ -1,4 +1,4 @@
-"""Patterns as branches of dense kernels, whose partial results are merged.
+"""Patterns computed branch by branch with dense kernels; partial results are merged.
 
 Imports kernels' own files, spec and the ground.
 Public: nothing.

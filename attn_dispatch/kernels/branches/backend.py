@@ -1,4 +1,4 @@
-"""A backend from a dense kernel: patterns by `branches`, refusals from declared limits."""
+"""Builds a backend from a dense kernel: patterns by `branches.run`, refusals from declared limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.branches import run as branches
-from attn_dispatch.kernels.branches.plan import Plan, plan_of
+from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.limits import Limits
@@ -29,14 +29,14 @@ def torch_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A library that an adapter calls. It is imported when a problem is met that nothing else forbids.
+    """A library that an adapter calls. It is imported for the first problem without other refusals.
 
     Args:
-        distribution: the name it is installed under.
+        distribution: the name of the installed distribution.
         hint: how to install it.
-        module: what to import.
-        oldest: the first version that has the calls the adapter makes.
-        fault: given the module, why it cannot be used; empty where it can.
+        module: the module to import.
+        oldest: the first version with the functions that the adapter calls.
+        fault: from the module, why it cannot be used; empty if it can.
     """
 
     distribution: str
@@ -46,10 +46,10 @@ class Package:
     fault: Callable[[Any], str] = lambda module: ""
 
     def version(self) -> str:
-        """What is installed.
+        """The installed version.
 
         Raises:
-            PackageNotFoundError: nothing is.
+            PackageNotFoundError: the package is not installed.
         """
         found = _installed(self)
         if found is None:
@@ -67,7 +67,7 @@ class Package:
         return []
 
     def load_refusals(self) -> list[Refusal]:
-        """What only an import can tell."""
+        """Refusals that only an import reveals."""
         fault = _load_fault(self)
         return [Refusal("not_installed", f"package {self.distribution} cannot be used: {fault}")] if fault else []
 
@@ -93,19 +93,27 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found.group().split("."))) if found else ()
 
 
-def no_scratch(problem: Problem, plan: Plan) -> int:
+def no_scratch(problem: Problem, plan: BranchPlan) -> int:
     return 0
+
+
+def gradient_scratch(problem: Problem, plan: BranchPlan) -> int:
+    """Bytes for the largest block: copies of out, of its gradient and of lse, and a float32 dq."""
+    if not problem.needs_grad:
+        return 0
+    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
+    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel of a backend, with what it takes.
+    """One kernel of a backend with its limits.
 
     Args:
-        kernel: the adapter for a problem.
-        title: which one it is, where a backend has several.
-        patterns: what it computes; a Window only by a kernel that was told its sides.
-        scratch: bytes that the kernel itself allocates, beyond what `branches.workspace_bytes` counts.
+        kernel: makes the adapter for a problem.
+        title: names the kernel where a backend has several.
+        patterns: the supported ones; Window requires an adapter that passes the window to its kernel.
+        scratch: bytes that the kernel itself allocates, besides `branches.workspace_bytes`.
     """
 
     limits: Limits
@@ -113,7 +121,7 @@ class Variant:
     title: str = ""
     package: Package | None = None
     patterns: tuple[type[Pattern], ...] = (Dense, Dilated)
-    scratch: Callable[[Problem, Plan], int] = no_scratch
+    scratch: Callable[[Problem, BranchPlan], int] = no_scratch
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         found = self.package.refusals() if self.package else []
@@ -126,20 +134,20 @@ class Variant:
         found = self.limits.piece_refusals(min(k for k, _ in pieces), batch * max(s for _, s in pieces))
         return found or (self.package.load_refusals() if self.package else [])
 
-    def plan(self, problem: Problem, kernel: Kernel) -> Plan:
+    def plan(self, problem: Problem, kernel: Kernel) -> BranchPlan:
         if isinstance(problem.pattern, Window):
             problem = replace(problem, pattern=Dense())
         plan = plan_of(problem, kernel.grouped)
-        assert plan is not None  # refusals lets only such patterns through
+        assert plan is not None  # refusals passes only patterns that have a plan
         return plan
 
 
 @dataclass(frozen=True, eq=False)
 class Branched:
-    """The backend contract (see `contract.Backend`) for one dense kernel or several, the preferred first.
+    """The backend contract (see `contract.Backend`) for one or more dense kernels, in order of preference.
 
     Args:
-        also: refusals that no limit of a kernel can express.
+        also: refusals that limits cannot express.
     """
 
     name: str
@@ -154,7 +162,7 @@ class Branched:
             if not refused:
                 return self.also(problem)
             found.append((variant, refused))
-        return _told(found) + self.also(problem)
+        return _combined_refusals(found) + self.also(problem)
 
     def flops(self, problem: Problem) -> int:
         _, plan, _ = _prepared(self, problem)
@@ -168,8 +176,8 @@ class Branched:
         _, plan, scratch = _prepared(self, problem)
         return branches.workspace_bytes(problem, plan) + scratch
 
-    def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Call:
-        """The passes of queries that see keys elsewhere too (see `contract`)."""
+    def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Passes:
+        """The passes for queries that also see other keys (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
         return branches.passes(problem, plan, kernel, {} if key_mask is None else {"key_mask": key_mask})
 
@@ -179,7 +187,7 @@ class Branched:
 
 
 @lru_cache(maxsize=4096)
-def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, Plan, int]:
+def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, BranchPlan, int]:
     variant = next((variant for variant in backend.variants if not variant.refusals(problem)), None)
     assert variant is not None, f"{backend.name} refuses {problem}"
     kernel = variant.kernel(problem)
@@ -187,22 +195,22 @@ def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, Plan, int]:
     return kernel, plan, variant.scratch(problem, plan)
 
 
-def _told(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:
-    """Each reason once: what all variants say plainly, the rest with the variant's title.
+def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:
+    """Each refusal once: those of all variants as they are, the others with the variant's title.
 
-    Variants on other types of device, and those whose package is missing, are passed over where another one says more.
+    Variants for other device types, or with missing packages, are left out if there are others.
     """
-    for beside in ("device", "not_installed"):
-        closer = [(v, refused) for v, refused in found if beside not in {refusal.code for refusal in refused}]
-        found = closer or found
+    for code in ("device", "not_installed"):
+        rest = [(v, refused) for v, refused in found if code not in {refusal.code for refusal in refused}]
+        found = rest or found
     shared = set.intersection(*(set(refused) for _, refused in found))
     missing = {v.package.distribution: v.package.hint for v, _ in found if v.package and not _installed(v.package)}
     if len(missing) > 1 and len(missing) == len({v.package for v, _ in found}):
         text = f"none of {', '.join(missing)} is installed ({list(missing.values())[-1]})"
         return [Refusal("not_installed", text), *(refusal for refusal in found[0][1] if refusal in shared)]
-    told: dict[Refusal, None] = {}
+    combined: dict[Refusal, None] = {}
     for variant, refused in found:
         for refusal in refused:
             title = f"{variant.title}: " if variant.title and refusal not in shared else ""
-            told[Refusal(refusal.code, title + refusal.text)] = None
-    return list(told)
+            combined[Refusal(refusal.code, title + refusal.text)] = None
+    return list(combined)

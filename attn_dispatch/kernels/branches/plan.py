@@ -1,8 +1,8 @@
-"""From a pattern to dense sub-problems: which rows and heads meet, as strided views.
+"""Splits a pattern into dense sub-problems on strided views of q, k and v.
 
-A *piece* is a dense attention between some rows and heads of q and of k, v. Dilation needs no gather: every segment
-starts its count afresh, so that slicing with a step finds a branch's rows even where r does not divide w, and cutting
-the length axis in two is always a view. A *block* is a span of tokens whose pieces need nothing from outside.
+A *piece* is a dense attention between some rows and heads of q and of k, v. Dilation needs no gather: offsets count
+from the start of each segment, so that a strided slice selects a branch's rows even where r does not divide w, and
+unflattening the length axis into segments is always a view. A *block* is a span of tokens that attends to itself only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from attn_dispatch.kernels.heads import heads_by_offset, kv_heads_of
 from attn_dispatch.spec.pattern import Dense, Dilated
 from attn_dispatch.spec.problem import Problem
 
-BLOCK_BYTES = 32 * 2**20  #: of float32 partial sums per block on a CPU, so that merges stay in the caches
+BLOCK_BYTES = 32 * 2**20  #: of float32 partial sums per block on a CPU, so that merging reads caches
 CUDA_BLOCK_BYTES = 2**30  #: enough rows to fill a large GPU
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StridedRows:
     """Every `step`-th token from `offset` on in each of `segments` segments of `length` tokens."""
 
     start: int
@@ -34,25 +34,25 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows taken from each segment."""
+        """Rows selected in each segment."""
         return -(-(self.length - self.offset) // self.step)
 
     def of(self, x: Tensor) -> Tensor:
-        """[batch, len, ...] to the view [batch, segments, count, ...]."""
+        """The rows of x [batch, len, ...] as a view [batch, segments, count, ...]."""
         span = x[:, self.start : self.start + self.segments * self.length]
         return torch.unflatten(span, 1, (self.segments, self.length))[:, :, self.offset :: self.step]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One dense sub-problem, its rows counted from the start of its block.
+    """One dense sub-problem; its rows count from the start of its block.
 
-    `kv_heads` is a slice where the kernel's own grouping finds the right head, else one index for every query head.
-    `fresh_q` and `fresh_k`: nothing was written to these rows yet, so store instead of merging or adding.
+    `kv_heads` is a slice where the kernel's grouping maps heads correctly, else one index per query head.
+    `fresh_q`, `fresh_k`: no earlier piece wrote these rows: store instead of merging or adding.
     """
 
-    q: Rows
-    k: Rows
+    q: StridedRows
+    k: StridedRows
     heads: slice
     kv_heads: slice | tuple[int, ...]
     is_causal: bool
@@ -63,6 +63,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
+    """A span of tokens and its pieces. `covers_q`, `covers_k`: the pieces write every row and head of it."""
+
     q: slice
     k: slice
     pieces: tuple[Piece, ...]
@@ -71,22 +73,22 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The blocks of a problem, the batch rows that are worked on at once, and the one piece that is it all, if any."""
+class BranchPlan:
+    """The blocks of a problem, the batch rows computed at once, and the piece that is the whole problem, if one is."""
 
     blocks: tuple[Block, ...]
     batch_step: int
     single: Piece | None
 
     @classmethod
-    def of(cls, blocks: tuple[Block, ...], batch_step: int) -> Plan:
+    def of(cls, blocks: tuple[Block, ...], batch_step: int) -> BranchPlan:
         block, piece = blocks[0], blocks[0].pieces[0]
         one = len(blocks) == 1 and len(block.pieces) == 1 and block.covers_q and block.covers_k
         return cls(blocks, batch_step, piece if one and piece.q.segments == 1 and piece.bias is None else None)
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs per batch row that the kernels visit: a causal square counts half."""
+        """Query-key pairs per batch row that the kernels compute: a causal square counts half."""
         total = 0
         for block in self.blocks:
             for piece in block.pieces:
@@ -97,15 +99,15 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(problem: Problem, grouped: bool) -> Plan | None:
-    """The dense sub-problems of a pattern, or None where it has no such form.
+def plan_of(problem: Problem, grouped: bool) -> BranchPlan | None:
+    """The dense sub-problems of a pattern; None for patterns other than Dense and Dilated.
 
     Args:
         grouped: whether the kernel takes fewer key and value heads than query heads.
     """
     pattern = problem.pattern
     if isinstance(pattern, Dense):
-        return Plan.of((_dense_block(problem, pattern, grouped),), problem.batch)
+        return BranchPlan.of((_dense_block(problem, pattern, grouped),), problem.batch)
     if isinstance(pattern, Dilated):
         return _dilated_plan(problem, pattern, grouped)
     return None
@@ -116,23 +118,23 @@ def _dense_block(problem: Problem, pattern: Dense, grouped: bool) -> Block:
     heads = slice(0, problem.heads, 1)
     kv = kv_heads_of(range(problem.heads), problem, grouped)
     exact = isinstance(kv, slice)
-    whole_q, whole_k = Rows(0, 1, q_len), Rows(0, 1, k_len)
+    whole_q, whole_k = StridedRows(0, 1, q_len), StridedRows(0, 1, k_len)
     ahead = k_len - q_len
     if not pattern.is_causal or ahead == 0:
         pieces: tuple[Piece, ...] = (Piece(whole_q, whole_k, heads, kv, pattern.is_causal, True, exact),)
     elif ahead > 0:
-        # The keys before the queries are seen by all of them; the rest is a square.
-        before = Piece(whole_q, Rows(0, 1, ahead), heads, kv, False, True, exact)
-        square = Piece(whole_q, Rows(ahead, 1, q_len), heads, kv, True, False, exact)
+        # Every query sees the first `ahead` keys; the rest is a causal square.
+        before = Piece(whole_q, StridedRows(0, 1, ahead), heads, kv, False, True, exact)
+        square = Piece(whole_q, StridedRows(ahead, 1, q_len), heads, kv, True, False, exact)
         pieces = (before, square)
     else:
-        # The first queries end before the first key: they see none.
-        pieces = (Piece(Rows(-ahead, 1, k_len), whole_k, heads, kv, True, True, exact),)
+        # The first queries come before the first key: they see none.
+        pieces = (Piece(StridedRows(-ahead, 1, k_len), whole_k, heads, kv, True, True, exact),)
     covers_q = not (pattern.is_causal and ahead < 0)
     return Block(slice(0, q_len), slice(0, k_len), pieces, covers_q, exact)
 
 
-def _dilated_plan(problem: Problem, pattern: Dilated, grouped: bool) -> Plan:
+def _dilated_plan(problem: Problem, pattern: Dilated, grouped: bool) -> BranchPlan:
     length, batch_step = _span(problem, pattern)
     full, rest = divmod(problem.q_len, length)
     shared = _dilated_pieces(problem, pattern, length, grouped)
@@ -140,7 +142,7 @@ def _dilated_plan(problem: Problem, pattern: Dilated, grouped: bool) -> Plan:
     if rest:
         parts.append((slice(full * length, problem.q_len), _dilated_pieces(problem, pattern, rest, grouped)))
     blocks = tuple(Block(span, span, *pieces) for span, pieces in parts)
-    return Plan.of(blocks, batch_step)
+    return BranchPlan.of(blocks, batch_step)
 
 
 def _span(problem: Problem, pattern: Dilated) -> tuple[int, int]:
@@ -169,7 +171,7 @@ def _dilated_pieces(
         for offset, heads in heads_by_offset(pattern, b, problem.heads).items():
             for start, segments, size in runs:
                 if offset < size:
-                    rows = Rows(start, segments, size, offset, rate)
+                    rows = StridedRows(start, segments, size, offset, rate)
                     kv = kv_heads_of(heads, problem, grouped)
                     fresh = b == order[0]
                     chosen = slice(heads.start, heads.stop, heads.step)

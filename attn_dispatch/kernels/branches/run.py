@@ -1,29 +1,27 @@
-"""Run a pattern's dense sub-problems with any dense kernel: one merge by lse, one joint backward."""
+"""Runs a pattern's dense sub-problems with any dense kernel, merges by lse, and sums the gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from attn_dispatch.kernels.autograd import Call as Passes
-from attn_dispatch.kernels.autograd import recorded
-from attn_dispatch.kernels.branches.plan import Block, Piece, Plan
-from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.autograd import Passes, differentiable
+from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
+from attn_dispatch.kernels.dense import Kernel, with_lse_column
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.numerics import SMALLEST_SCALE, THREAD_BYTES, merge_, sum_dtype
+from attn_dispatch.kernels.numerics import THREAD_BYTES, merge_, sum_dtype, with_positive_scale
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
 
 class Bias(NamedTuple):
-    """What to add to the scores, [1, 1, q_len, k_len], float32 (float64 for float64 inputs), and which queries see
-    any key, bool [1, 1, q_len].
+    """`values` added to the scores: [1, 1, q_len, k_len], float32 (float64 for float64 inputs). `seen`: bool
+    [1, 1, q_len], whether a query sees any key.
     """
 
     values: Tensor
@@ -35,7 +33,7 @@ def run(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    plan: Plan,
+    plan: BranchPlan,
     kernel: Kernel,
     masks: Mapping[str, Tensor],
     biases: tuple[Bias, ...] = (),
@@ -45,46 +43,44 @@ def run(
     Args:
         q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
         masks: `seq_lens` and `key_mask`, where the problem has them.
-        biases: what pieces name by index.
+        biases: indexed by `Piece.bias`.
 
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
     """
-    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
-    if problem.scale < least:
-        # The kernels hide keys with -inf before they scale: a scale of 0 or less would turn that into NaN or +inf.
-        sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
-        return run(q * sign, k, v, replace(problem, scale=size), plan, kernel, masks, biases)
+    q, problem = with_positive_scale(q, problem)
     single = plan.single
     if single is not None and not problem.needs_grad and not masks:
         out, lse = kernel.forward(q, k, v, single.is_causal, problem.scale, None)
         return _as(out, q.dtype), lse
     call = passes(problem, plan, kernel, masks, biases)
     if problem.needs_grad:
-        return recorded(q, k, v, call)
+        return differentiable(q, k, v, call)
     return call.forward(q, k, v)
 
 
 def passes(
-    problem: Problem, plan: Plan, kernel: Kernel, masks: Mapping[str, Tensor], biases: tuple[Bias, ...] = ()
+    problem: Problem, plan: BranchPlan, kernel: Kernel, masks: Mapping[str, Tensor], biases: tuple[Bias, ...] = ()
 ) -> Passes:
-    """What `run` does, for a scale above 0."""
+    """The passes of `run`, for a scale above 0."""
     seq_lens, key_mask = masks.get("seq_lens"), masks.get("key_mask")
-    call = Call(problem, plan, kernel, hidden_keys(problem, seq_lens, key_mask, problem.device), seq_lens, biases)
+    call = BranchPasses(
+        problem, plan, kernel, hidden_key_bias(problem, seq_lens, key_mask, problem.device), seq_lens, biases
+    )
     return Hidden.of(problem, seq_lens, key_mask, pattern=_reads_unseen(problem, biases)).around(call)
 
 
 def _reads_unseen(problem: Problem, biases: tuple[Bias, ...]) -> bool:
-    """Whether kernels are handed keys that the pattern shows to no query: pieces hold what branches select."""
+    """Whether kernels read keys that no query sees. Dilated pieces hold selected keys only."""
     return bool(biases) or not isinstance(problem.pattern, Dilated)
 
 
 @dataclass(slots=True)
-class Call:
-    """A plan with what this call brings along. `hidden` [batch, k_len] is -inf at the keys taken away, else 0."""
+class BranchPasses:
+    """The passes of one plan with the masks of a call. `hidden` [batch, k_len] is -inf at hidden keys, else 0."""
 
     problem: Problem
-    plan: Plan
+    plan: BranchPlan
     kernel: Kernel
     hidden: Tensor | None
     seq_lens: Tensor | None
@@ -100,14 +96,9 @@ class Call:
         grad = torch.zeros_like(out) if grad is None else grad
         if grad_lse is None:
             return _backward(grad, q, k, v, out, lse, self)
-        # The kernels form rowsum(grad * out) themselves. One more column, zero in q, k and v, adds -grad_lse to it:
-        # dS = P * (dP - rowsum(grad * out) + grad_lse). Two roots reach farther in float16 than the whole would.
-        d, wider = q.shape[-1], (0, 1)
-        grad_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
-        root = grad_lse.abs().sqrt()
-        grad = torch.cat([grad, root.to(grad.dtype)], dim=-1)
-        out = torch.cat([out, (-grad_lse.sign() * root).to(out.dtype)], dim=-1)
-        dq, dk, dv = _backward(grad, pad(q, wider), pad(k, wider), pad(v, wider), out, lse, self)
+        d = q.shape[-1]
+        grad, q, k, v, out = with_lse_column(grad_lse.transpose(1, 2), grad, q, k, v, out)
+        dq, dk, dv = _backward(grad, q, k, v, out, lse, self)
         return dq[..., :d], dk[..., :d], dv[..., :d]
 
     def parts(self) -> Iterator[tuple[slice, Block]]:
@@ -116,9 +107,10 @@ class Call:
                 yield slice(start, start + self.plan.batch_step), block
 
 
-def hidden_keys(
+def hidden_key_bias(
     problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None, device: torch.device
 ) -> Tensor | None:
+    """What masks add to the scores, [batch, k_len]: -inf at hidden keys, else 0; None without masks."""
     if seq_lens is None and key_mask is None:
         return None
     seen = torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device) if key_mask is None else key_mask
@@ -128,7 +120,7 @@ def hidden_keys(
     return zeros.masked_fill_(~seen, -math.inf)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: BranchPasses) -> tuple[Tensor, Tensor]:
     single = call.plan.single
     if single is not None and call.hidden is None:
         out, lse = call.kernel.forward(q, k, v, single.is_causal, call.problem.scale, None)
@@ -152,9 +144,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 
 def _block_forward(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, block: Block
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: BranchPasses, block: Block
 ) -> tuple[Tensor, Tensor]:
-    """out and lse [batch, len, heads] of one block, in the dtype that sums are kept in."""
+    """out and lse [batch, len, heads] of one block, in `sum_dtype`."""
     wide = sum_dtype(q.dtype)
     pieces = iter(block.pieces)
     if block.covers_q and _fills(block.pieces[0], q):
@@ -184,7 +176,7 @@ def _fills(piece: Piece, q: Tensor) -> bool:
 
 
 def _piece_forward(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, piece: Piece
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: BranchPasses, piece: Piece
 ) -> tuple[Tensor, Tensor]:
     """out [batch, segments, count, heads, head_dim] and lse without the last axis."""
     views = [piece.q.of(q)[:, :, :, piece.heads], _kv(k, piece), _kv(v, piece)]
@@ -208,8 +200,8 @@ def _kv(x: Tensor, piece: Piece) -> Tensor:
     return rows[:, :, :, list(piece.kv_heads)]
 
 
-def _mask(hidden: Tensor | None, call: Call, piece: Piece) -> Tensor | None:
-    """[batch, 1, 1 or queries, keys], what to add to the scores."""
+def _mask(hidden: Tensor | None, call: BranchPasses, piece: Piece) -> Tensor | None:
+    """The mask added to the scores, [batch, 1, 1 or queries, keys]."""
     mask = None if hidden is None else hidden[:, None, None, :]
     if piece.bias is None:
         return mask
@@ -217,8 +209,8 @@ def _mask(hidden: Tensor | None, call: Call, piece: Piece) -> Tensor | None:
     return bias if mask is None else bias + mask
 
 
-def _seen(mask: Tensor, call: Call, piece: Piece) -> Tensor:
-    """[batch or 1, 1, queries or 1]: whether a query sees any key."""
+def _seen(mask: Tensor, call: BranchPasses, piece: Piece) -> Tensor:
+    """Whether a query sees any key: bool [batch or 1, 1, queries or 1]."""
     if piece.bias is not None and call.hidden is None:
         return call.biases[piece.bias].seen
     seen = mask != -math.inf
@@ -226,7 +218,7 @@ def _seen(mask: Tensor, call: Call, piece: Piece) -> Tensor:
 
 
 def _folds(views: list[Tensor]) -> Iterator[list[Tensor]]:
-    """[batch, segments, ...] tensors as [rows, ...]: at once where a view can do it, else along the shorter axis."""
+    """[batch, segments, ...] tensors as [rows, ...]: all at once if a view can, else along the shorter axis."""
     batch, segments = views[0].shape[:2]
     if segments == 1:
         yield [x[:, 0] for x in views]
@@ -247,14 +239,14 @@ def _unfold(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: BranchPasses
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The joint gradient: each piece's own backward, given the out and lse of the whole."""
+    """The sum of the pieces' gradients; each piece's backward takes the merged out and lse."""
     single, scale = call.plan.single, call.problem.scale
     if single is not None and call.hidden is None:
         dq, dk, dv = call.kernel.backward(grad, q, k, v, out, lse, single.is_causal, scale, None)
         return _as(dq, q.dtype), _as(dk, q.dtype), _as(dv, q.dtype)
-    # exp(s - -inf) would be inf; a row without keys must weigh nothing.
+    # For rows without keys exp(s + inf) would be inf; with lse = inf their weight is 0.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     lse = lse.transpose(1, 2)
@@ -268,9 +260,9 @@ def _backward(
 
 
 def _block_backward(
-    q_side: list[Tensor], k: Tensor, v: Tensor, hidden: Tensor | None, call: Call, block: Block
+    q_side: list[Tensor], k: Tensor, v: Tensor, hidden: Tensor | None, call: BranchPasses, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of one block, in the dtype that sums are kept in; `q_side` is grad, q, out and lse."""
+    """dq, dk and dv of one block, in `sum_dtype`; `q_side` is grad, q, out and lse."""
     q = q_side[1]
     wide = sum_dtype(q.dtype)
     new_q = torch.empty if block.covers_q else torch.zeros
@@ -309,23 +301,23 @@ def _put(total: Tensor, part: Tensor, fresh: bool) -> None:
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Asking first takes a tenth of the time of a conversion that does nothing.
+    # The comparison takes a tenth of the time of a no-op conversion.
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def workspace_bytes(problem: Problem, plan: Plan) -> int:
+def workspace_bytes(problem: Problem, plan: BranchPlan) -> int:
     """Upper bound of what `run` and its backward allocate beyond q, k, v, out and their gradients."""
     item, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
     step = min(plan.batch_step, problem.batch)
     q_rows = step * problem.heads * max(b.q.stop - b.q.start for b in plan.blocks)
     k_rows = step * problem.heads * max(b.k.stop - b.k.start for b in plan.blocks)
     d = problem.head_dim
-    # Partial out and one piece's out, both also widened; lse, its parts and the share.
+    # Partial out and one piece's out, each also in the wide dtype; lse, its parts and the share.
     total: int = q_rows * (d * (2 * item + 2 * wide) + 6 * wide) + copied_bytes(problem)
-    # Keys and values spread over the query heads or packed by the kernel.
+    # Keys and values copied to each query head, or packed by the kernel.
     total += 2 * k_rows * d * item
     if problem.needs_grad:
-        # Sums of dq, dk, dv, one piece's, and the columns that a gradient through lse adds to everything.
+        # Sums of dq, dk, dv, one piece's gradients, and all tensors with the extra column of a gradient through lse.
         total += (q_rows + 2 * k_rows) * d * (2 * wide + 2 * item)
         total += problem.batch * (3 * problem.q_len + 2 * problem.k_len) * problem.heads * (d + 1) * item
     if any("d" not in kind.split("+")[0][-1:] for kind in problem.strides):

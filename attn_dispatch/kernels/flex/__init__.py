@@ -1,4 +1,4 @@
-"""Patterns as block masks and score modifications for FlexAttention.
+"""Patterns as block masks and score_mod functions for FlexAttention.
 
 Imports kernels' own files, spec, machine and the ground.
 Public: nothing.

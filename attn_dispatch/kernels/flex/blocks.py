@@ -1,4 +1,4 @@
-"""Which blocks of queries and keys a pattern touches: worked out from the pattern, never from a mask of every pair."""
+"""The blocks of queries and keys that hold visible pairs, computed from the pattern without a mask of every pair."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from attn_dispatch.spec.reach import Band, Offsets
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Bool tensors [heads or 1, query blocks, key blocks]; one entry for the heads where they are treated alike.
+    """Bool tensors [heads, query blocks, key blocks], or [1, ...] where one entry stands for all heads.
 
     Args:
-        some: a pair of the block may be seen. A block without it holds none; one with it may hold none either.
-        whole: every pair of the block is seen by every head it stands for, and the block is not cut short.
+        nonempty: the block may hold a visible pair; where False it holds none.
+        full: every pair of the block is visible to all its heads, and the block has full size.
     """
 
-    some: Tensor
-    whole: Tensor
+    nonempty: Tensor
+    full: Tensor
 
 
 def blocks_of(
@@ -35,45 +35,46 @@ def blocks_of(
     device: torch.device | str | None = None,
     positions: Tensor | None = None,
 ) -> Blocks:
-    """The blocks of `size` x `size` tokens, counted from token 0; the last ones may be shorter.
+    """The blocks of `size` x `size` tokens from token 0 on; the last ones may be shorter.
 
     Args:
-        positions: int64 [q_len], of tokens in another order, queries and keys alike.
+        positions: int64 [q_len], natural positions of queries and keys in another order.
 
     Raises:
-        TypeError: a pattern of another kind.
+        TypeError: the pattern is not one of this package's.
     """
     q, k = _Runs.of(q_len, size, device), _Runs.of(k_len, size, device)
     if positions is not None:
         positions = positions.to(q.first.device)
-        some, whole = _reordered(pattern, q, heads, size, positions)
-        return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
+        nonempty, full = _reordered(pattern, q, heads, size, positions)
+        return Blocks(nonempty, full & (q.count == size)[:, None] & (k.count == size))
     if isinstance(pattern, Dilated):
-        some, whole = _dilated(pattern, q, heads, size)
+        nonempty, full = _dilated(pattern, q, heads, size)
     elif isinstance(pattern, Neighborhood):
-        some, whole = _neighborhood(pattern, q, _boxes(pattern, q))
+        nonempty, full = _neighborhood(pattern, q, _boxes(pattern, q))
     else:
         bands = pattern.bands(q_len, k_len, ())
         if bands is None:
             raise TypeError(f"no blocks for {pattern!r}")
-        some, whole = (torch.stack(each).any(0) for each in zip(*(_band(band, q, k) for band in bands)))
-    return Blocks(some, whole & (q.count == size)[:, None] & (k.count == size))
+        nonempty, full = (torch.stack(each).any(0) for each in zip(*(_band(band, q, k) for band in bands)))
+    return Blocks(nonempty, full & (q.count == size)[:, None] & (k.count == size))
 
 
-def heads_apart(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
-    """How many heads `blocks_of` tells apart: all of them, or 1. In another order offsets are far apart.
+def distinct_heads(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
+    """The length of `blocks_of`'s first axis: `heads`, or 1.
 
-    Rates up to the block's size reach every block of a segment whatever the offset, save where it is cut short.
+    Rates up to the block size select a token in every block of a segment whatever the offset, except in short last
+    blocks; not so in another order.
     """
     if reordered:
         return 1 if isinstance(pattern, Neighborhood) else heads
-    apart = isinstance(pattern, Dilated) and (pattern.heads == "split" or max(pattern.dilation_rates) > size)
-    return heads if apart else 1
+    distinct = isinstance(pattern, Dilated) and (pattern.heads == "split" or max(pattern.dilation_rates) > size)
+    return heads if distinct else 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """First and last token of every block."""
+    """The first and last token of each block."""
 
     first: Tensor
     last: Tensor
@@ -89,40 +90,43 @@ class _Runs:
 
 
 def _band(band: Band, q: _Runs, k: _Runs) -> tuple[Tensor, Tensor]:
-    """Of one without segments."""
+    """Nonempty and full blocks of a band without segments."""
     nearest, farthest = k.first - q.last[:, None], k.last - q.first[:, None]
-    some = torch.ones_like(nearest, dtype=torch.bool)
-    whole = some.clone()
+    nonempty = torch.ones_like(nearest, dtype=torch.bool)
+    full = nonempty.clone()
     if band.low is not None:
-        some &= farthest >= band.low
-        whole &= nearest >= band.low
+        nonempty &= farthest >= band.low
+        full &= nearest >= band.low
     if band.high is not None:
-        some &= nearest <= band.high
-        whole &= farthest <= band.high
+        nonempty &= nearest <= band.high
+        full &= farthest <= band.high
     if band.stop is not None:
-        some &= k.first < band.stop
-        whole &= k.last < band.stop
-    return some[None], whole[None]
+        nonempty &= k.first < band.stop
+        full &= k.last < band.stop
+    return nonempty[None], full[None]
 
 
 def _dilated(pattern: Dilated, runs: _Runs, heads: int, size: int) -> tuple[Tensor, Tensor]:
     by_offsets = {offsets: _dilated_head(pattern, runs, offsets) for (offsets,) in heads_by_kind(pattern, heads)}
-    if heads_apart(pattern, heads, size) > 1:
+    if distinct_heads(pattern, heads, size) > 1:
         by_head = (by_offsets[pattern.head_offsets(head, heads)] for head in range(heads))
-        some, whole = (torch.stack(each) for each in zip(*by_head))
-        return some, whole
+        nonempty, full = (torch.stack(each) for each in zip(*by_head))
+        return nonempty, full
     found = iter(by_offsets.values())
-    some, whole = next(found)
+    nonempty, full = next(found)
     for more, all_of in found:
-        some, whole = some | more, whole & all_of
-    return some[None], whole[None]
+        nonempty, full = nonempty | more, full & all_of
+    return nonempty[None], full[None]
 
 
 def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tensor, Tensor]:
-    """Two blocks meet in the segment that the earlier one ends in and the later one begins with, or in none."""
+    """Nonempty and full blocks of the heads with these offsets.
+
+    Two different blocks share at most the segment in which the earlier one ends and the later one begins.
+    """
     earlier = runs.first[:, None] > runs.first
     same = torch.eye(len(runs.first), dtype=torch.bool, device=runs.first.device)
-    some, whole = torch.zeros_like(same), torch.zeros_like(same)
+    nonempty, full = torch.zeros_like(same), torch.zeros_like(same)
     for (segment, rate), offset in zip(pattern.branches, offsets):
         if offset is None:
             continue
@@ -130,19 +134,19 @@ def _dilated_head(pattern: Dilated, runs: _Runs, offsets: Offsets) -> tuple[Tens
         begins, ends = runs.first // segment, runs.last // segment
         head = _selects(begins, runs, segment, rate, offset)
         tail = _selects(ends, runs, segment, rate, offset)
-        inner = _selects((begins + 1).minimum(ends), runs, segment, rate, offset)  # those between are all alike
+        inner = _selects((begins + 1).minimum(ends), runs, segment, rate, offset)  # all inner segments are equal
         meet = (begins[:, None] == ends) & head[:, None] & tail & earlier
-        some |= meet | (same & (head | tail | inner))
+        nonempty |= meet | (same & (head | tail | inner))
         if not pattern.is_causal:
-            some |= meet.T
+            nonempty |= meet.T
         if rate == 1:
             within = (begins == ends)[:, None] & (begins == ends) & (begins[:, None] == begins)
-            whole |= within & earlier if pattern.is_causal else within
-    return some, whole
+            full |= within & earlier if pattern.is_causal else within
+    return nonempty, full
 
 
 def _selects(which: Tensor, runs: _Runs, segment: int, rate: int, offset: int) -> Tensor:
-    """Whether a block holds a selected token of this segment."""
+    """Whether each block holds a selected token of its segment `which`."""
     start = which * segment
     first, last = runs.first.maximum(start), runs.last.minimum(start + segment - 1)
     skipped = (first - start - offset + rate - 1).clamp(min=0) // rate
@@ -152,32 +156,32 @@ def _selects(which: Tensor, runs: _Runs, segment: int, rate: int, offset: int) -
 def _reordered(pattern: Pattern, runs: _Runs, heads: int, size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, runs, _boxes_of(pattern, runs, size, positions))
-    some, whole = [], []
+    nonempty, full = [], []
     for first, last in zip(runs.first.tolist(), runs.last.tolist()):
         rows = positions[first : last + 1]
         seen = pattern.multiplicity(len(positions), heads=heads, q_pos=rows, k_pos=positions) > 0
         by_key = torch.stack([seen.any(1), seen.all(1)])
         padded = torch.nn.functional.pad(by_key, (0, -len(positions) % size)).view(2, len(seen), -1, size)
-        some.append(padded[0].any(-1))
-        whole.append(padded[1].all(-1))
-    return torch.stack(some, 1), torch.stack(whole, 1)
+        nonempty.append(padded[0].any(-1))
+        full.append(padded[1].all(-1))
+    return torch.stack(nonempty, 1), torch.stack(full, 1)
 
 
 def _neighborhood(
     pattern: Neighborhood, runs: _Runs, boxes: Iterable[tuple[int, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """By the smallest box of the grid that holds a block."""
-    some = torch.ones(len(runs.first), len(runs.first), dtype=torch.bool, device=runs.first.device)
-    whole = some.clone()
+    """Nonempty and full blocks, by the bounding box of each block in the grid."""
+    nonempty = torch.ones(len(runs.first), len(runs.first), dtype=torch.bool, device=runs.first.device)
+    full = nonempty.clone()
     for axis, low, high in boxes:
         near, covered = _axis(pattern, axis, low, high)
-        some &= near
-        whole &= covered
-    return some[None], whole[None]
+        nonempty &= near
+        full &= covered
+    return nonempty[None], full[None]
 
 
 def _boxes(pattern: Neighborhood, runs: _Runs) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each axis with the lowest and highest place of every block on it."""
+    """Each axis with the lowest and highest coordinate of every block."""
     stride = 1
     for axis in reversed(range(len(pattern.grid))):
         size = pattern.grid[axis]
@@ -188,7 +192,7 @@ def _boxes(pattern: Neighborhood, runs: _Runs) -> Iterator[tuple[int, Tensor, Te
 
 
 def _boxes_of(pattern: Neighborhood, runs: _Runs, size: int, positions: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The same of blocks in another order."""
+    """`_boxes` of blocks in another order."""
     blocks = positions[torch.arange(len(runs.first) * size, device=positions.device).clamp(max=len(positions) - 1)]
     stride = 1
     for axis in reversed(range(len(pattern.grid))):
@@ -198,18 +202,18 @@ def _boxes_of(pattern: Neighborhood, runs: _Runs, size: int, positions: Tensor) 
 
 
 def _axis(pattern: Neighborhood, axis: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether some place of a query block's range sees some of a key block's, and whether all see all."""
+    """For coordinate ranges of query and key blocks: whether any coordinate sees any, and whether all see all."""
     size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
     half = (width - 1) // 2
     q_low, q_high, k_low, k_high = (low // step)[:, None], (high // step)[:, None], low // step, high // step
     if pattern.edges == "shift" and not pattern.is_causal[axis]:
-        # Residue classes differ by one member at most: the shorter one bounds a window from below.
+        # Residue classes differ by at most one member: the shorter bounds a window from below.
         lowest = (q_low - half).clamp(min=0, max=size // step - width)
         highest = (q_high - half).clamp(min=0, max=-(-size // step) - width)
-        some = (k_high >= lowest) & (k_low < highest + width)
-        whole = (k_low >= highest) & (k_high < lowest + width)
+        nonempty = (k_high >= lowest) & (k_low < highest + width)
+        full = (k_low >= highest) & (k_high < lowest + width)
     else:
         back, front = pattern.axes[axis].sides
-        some = (q_low - k_high <= back) & (k_low - q_high <= front)
-        whole = (q_high - k_low <= back) & (k_high - q_low <= front)
-    return some, whole if step == 1 else torch.zeros_like(whole)
+        nonempty = (q_low - k_high <= back) & (k_low - q_high <= front)
+        full = (q_high - k_low <= back) & (k_high - q_low <= front)
+    return nonempty, full if step == 1 else torch.zeros_like(full)

@@ -1,4 +1,4 @@
-"""What FlexAttention's CPU kernel needs of the machine: AVX2, and a C++ compiler that torch.compile can start."""
+"""Machine requirements of FlexAttention's CPU kernel: AVX2, and a C++ compiler that torch.compile can start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusals() -> tuple[Refusal, ...]:
 
 @contextmanager
 def without_launchers() -> Iterator[None]:
-    """torch.compile takes all of $CXX as the name of one program; inside, it gets the compiler behind ccache."""
+    """Inside, torch.compile gets the compiler without launchers such as ccache: it takes all of $CXX as one program."""
     cxx = _compiler()
     if cxx is None or not cxx.launchers:
         yield

@@ -1,7 +1,7 @@
-"""A pattern's multiplicity as arithmetic on indices, for kernels that are handed a function instead of a mask.
+"""A pattern's multiplicity as a function of indices, for kernels that take a function instead of a mask.
 
-The functions take heads, queries and keys as integer tensors that broadcast, of one entry each where a compiler traces
-them. Everything else in them is a constant.
+The functions take heads, queries and keys as broadcastable integer tensors; when a compiler traces them, each has one
+element. Everything else in them is constant.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 Count = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def count_of(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Count | None:
-    """The function `c(head, query, key)`, or None where every query sees every key once.
+def multiplicity_function(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Count | None:
+    """The function `c(head, query, key)`; None if every query sees every key once.
 
-    It returns bool where no key is seen twice (see `repeats`), else int32.
+    It returns int32 if `counts_above_one`, else bool.
 
     Raises:
-        TypeError: a pattern of another kind.
+        TypeError: the pattern is not one of this package's.
     """
     if isinstance(pattern, Dilated):
         return _dilated(pattern, q_len, heads)
@@ -35,7 +35,7 @@ def count_of(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Count | No
     return found[0] if len(found) == 1 else _either(found)
 
 
-def repeats(pattern: Pattern) -> bool:
+def counts_above_one(pattern: Pattern) -> bool:
     """Whether a query may see a key more than once."""
     return isinstance(pattern, Dilated) and pattern.heads == "all" and len(pattern.branches) > 1
 
@@ -59,7 +59,7 @@ def _band(low: int | None, high: int | None, stop: int | None) -> Count | None:
 
 
 def _either(branches: list[Count | None]) -> Count | None:
-    """What some branch shows, where no key is seen in two of them."""
+    """Whether any branch shows the key; the branches are disjoint."""
     some = [branch for branch in branches if branch is not None]
     if len(some) < len(branches):
         return None
@@ -75,7 +75,7 @@ def _either(branches: list[Count | None]) -> Count | None:
 
 def _dilated(pattern: Dilated, length: int, heads: int) -> Count:
     branches = [_branch(pattern, branch, length, heads) for branch in range(len(pattern.branches))]
-    once = not repeats(pattern)
+    once = not counts_above_one(pattern)
 
     def count(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         found = branches[0](head, query, key)
@@ -90,7 +90,7 @@ def _dilated(pattern: Dilated, length: int, heads: int) -> Count:
 
 def _branch(pattern: Dilated, branch: int, length: int, heads: int) -> Count:
     segment, rate = min(pattern.segment_lengths[branch], length), pattern.dilation_rates[branch]
-    takes_part, offset = _offset(pattern, branch, heads)
+    in_branch, offset = _offset(pattern, branch, heads)
 
     def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         found = query // segment == key // segment
@@ -99,7 +99,7 @@ def _branch(pattern: Dilated, branch: int, length: int, heads: int) -> Count:
         if rate > 1:
             wanted = offset(head)
             found = found & (query % segment % rate == wanted) & (key % segment % rate == wanted)
-        return found if takes_part is None else found & takes_part(head)
+        return found if in_branch is None else found & in_branch(head)
 
     return seen
 
@@ -107,7 +107,7 @@ def _branch(pattern: Dilated, branch: int, length: int, heads: int) -> Count:
 def _offset(
     pattern: Dilated, branch: int, heads: int
 ) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor | int]]:
-    """Whether a head takes part (None: all do), and its offset."""
+    """Functions of the head: whether it is in the branch (None: all are), and its offset."""
     rate = pattern.dilation_rates[branch]
     if pattern.heads == "all":
         run = -(-heads // rate)

@@ -1,6 +1,6 @@
-// Attention on a CPU in one pass over the keys. A tile of queries is packed once, with queries along the vector lanes,
-// and keys and values are read where they lie. Lanes never exchange data: neither K nor V is transposed, the softmax is a
-// maximum and a sum over registers, and all the dilated branches of a tile share it.
+// Attention on a CPU in one pass over the keys. A tile of queries is packed once, with queries along the vector lanes;
+// keys and values are read in place. Lanes never exchange data: neither K nor V is transposed, the softmax is a maximum
+// and a sum over registers, and all dilated branches of a tile share one softmax.
 //
 // Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, for the backward pass.
 
@@ -24,8 +24,8 @@ using u32 = std::uint32_t;
 using i32 = std::int32_t;
 using u64 = std::uint64_t;
 
-// W float lanes make a vector. A register tile is MR x NV vectors of sums, NV vectors of one operand and a scalar of the
-// other: as many independent sums as the registers hold, and few loads for each.
+// A vector has W float lanes. A register tile is MR x NV vectors of sums, NV vectors of one operand and a scalar of the
+// other: as many independent sums as registers hold, with few loads for each.
 #if defined(__AVX512F__)
 constexpr int W = 16, NV = 4, MR = 6;
 #elif defined(__AVX2__)
@@ -33,9 +33,9 @@ constexpr int W = 8, NV = 2, MR = 6;
 #else
 constexpr int W = 4, NV = 4, MR = 4;
 #endif
-constexpr int T = 64;    // queries of a tile: enough work for each key that reading keys costs little
-constexpr int KEYS = 192; // keys between two rescalings: few, and their scores stay in the second cache; even
-constexpr int PARTIAL = 64; // keys at once where lanes differ in what they see
+constexpr int T = 64;    // queries per tile: enough work per key that reading keys takes little of the time
+constexpr int KEYS = 192; // keys per block, between rescalings: their scores fit the L2 cache; must be even
+constexpr int PARTIAL = 64; // keys per block where not every lane sees every key
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 constexpr float NEVER = std::numeric_limits<float>::infinity();
@@ -59,7 +59,7 @@ inline vec larger(vec a, vec b) {
 #endif
 }
 
-// 2^x for x <= 0, 0 for -inf. The polynomial, fitted on [-1/2, 1/2], is off by 2e-8 of the result.
+// 2^x for x <= 0, 0 for -inf. The polynomial is fitted on [-1/2, 1/2] to a relative error of 2e-8.
 inline vec exp2_(vec x) {
     x = larger(splat(-160.0f), x); // in this order NaN stays NaN
 #if defined(__AVX512F__)
@@ -80,7 +80,7 @@ inline vec exp2_(vec x) {
 #endif
 }
 
-// Element types, and how a block of rows is widened to float.
+// Element types, and their conversion to float.
 
 struct Bf16 { u16 bits; };
 struct Half { u16 bits; };
@@ -120,7 +120,7 @@ template <> inline void widen_row<Half>(const Half* from, float* to, int n) {
 }
 #endif
 
-// How an operand is multiplied: floats one by one, or bfloat16 in pairs where the processor has that.
+// Products of operands: floats one by one, or pairs of bfloat16 where the processor supports that.
 
 struct Single {
     using Scalar = float;
@@ -140,11 +140,11 @@ struct Pair {
 inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bits << 16; }
 #endif
 
-// Without it the sums go through the stack on their way to memory.
+// Without unrolling, the compiler stores the sums on the stack.
 #define UNROLL _Pragma("GCC unroll 8")
 
-// Three products. "Lanes" is [., T], queries along the lanes; rows lie `stride` bytes apart; each takes the vectors from
-// `from` to `to` of the tile.
+// Three matrix products. `lanes` is [., T] with queries along the lanes; rows are `stride` bytes apart; multiply() computes
+// the vectors [from, to) of the tile.
 
 // scores[i][lane] = sum_d rows[i][d] * lanes[d][lane]
 template <class Op> struct Dot {
@@ -199,8 +199,8 @@ template <class Op> struct Mix {
     }
 };
 
-// rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], the vectors here being those of a row; `first` and `last`
-// count lanes, or pairs of them
+// rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], with vectors along d; `first` and `last` count lanes, or pairs
+// of lanes
 template <class Op> struct Spread {
     float* rows;
     i64 stride; // in floats
@@ -245,22 +245,22 @@ template <class P> void multiply(const P& product, int count, int from, int to) 
     if (i < count) row_of_tiles<1>(product, i, from, to);
 }
 
-// What is asked for. The tables are described in tiles.py.
+// The arguments. tables.py describes the tables.
 
-// A tile without a step takes its queries from `order`; its runs are listed. A listed run takes its keys from `listed` and
-// is met by the lanes from `lo` to `hi`: by all of them if its step is 0, else each key by the lanes of its bits.
+// A tile with step 0 reads its queries from `order`; its runs are listed. A listed run reads its keys from `listed`. With
+// step 0 the lanes [lo, hi) see all its keys; with step -1 each key is seen by the lanes of its bit mask.
 struct Run {
     i64 key, step, count, lo, hi;
     bool is_listed() const { return step <= 0; }
     bool is_masked() const { return step < 0; }
 };
 struct Tile { i64 query, step, count, run, runs; };
-struct View { void* data; i64 batch, row, head; }; // strides in elements; the entries of a row are neighbours
+struct View { void* data; i64 batch, row, head; }; // strides in elements; rows are contiguous
 
 struct Args {
-    View q, k, v, out, grad, dq, dk, dv; // dk and dv: float sums, `parts` of them, rows padded to whole vectors
+    View q, k, v, out, grad, dq, dk, dv; // dk and dv: `parts` float sums each, rows padded to whole vectors
     float* lse;                          // [batch, heads, q_len]
-    const float* grad_lse;               // the same, or null
+    const float* grad_lse;               // [batch, heads, q_len], or null
     const Tile* tiles;
     const Run* runs;
     const i64* first_tile;
@@ -269,7 +269,7 @@ struct Args {
     const i64* seq_lens; // [batch], or null
     const i32* order;    // positions of queries, or null
     const i32* listed;   // positions of keys, or null
-    const u64* lanes;    // for each of those, the lanes that see it
+    const u64* lanes;    // per listed key, a bit mask of the lanes that see it, or null
     i64 batch, heads, group, q_len, k_len, head_dim, dtype, threads, parts, part_stride;
     double scale;
 
@@ -285,7 +285,7 @@ template <class E> inline E* head_of(const View& x, i64 b, i64 h) { return (E*)x
 i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 i64 ceil_div(i64 a, i64 b) { return -floor_div(-a, b); }
 
-// Which of a run's keys the tile meets: [first, last) for some query, [full_first, full_last) for all of them.
+// The keys of a run that queries of a tile see: [first, last) by any query, [full_first, full_last) by all.
 struct Span {
     i64 first, last, full_first, full_last;
 
@@ -296,7 +296,7 @@ struct Span {
         full_first = ceil_div(q1 + run.lo - run.key, run.step);
         full_last = floor_div(q0 + run.hi - run.key, run.step) + 1;
     }
-    // How many keys from t on to take at once. Where not every query sees every key, few: lanes are left out by block.
+    // The number of keys of the block at t. Fewer where not every query sees every key: lanes are skipped per block.
     int block(i64 t) const {
         if (t >= full_first && t < full_last) return (int)std::min<i64>(KEYS, std::min(full_last, last) - t);
         i64 end = t < full_first ? std::min(last, std::max(full_first, t + 1)) : last;
@@ -315,14 +315,14 @@ struct Lanes {
     }
 };
 
-// A block of keys of one run, and the vectors of lanes that see any of it.
+// A block of keys of one run, and the vectors of lanes [from, to) that see any of its keys.
 struct Block {
     const Tile& tile;
     const Run& run;
     i64 t, limit;
     const u8* seen;        // by position, or null
-    const i32* positions;  // of the keys, or null where they are in steps
-    const u64* lanes;      // that see each key, or null
+    const i32* positions;  // of the keys, or null where they are an arithmetic progression
+    const u64* lanes;      // bit mask of the lanes that see each key, or null
     int keys, from, to;
     bool partial, hidden;
 
@@ -331,7 +331,7 @@ struct Block {
           keys(span.block(t)), from(0), to((int)(tile.count + W - 1) / W), partial(span.partial(t, keys)), hidden(false) {
         find_hidden();
         if (!partial) return;
-        // Bounds only rise with the key: the first key has the first lane, the last one the last.
+        // Lanes' bounds increase with the key: the first key has the lowest lane, the last key the highest.
         from = Lanes(tile, run, t).from / W;
         to = std::min(to, (Lanes(tile, run, t + keys - 1).to + W - 1) / W);
     }
@@ -345,7 +345,7 @@ struct Block {
 
     bool sees(int i) const { return key(i) < limit && (!seen || seen[key(i)]); }
     void find_hidden() {
-        if (!seen && !positions) return; // the last key of a run in steps lies below the limit
+        if (!seen && !positions) return; // without a mask, the keys of a run with steps are below the limit
         for (int i = 0; i < keys; i++) hidden |= !sees(i);
     }
 
@@ -382,7 +382,7 @@ struct Block {
     }
 };
 
-// Calls `visit` with every block of keys that a tile meets.
+// Calls `visit` with every block of keys that a tile reads.
 template <class F> void each_block(const Args& a, const Tile& tile, i64 b, const F& visit) {
     for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
         const Run& run = a.runs[r];
@@ -403,12 +403,12 @@ template <class F> void each_block(const Args& a, const Tile& tile, i64 b, const
     }
 }
 
-// A thread's own memory.
+// The memory of one thread.
 struct Scratch {
     float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *dk_rows, *dv_rows, *memory;
     float peak[T], total[T], delta[T];
-    i64 at[T]; // positions of the queries; lanes past the last repeat it, and their results are dropped
-    bool dead[T]; // lanes that are not there, or see nothing
+    i64 at[T]; // positions of the queries; unused lanes repeat the last query, and their results are dropped
+    bool dead[T]; // unused lanes, and queries without keys
     int width; // of a padded row
 
     explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
@@ -428,7 +428,7 @@ struct Scratch {
     ~Scratch() { std::free(memory); }
 };
 
-// Rows of queries to lanes.
+// Packs rows of queries into lanes.
 template <class E>
 void pack(const View& x, const E* rows, const i64* at, i64 count, int depth, float factor, float* lanes,
           const bool* dead = nullptr) {
@@ -451,8 +451,8 @@ void pack_rows(const View& x, const E* rows, const i64* at, i64 count, int depth
 }
 
 #if defined(HAS_PAIRS)
-// Rows of queries to lanes, two neighbours of a row in each. The inputs keep their bits, so that all of `factor` but its
-// sign is returned, for the product.
+// Packs rows of queries into lanes, two adjacent entries of a row in each. The inputs are not multiplied by `factor` except
+// for its sign; the absolute value is returned, to scale the product.
 float pack_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, int depth, float factor, float* lanes,
                  const bool* dead = nullptr) {
     u16 sign = factor < 0.0f ? 0x8000 : 0, mask = factor == 0.0f ? 0 : 0xffff;
@@ -464,10 +464,10 @@ float pack_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, int 
         for (int d = 0; d < depth; d += 2)
             ((u32*)lanes)[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1])) & kept;
     }
-    return factor == 0.0f ? 1.0f : std::fabs(factor); // hidden scores are -inf, and stay so
+    return factor == 0.0f ? 1.0f : std::fabs(factor); // not 0: hidden scores of -inf must stay -inf
 }
 
-// Two rows of queries in each, where rows are summed.
+// Packs pairs of rows of queries, for sums over rows.
 void pack_row_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, int depth, u32* to, int width,
                     const bool* dead) {
     std::memset(to, 0, sizeof(u32) * T / 2 * width);
@@ -478,7 +478,7 @@ void pack_row_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, i
     }
 }
 
-// Two keys of a block in each; hidden keys are zeros, whatever they hold.
+// Packs pairs of keys of a block; hidden keys become zeros, even if they hold NaN.
 void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
     for (int t = 0; t < block.keys; t += 2) {
         const Bf16* first = head + block.key(t) * x.row;
@@ -490,8 +490,8 @@ void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u
 }
 #endif
 
-// The rows of a block as floats: where they lie if they are floats already, in steps. Hidden keys are zeros, whatever they
-// hold.
+// The rows of a block as floats; not copied if they are floats in an arithmetic progression. Hidden keys become zeros, even
+// if they hold NaN.
 struct Rows { const char* data; i64 stride; };
 template <class E> bool is_copied(const Block& block) { return sizeof(E) < sizeof(float) || block.hidden || block.positions; }
 
@@ -510,7 +510,7 @@ template <> Rows rows_of<float>(const View& x, const float* head, const Block& b
 }
 
 #if defined(HAS_PAIRS)
-// Rows as they are, for products in pairs. What hidden keys hold does not matter to scores.
+// Rows without conversion, for products in pairs. Hidden keys may hold NaN: their scores are overwritten.
 Rows pair_rows(const View& x, const Bf16* head, const Block& block, int depth, float* to) {
     i64 size = (i64)sizeof(Bf16);
     if (!block.positions) return {(const char*)(head + block.key(0) * x.row), size * block.run.step * x.row};
@@ -519,7 +519,7 @@ Rows pair_rows(const View& x, const Bf16* head, const Block& block, int depth, f
 }
 #endif
 
-// How weights are handed to the product with V: as they are, or rounded to bfloat16, two keys in a lane.
+// Weights for the product with V: as floats, or rounded to bfloat16 with two keys per lane.
 struct Floats {
     template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
         for (int t = 0; t < block.keys; t++) store(s.scores + t * T + n * W, weight(t));
@@ -540,13 +540,13 @@ struct Pairs {
 };
 #endif
 
-// Scores to weights, against the running maximum; what was summed before fades. `unit`: scores to powers of two.
+// Turns scores into weights relative to the running maximum, and rescales earlier sums. `unit` scales scores to powers of 2.
 template <class Form> void weigh(const Block& block, float unit, int depth, Scratch& s) {
     for (int n = block.from; n < block.to; n++) {
         float* x = s.scores + n * W;
         vec old = load(s.peak + n * W), peak = old;
         for (int t = 0; t < block.keys; t++) peak = larger(peak, load(x + t * T));
-        // The difference first: scores are large, and what is rounded must be the same for all of them.
+        // Subtract before scaling: scores are large, and rounding must be the same for all.
         vec base = peak == splat(NONE) ? vec{} : peak, fade = exp2_((old - base) * unit);
         vec total = load(s.total + n * W) * fade;
         Form::put(s, block, n, [&](int t) {
@@ -565,7 +565,7 @@ template <class Form> void weigh(const Block& block, float unit, int depth, Scra
     }
 }
 
-// The forward pass of a tile in floats, whatever the inputs are.
+// The products of a tile's forward pass in floats, for any input type.
 template <class E> struct Wide {
     using Weights = Floats;
     const Args& a;
@@ -590,7 +590,7 @@ template <class E> struct Wide {
 };
 
 #if defined(HAS_PAIRS)
-// The same with bfloat16 multiplied in pairs and summed in floats: neighbours of a row of K, neighbouring rows of V.
+// The same with pairs of bfloat16, summed in floats: adjacent entries of a row of K, adjacent rows of V.
 struct Paired {
     using Weights = Pairs;
     const Args& a;
@@ -615,7 +615,7 @@ struct Paired {
 };
 #endif
 
-// Queries that see no key.
+// Results of queries without keys.
 template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, i64 h) {
     E* out = head_of<E>(a.out, b, h);
     float* lse = a.lse + a.lse_row(b, h);
@@ -705,8 +705,8 @@ template <class E> struct WideBack {
 };
 
 #if defined(HAS_PAIRS)
-// The same in pairs of bfloat16. P and dS are rounded in place, row by row, for dk and dv; `values` holds dS with two keys
-// in a lane, for dq.
+// The same with pairs of bfloat16. For dk and dv, P and dS are rounded in place, row by row; for dq, `values` holds dS with
+// two keys per lane.
 struct PairedBack {
     const Args& a;
     Scratch& s;
@@ -754,7 +754,7 @@ struct PairedBack {
 };
 #endif
 
-// Rows of a block to where its keys stand.
+// Adds the rows of a block to the rows of its keys.
 void add_rows(const Block& block, const float* rows, int width, float* to, i64 stride) {
     for (int i = 0; i < block.keys; i++) {
         float* row = to + block.key(i) * stride;
@@ -762,7 +762,7 @@ void add_rows(const Block& block, const float* rows, int width, float* to, i64 s
     }
 }
 
-// P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): the formula's own gradient, so that branches need no care.
+// P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): with the lse of all branches, each branch is a term of a sum.
 template <class E, class Products>
 void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
     const int depth = (int)a.head_dim, count = (int)tile.count;
@@ -778,7 +778,7 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         i64 p = s.at[i];
         float lse = a.lse[a.lse_row(b, h) + p], delta = 0.0f;
         for (int d = 0; d < depth; d++) delta += widen(out[p * a.out.row + d]) * widen(grad[p * a.grad.row + d]);
-        // A lane that is not there, or sees nothing, weighs nothing, whatever its gradient.
+        // Unused lanes and queries without keys have weight 0, even if their gradient is NaN.
         s.dead[i] = i >= count || lse == NONE;
         s.peak[i] = s.dead[i] ? NEVER : (float)(lse * LOG2_E);
         s.delta[i] = s.dead[i] ? 0.0f : delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
@@ -792,7 +792,7 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
     each_block(a, tile, b, [&](const Block& block) {
         products.score(block);
         block.hide(s.scores);
-        block.fill_hidden(s.other, 0.0f); // whatever the values are there
+        block.fill_hidden(s.other, 0.0f); // hidden values may hold NaN
         products.weigh(block, slope);
         if (block.positions) {
             std::memset(s.dk_rows, 0, sizeof(float) * block.keys * s.width);
@@ -809,7 +809,7 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         for (int d = 0; d < depth; d++) dq[s.at[i] * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);
 }
 
-// A thread owns the sums dk and dv of the key head, or of the part of its queries, that it works on.
+// A thread has its own sums dk and dv: of a key head, or of one part of its queries.
 template <class E, class Products> void backward(const Args& a) {
     const i64 kv_heads = a.heads / a.group;
 #pragma omp parallel num_threads((int)a.threads)

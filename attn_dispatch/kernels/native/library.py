@@ -1,7 +1,7 @@
-"""Compile attention.cpp for this processor, once, and load it.
+"""Compiles attention.cpp once for this processor, and loads it.
 
-The library lies in the user's own cache folder under a name that holds everything it was made from. It is code: one
-that somebody else could have written is not loaded.
+The library is in the user's cache folder; its name holds a digest of everything that it is built from. A file that
+another user could have written is not loaded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class View(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    """What attention.cpp calls Args, field by field."""
+    """The struct `Args` of attention.cpp, field by field."""
 
     _fields_ = (
         *((name, View) for name in ("q", "k", "v", "out", "grad", "dq", "dk", "dv")),
@@ -68,8 +68,8 @@ class Args(ctypes.Structure):
 
 
 @cache
-def digest() -> str:
-    """What the library is made from: source, flags, compiler and processor. Raises ImportError without a compiler."""
+def build_digest() -> str:
+    """Digest of source, flags, compiler and processor. Raises ImportError without a compiler."""
     cxx = compiler()
     made = Path(cxx.program).resolve()
     about = made.stat()
@@ -78,7 +78,7 @@ def digest() -> str:
 
 
 def _processor() -> str:
-    """Everything that -march=native may depend on."""
+    """Text with everything that -march=native may depend on."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
         return "\n".join(line for line in lines if line.split(":")[0].strip() in CPU_FIELDS)
@@ -90,10 +90,10 @@ def source() -> str:
 
 
 def load() -> ctypes.CDLL:
-    """The library, compiled first if need be.
+    """The library, compiled first if necessary.
 
     Raises:
-        BackendFailed: it cannot be compiled or loaded; the message ends with what the compiler said.
+        BackendFailed: it cannot be compiled or loaded; the message ends with the compiler's errors.
     """
     return _loaded()
 
@@ -105,7 +105,7 @@ def _loaded() -> ctypes.CDLL:
         logger.info("compiling %s with %s, once on this machine", path.name, " ".join(compiler().command))
         path = _build(path)
     try:
-        # Loaded with PyTorch's own OpenMP threads: a second set of them would fight for the cores.
+        # It resolves to the OpenMP library of PyTorch: two thread pools would compete for the cores.
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendFailed(f"native: cannot load {path}: {error}") from error
@@ -114,21 +114,21 @@ def _loaded() -> ctypes.CDLL:
 def _path() -> Path:
     try:
         folder = platformdirs.user_cache_path("attn-dispatch", appauthor=False)
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # no home folder
         folder = _own_folder()
-    return folder / "native" / f"attention-{digest()}.so"
+    return folder / "native" / f"attention-{build_digest()}.so"
 
 
 @cache
 def _own_folder() -> Path:
-    """A folder of this process, gone with it."""
+    """A folder of this process, removed at exit."""
     folder = tempfile.mkdtemp(prefix="attn-dispatch-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def _trusted(path: Path) -> bool:
-    """Whether only this user can have put the file there."""
+    """Whether only this user can have written the file."""
     return _ours(path) and _ours(path.parent)
 
 
@@ -141,7 +141,7 @@ def _ours(place: Path) -> bool:
 
 
 def _build(path: Path) -> Path:
-    """Compile to `path`, or to a folder of this process where that cannot be written, or others can write."""
+    """Compile to `path`, or to a folder of this process if `path` is not writable, or writable by others."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not _ours(path.parent):
@@ -162,7 +162,7 @@ def _compile(folder: Path) -> Path:
     code, compiled, library = folder / "attention.cpp", folder / "attention.o", folder / "attention.so"
     code.write_text(source(), encoding="utf-8")
     _call(*cxx, *FLAGS, "-c", str(code), "-o", str(compiled))
-    # No -fopenmp here: its functions are found in the OpenMP library that PyTorch has loaded.
+    # No -fopenmp here: the symbols resolve to the OpenMP library that PyTorch has loaded.
     _call(*cxx, "-shared", str(compiled), "-o", str(library))
     library.chmod(0o700)
     return library

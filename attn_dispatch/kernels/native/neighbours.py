@@ -1,7 +1,7 @@
-"""From a neighbourhood to tiles: queries that stand together in some token order, and the list of keys that they see.
+"""Builds a neighbourhood's tables: tiles of queries consecutive in a token order, each with a list of visible keys.
 
-A tile's keys are listed by position, each with a bit for every query that sees it: which is the product of one bit mask
-per axis. Keys that the same vectors of queries see stand together, so that the kernel leaves the other vectors out.
+A tile's keys are listed by position, each with a bit mask of the queries that see it: the bitwise AND of one mask per
+axis. Keys visible to the same vectors of queries are consecutive, so that the kernel skips the other vectors.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.native.tables import TILE, Tiles
+from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.spec.orders import NATURAL, permutation, places
 from attn_dispatch.spec.pattern import Neighborhood
 
-VECTOR = 16  #: queries that are left out together
+VECTOR = 16  #: queries that the kernel skips together
 VECTORS = TILE // VECTOR
 GROUPS = 2 * (VECTORS + 1) ** 2
-NOWHERE = -1  #: the row of a key that is not there
+NO_ROW = -1  #: marks keys that the tensors do not hold
 FULL, MASKED = 0, -1  #: steps of listed runs, as in attention.cpp
-CHUNK_BYTES = 2**25  #: of temporary tables
-BESIDE = 16  #: times that, while a chunk is made
-EACH_BYTES = 28  #: of a listed key: its position, its bits, and its tile and group until the tables are made
-COPIES = 2  #: in parts and put together
+CHUNK_BYTES = 2**25  #: of one temporary table
+CHUNK_TEMPORARIES = 16  #: temporary tables of a chunk
+KEY_BYTES = 28  #: of a listed key: position and bits, and while building its tile and group
+COPIES = 2  #: of the lists: in chunks, and concatenated
 
 
-def neighbour_tiles(pattern: Neighborhood, length: int, heads: int, order: str, kept: str = NATURAL) -> Tiles:
-    """The tiles of a neighbourhood, their queries in this order of tokens.
+def neighbour_tables(pattern: Neighborhood, length: int, heads: int, order: str, kept: str = NATURAL) -> NativeTables:
+    """The tables of a neighbourhood with tiles of queries consecutive in `order`.
 
     Args:
-        kept: the order that the tokens lie in already; the tables are about the rows where they lie.
+        kept: the order in which the caller stores the tokens; the tables refer to rows of the tensors.
     """
     found = permutation(order, pattern, length)
     positions = torch.arange(length) if found is None else found
@@ -41,54 +41,59 @@ def neighbour_tiles(pattern: Neighborhood, length: int, heads: int, order: str, 
     return _listed(pattern, heads, positions, positions if rows is None else rows[positions], rows)
 
 
-def neighbour_tiles_at(pattern: Neighborhood, heads: int, queries: Tensor, keys: Tensor) -> Tiles:
-    """The tiles of some queries and keys of a grid, for tensors that hold these rows alone.
+def neighbour_tables_at(pattern: Neighborhood, heads: int, queries: Tensor, keys: Tensor) -> NativeTables:
+    """The tables of some queries and keys of a grid, for tensors that hold only these rows.
 
     Args:
-        queries, keys: int64, the position of each row; those of queries in the order that their tiles shall have.
+        queries, keys: int64, the position of each row; tiles are consecutive queries.
     """
-    rows = torch.full((math.prod(pattern.grid),), NOWHERE).index_copy_(0, keys, torch.arange(len(keys)))
+    rows = torch.full((math.prod(pattern.grid),), NO_ROW).index_copy_(0, keys, torch.arange(len(keys)))
     return _listed(pattern, heads, queries, torch.arange(len(queries)), rows)
 
 
-def _listed(pattern: Neighborhood, heads: int, positions: Tensor, order: Tensor, rows: Tensor | None) -> Tiles:
-    """Tables of queries at these positions, whose rows are in `order`; `rows` says where each position's key lies."""
+def _listed(pattern: Neighborhood, heads: int, positions: Tensor, order: Tensor, rows: Tensor | None) -> NativeTables:
+    """The tables of queries at these positions.
+
+    Args:
+        order: the row of each query.
+        rows: the row of the key at each position; None: equal to the position.
+    """
     length, queries = len(positions), _tiled(positions)
-    there = (torch.arange(queries.numel()) < length).view_as(queries)
-    keys, bits, tile, group = (torch.cat(each) for each in zip(*_chunks(pattern, queries, there, rows)))
+    in_range = (torch.arange(queries.numel()) < length).view_as(queries)
+    keys, bits, tile, group = (torch.cat(each) for each in zip(*_chunks(pattern, queries, in_range, rows)))
     tiles, runs = _runs(tile, group, length)
     first_tile, head_class = torch.tensor([0, len(tiles)]), torch.zeros(heads, dtype=torch.int64)
-    return Tiles(tiles, runs, first_tile, head_class, order.to(torch.int32), keys, bits)
+    return NativeTables(tiles, runs, first_tile, head_class, order.to(torch.int32), keys, bits)
 
 
 @lru_cache(maxsize=256)
-def neighbour_bytes(pattern: Neighborhood, length: int, order: str) -> int:
-    """Upper bound of the tables, and of what it takes to make them, without making them."""
+def neighbour_table_bytes(pattern: Neighborhood, length: int, order: str) -> int:
+    """Upper bound of the bytes of the tables and of building them, without building them."""
     found = permutation(order, pattern, length)
     listed = int(_boxes(_bounds(pattern, _tiled(torch.arange(length) if found is None else found))).prod(1).sum())
-    return (listed + length) * EACH_BYTES * COPIES + BESIDE * CHUNK_BYTES
+    return (listed + length) * KEY_BYTES * COPIES + CHUNK_TEMPORARIES * CHUNK_BYTES
 
 
 def _tiled(positions: Tensor) -> Tensor:
-    """[tiles, TILE], lanes past the last repeating it."""
+    """Positions as [tiles, TILE]; the last position is repeated to fill the last tile."""
     number = -(-len(positions) // TILE)
     return positions[torch.arange(number * TILE).clamp(max=len(positions) - 1)].view(number, TILE)
 
 
 def _bounds(pattern: Neighborhood, queries: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The first and the last coordinate that each tile's queries could see, by axis."""
+    """Per axis, the first and last coordinate that a query of each tile could see."""
     return [_reach(pattern, axis, _coordinate(pattern, axis, queries)) for axis in range(len(pattern.grid))]
 
 
 def _boxes(bounds: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[tiles, axes]: coordinates between those."""
+    """[tiles, axes]: the number of coordinates within the bounds."""
     return torch.stack([high - low + 1 for low, high in bounds], dim=1)
 
 
 def _chunks(
-    pattern: Neighborhood, queries: Tensor, there: Tensor, rows: Tensor | None
+    pattern: Neighborhood, queries: Tensor, in_range: Tensor, rows: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of some tiles at a time: rows and bits of the keys, which tile each belongs to, and its group of vectors."""
+    """For some tiles at a time: the row, bits, tile and group of vectors of each visible key."""
     bounds = _bounds(pattern, queries)
     boxes = _boxes(bounds)
     step = max(1, CHUNK_BYTES // (8 * int(boxes.prod(1).max()) + 8 * TILE * int(boxes.max())))
@@ -99,12 +104,12 @@ def _chunks(
             y = low[some, None] + torch.arange(int((high - low)[some].max()) + 1)
             x = _coordinate(pattern, axis, queries[some])
             near = pattern._axis(axis, x[:, :, None], y[:, None, :]) & (y <= high[some, None])[:, None, :]
-            masks.append(_packed(near & there[some, :, None]))
+            masks.append(_packed(near & in_range[some, :, None]))
             coordinates.append(y)
         tile, key, bits = _product(pattern, masks, coordinates)
         if rows is not None:
             key = rows[key]
-            tile, key, bits = (x[key != NOWHERE] for x in (tile, key, bits))
+            tile, key, bits = (x[key != NO_ROW] for x in (tile, key, bits))
         group = _group(bits)
         by_group = (tile * GROUPS + group).argsort(stable=True)
         yield key[by_group].to(torch.int32), bits[by_group], tile[by_group] + first, group[by_group]
@@ -115,13 +120,13 @@ def _coordinate(pattern: Neighborhood, axis: int, positions: Tensor) -> Tensor:
 
 
 def _reach(pattern: Neighborhood, axis: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the last coordinate that a tile's queries could see."""
+    """The first and last coordinate that a query of each tile could see."""
     step, (back, front) = pattern.dilation[axis], pattern.axes[axis].sides
     return (x.amin(1) - back * step).clamp(min=0), (x.amax(1) + front * step).clamp(max=pattern.grid[axis] - 1)
 
 
 def _packed(near: Tensor) -> Tensor:
-    """[tiles, queries, coordinates] bool as bits, int64 [tiles, coordinates]."""
+    """Bool [tiles, queries, coordinates] packed into bits, int64 [tiles, coordinates]."""
     bits = torch.zeros(near.shape[0], near.shape[2], dtype=torch.int64)
     for lane in range(TILE):
         bits |= near[:, lane].long() << lane
@@ -129,7 +134,7 @@ def _packed(near: Tensor) -> Tensor:
 
 
 def _product(pattern: Neighborhood, masks: list[Tensor], coordinates: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tile, position and bits of every key that a query sees."""
+    """Tile, position and bits of every visible key."""
     seen = masks[0]
     for mask in masks[1:]:
         seen = (seen[:, :, None] & mask[:, None, :]).flatten(1)
@@ -143,7 +148,7 @@ def _product(pattern: Neighborhood, masks: list[Tensor], coordinates: list[Tenso
 
 
 def _group(bits: Tensor) -> Tensor:
-    """The vectors from the first to the last that see a key, and whether all of their queries do: one number."""
+    """One number per key for the first and last vector that see it, and whether all queries between do."""
     by_vector = torch.stack([bits >> (VECTOR * n) & (1 << VECTOR) - 1 for n in range(VECTORS)])
     sees, numbers = by_vector != 0, torch.arange(VECTORS)[:, None]
     first = torch.where(sees, numbers, VECTORS).amin(0)
@@ -153,7 +158,7 @@ def _group(bits: Tensor) -> Tensor:
 
 
 def _runs(tile: Tensor, group: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """`tiles` and `runs` of the tables: a run is what stands together of one tile and group."""
+    """`tiles` and `runs` of the tables: a run is consecutive keys of one tile and group."""
     changed = torch.ones(len(tile), dtype=torch.bool)
     changed[1:] = (tile[1:] != tile[:-1]) | (group[1:] != group[:-1])
     start = changed.nonzero()[:, 0]
@@ -162,6 +167,8 @@ def _runs(tile: Tensor, group: Tensor, length: int) -> tuple[Tensor, Tensor]:
     low, high = vectors // (VECTORS + 1) * VECTOR, vectors % (VECTORS + 1) * VECTOR
     runs = torch.stack([start, torch.where(full == 1, FULL, MASKED), count, low, high], dim=1)
     first = torch.arange(0, length, TILE)
-    met = torch.bincount(tile[start], minlength=len(first))
+    run_counts = torch.bincount(tile[start], minlength=len(first))
     queries = (length - first).clamp(max=TILE)
-    return torch.stack([first, torch.zeros_like(first), queries, met.cumsum(0) - met, met], dim=1), runs
+    return torch.stack(
+        [first, torch.zeros_like(first), queries, run_counts.cumsum(0) - run_counts, run_counts], dim=1
+    ), runs

@@ -1,58 +1,81 @@
-"""The native kernel's passes over branches, cells and tables."""
+"""The forward and backward pass of the native kernel on its tables."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Call, gradients
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.steps import tiles_of
-from attn_dispatch.kernels.native.tables import TILE, Tiles
+from attn_dispatch.kernels.native.steps import native_tables
+from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.spec.problem import Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
-VECTOR = 16  #: floats of the widest vector; sums of dk and dv have rows of whole vectors
-BLOCK = 192  #: keys whose scores are held at once, as in attention.cpp
-SUM_BYTES = 2**30  #: of such sums at most
-HEAD_DIM = 4096  #: a thread's scratch grows with it
-UNITS_PER_THREAD = 4  #: pieces of a backward pass, so that no thread waits long for the last one
+VECTOR = 16  #: floats of the widest vector; rows of dk and dv sums are padded to it
+BLOCK = 192  #: keys per block of scores, KEYS in attention.cpp
+SUM_BYTES = 2**30  #: limit for sums of dk and dv
+HEAD_DIM = 4096  #: the largest; a thread's scratch memory grows with it
+UNITS_PER_THREAD = 4  #: (batch row, key head) units per thread for a balanced backward pass
 
 
-def partial(problem: Problem, key_mask: Tensor | None = None, tiles: Tiles | None = None) -> Call:
-    """The passes of queries that see keys elsewhere too (see `contract`). `tiles`: those of rows that are not all of a
-    pattern's.
+def partial(problem: Problem, key_mask: Tensor | None = None, tables: NativeTables | None = None) -> Passes:
+    """The passes for queries that also see other keys (see `contract.Backend`).
+
+    Args:
+        tables: of the rows that the tensors hold; by default those of the problem's pattern.
     """
     seen = None if key_mask is None else key_mask.contiguous()
-    return _Call(problem, tiles_of(problem) if tiles is None else tiles, seen, None)
+    return NativePasses(problem, native_tables(problem) if tables is None else tables, seen, None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class NativePasses:
+    """A problem with its tables and masks; `seen` is the key mask, contiguous."""
+
     problem: Problem
-    tiles: Tiles
+    tables: NativeTables
     seen: Tensor | None
     seq_lens: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _forward(q, k, v, self)
+        problem = self.problem
+        q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
+        args = self.args(q=q, k=k, v=v, out=out)
+        args.lse = lse.data_ptr()
+        library.load().attention_forward(ctypes.byref(args))
+        return out, lse
 
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(grad, grad_lse, saved, self)
+        q, k, v, out, lse = saved
+        problem, parts = self.problem, threads_per_key_head(self.problem)
+        grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
+        q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        width = problem.head_dim if sums_in_place(problem) else padded_width(problem.head_dim)
+        shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
+        dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        args = self.args(q=q, k=k, v=v, out=out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
+        args.parts, args.part_stride = parts, dk.stride(0)
+        library.load().attention_backward(ctypes.byref(args))
+        return dq, _total(dk, problem), _total(dv, problem)
 
     def args(self, **tensors: Tensor) -> library.Args:
-        """Views of [batch, len, heads, head_dim] tensors, and everything that does not change with the pass."""
+        """The kernel's arguments common to both passes, with [batch, len, heads, head_dim] `tensors` as views."""
         problem = self.problem
         made = library.Args(**{name: _view(x) for name, x in tensors.items()})
-        tables = {name: getattr(self.tiles, name) for name in Tiles.__dataclass_fields__}
+        tables = {name: getattr(self.tables, name) for name in NativeTables.__dataclass_fields__}
         for name, table in {**tables, "seen": self.seen, "seq_lens": self.seq_lens}.items():
             setattr(made, name, None if table is None else table.data_ptr())
         for name in ("batch", "heads", "q_len", "k_len", "head_dim", "scale"):
@@ -61,53 +84,6 @@ class _Call:
         made.dtype = DTYPES.index(problem.dtype)
         made.threads, made.parts = torch.get_num_threads(), 1
         return made
-
-
-class _Native(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse, call.seen, call.seq_lens)
-        ctx.call = replace(call, seen=None, seq_lens=None)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, grad_lse = grad_outputs
-        *saved, seen, seq_lens = ctx.saved_tensors
-        call = replace(ctx.call, seen=seen, seq_lens=seq_lens)
-        return (*gradients(call, grad, grad_lse, tuple(saved)), None)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    problem = call.problem
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
-    args = call.args(q=q, k=k, v=v, out=out)
-    args.lse = lse.data_ptr()
-    library.load().attention_forward(ctypes.byref(args))
-    return out, lse
-
-
-def _backward(
-    grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse = saved
-    problem, parts = call.problem, _parts(call.problem)
-    grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
-    q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    width = problem.head_dim if _sums_in_place(problem) else _padded(problem.head_dim)
-    shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
-    dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    args = call.args(q=q, k=k, v=v, out=out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
-    args.parts, args.part_stride = parts, dk.stride(0)
-    library.load().attention_backward(ctypes.byref(args))
-    return dq, _total(dk, problem), _total(dv, problem)
 
 
 def _total(sums: Tensor, problem: Problem) -> Tensor:
@@ -123,28 +99,28 @@ def _view(x: Tensor) -> library.View:
     return library.View(x.data_ptr(), *x.stride()[:3])
 
 
-def _padded(head_dim: int) -> int:
+def padded_width(head_dim: int) -> int:
     return -(-head_dim // VECTOR) * VECTOR
 
 
-def _sums_in_place(problem: Problem) -> bool:
-    """Whether dk and dv can be summed where they are returned."""
-    return problem.dtype == torch.float32 and problem.head_dim % VECTOR == 0 and _parts(problem) == 1
+def sums_in_place(problem: Problem) -> bool:
+    """Whether dk and dv can be summed in the returned tensors."""
+    return problem.dtype == torch.float32 and problem.head_dim % VECTOR == 0 and threads_per_key_head(problem) == 1
 
 
-def _parts(problem: Problem) -> int:
-    """How many threads share a key head in a backward pass, each with sums of its own."""
+def threads_per_key_head(problem: Problem) -> int:
+    """The number of threads per key head in a backward pass, each with its own sums."""
     units, threads = problem.batch * problem.kv_heads, torch.get_num_threads()
     if units % threads == 0 or units >= UNITS_PER_THREAD * threads:
         return 1
-    one = 8 * problem.batch * problem.k_len * problem.kv_heads * _padded(problem.head_dim)
+    one = 8 * problem.batch * problem.k_len * problem.kv_heads * padded_width(problem.head_dim)
     return max(1, min(math.ceil(threads / units), -(-problem.q_len // TILE), SUM_BYTES // one))
 
 
 @lru_cache(maxsize=4096)
-def _pairs(problem: Problem) -> int:
-    """Query-key pairs per batch row, counted by tile: what a tile's last query sees, for all of its queries."""
-    tables = tiles_of(problem)
+def pair_count(problem: Problem) -> int:
+    """Query-key pairs per batch row; every query of a tile counts the keys of its middle query."""
+    tables = native_tables(problem)
     tiles, runs = tables.tiles, tables.runs
     if tables.order is not None:
         return problem.heads * int((runs[:, 2] * (runs[:, 4] - runs[:, 3])).sum())

@@ -1,8 +1,7 @@
-"""From a pattern to tiles: queries in steps that share their keys, and the runs of keys that they see.
+"""Builds the native kernel's tables: tiles of queries in arithmetic progression with common runs of visible keys.
 
-Dilated branches differ in which queries they select, but queries a common multiple of all rates apart, inside one
-segment of every branch, are selected by the same ones. Tiles made of such queries never waste a lane, and take all
-their branches in one softmax.
+Inside one segment of every branch, queries whose distance is a common multiple of all rates are selected by the same
+branches. Tiles of such queries waste no lane, and sum all their branches in one softmax.
 """
 
 from __future__ import annotations
@@ -15,58 +14,58 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.heads import heads_by_kind
-from attn_dispatch.kernels.native.neighbours import neighbour_bytes, neighbour_tiles
-from attn_dispatch.kernels.native.tables import TILE, Tiles
+from attn_dispatch.kernels.native.neighbours import neighbour_table_bytes, neighbour_tables
+from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band, Offsets
 from attn_dispatch.spec.reordered import Reordered
 
-PERIOD_LIMIT = 64  #: tokens after which the rates of a dilated pattern repeat together; past it tiles are mostly empty
+PERIOD_LIMIT = 64  #: least common multiple of the rates; above, tiles are mostly empty
 ROW = 5  #: numbers in a row of a table
-OPEN = 2**40  #: no bound: farther than any two positions
+OPEN = 2**40  #: stands for no bound; larger than any distance of positions
 
 
-def period(pattern: Pattern) -> int:
-    """Tokens after which all dilation rates have come round."""
+def dilation_period(pattern: Pattern) -> int:
+    """The least common multiple of all dilation rates, in tokens."""
     return math.lcm(*pattern.dilation_rates) if isinstance(pattern, Dilated) else 1
 
 
-def grid_of(pattern: Pattern) -> tuple[Neighborhood | None, str]:
-    """The neighbourhood that a pattern is, and the order that its tokens are kept in."""
+def neighborhood_and_order(pattern: Pattern) -> tuple[Neighborhood | None, str]:
+    """The pattern if it is a neighbourhood, else None; and the order in which the caller stores the tokens."""
     if isinstance(pattern, Reordered) and isinstance(pattern.pattern, Neighborhood):
         return pattern.pattern, pattern.order
     return (pattern if isinstance(pattern, Neighborhood) else None), NATURAL
 
 
-def table_bytes(problem: Problem, order: str = NATURAL) -> int:
-    """Upper bound of the bytes that `tiles_of` takes, and of what it takes to make them, without making them."""
+def native_table_bytes(problem: Problem, order: str = NATURAL) -> int:
+    """Upper bound of the bytes of `native_tables` and of building it, without building it."""
     pattern, item = problem.pattern, ROW * 8
-    grid, kept = grid_of(pattern)
+    grid, kept = neighborhood_and_order(pattern)
     if grid is not None:
-        return neighbour_bytes(grid, problem.q_len, order if kept == NATURAL else kept)
+        return neighbour_table_bytes(grid, problem.q_len, order if kept == NATURAL else kept)
     if not isinstance(pattern, Dilated):
         return 3 * item * -(-problem.q_len // TILE) * (1 + len(_bands(problem)))
     intervals = min(problem.q_len, sum(-(-problem.q_len // w) for w, _ in pattern.branches))
-    rows = min(problem.q_len, intervals * period(pattern))
+    rows = min(problem.q_len, intervals * dilation_period(pattern))
     tiles, runs = problem.q_len // TILE + rows, rows * len(pattern.branches)
     return 3 * item * (tiles + runs) * len(heads_by_kind(pattern, problem.heads))
 
 
 @lru_cache(maxsize=64)
-def tiles_of(problem: Problem, order: str = NATURAL) -> Tiles:
-    """The tiles of a pattern; those of a neighbourhood in any order of tokens, the others' in the natural one."""
-    # Default devices, fake tensors and function transforms belong to a thread: in a fresh one tables are plain.
-    with ThreadPoolExecutor(max_workers=1) as fresh:
-        return fresh.submit(_tiles, problem, order).result()
+def native_tables(problem: Problem, order: str = NATURAL) -> NativeTables:
+    """The tables of a pattern; neighbourhoods take any token order, other patterns the natural one."""
+    # Default devices, fake tensors and function transforms are per thread: in a new thread tables are plain tensors.
+    with ThreadPoolExecutor(max_workers=1) as new_thread:
+        return new_thread.submit(_tables, problem, order).result()
 
 
-def _tiles(problem: Problem, order: str) -> Tiles:
+def _tables(problem: Problem, order: str) -> NativeTables:
     pattern = problem.pattern
-    grid, kept = grid_of(pattern)
+    grid, kept = neighborhood_and_order(pattern)
     if grid is not None:
-        return neighbour_tiles(grid, problem.q_len, problem.heads, order if kept == NATURAL else kept, kept)
+        return neighbour_tables(grid, problem.q_len, problem.heads, order if kept == NATURAL else kept, kept)
     if isinstance(pattern, Dilated):
         return _dilated(pattern, problem)
     first = torch.arange(0, problem.q_len, TILE)
@@ -81,17 +80,17 @@ def _tiles(problem: Problem, order: str) -> Tiles:
         runs.append(torch.stack([begin, one, (end - begin).clamp(min=0), one * lo, one * hi], dim=1))
     tiles = torch.stack([first, one, count, number * len(bands), one * len(bands)], dim=1)
     by_tile = torch.stack(runs, dim=1).flatten(0, 1)
-    return Tiles(tiles, by_tile, torch.tensor([0, len(first)]), torch.zeros(problem.heads, dtype=torch.int64))
+    return NativeTables(tiles, by_tile, torch.tensor([0, len(first)]), torch.zeros(problem.heads, dtype=torch.int64))
 
 
 def _bands(problem: Problem) -> tuple[Band, ...]:
-    """Of a pattern without segments."""
+    """The bands of a pattern without segments."""
     bands = problem.pattern.bands(problem.q_len, problem.k_len, ())
     assert bands
     return bands
 
 
-def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
+def _dilated(pattern: Dilated, problem: Problem) -> NativeTables:
     head_class = torch.zeros(problem.heads, dtype=torch.int64)
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
@@ -103,15 +102,15 @@ def _dilated(pattern: Dilated, problem: Problem) -> Tiles:
         tiles.append(some_tiles)
         runs.append(some_runs)
         first_tile.append(first_tile[-1] + len(some_tiles))
-    return Tiles(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
+    return NativeTables(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
 
 
 def _class_tiles(pattern: Dilated, offsets: Offsets, tokens: int) -> tuple[Tensor, Tensor]:
     """The tiles and runs of the heads with these offsets."""
-    step = period(pattern)
+    step = dilation_period(pattern)
     starts = torch.unique(torch.cat([torch.arange(0, tokens, w) for w, _ in pattern.branches]))
     ends = torch.cat([starts[1:], torch.tensor([tokens])])
-    # One row per interval between segment borders and residue in it.
+    # One row of queries per residue in each interval between segment borders.
     residues = min(step, int((ends - starts).max()))
     first = (starts[:, None] + torch.arange(residues)).flatten()
     end = ends.repeat_interleave(residues)
@@ -137,7 +136,7 @@ def _class_tiles(pattern: Dilated, offsets: Offsets, tokens: int) -> tuple[Tenso
 
 
 def _cut(first: Tensor, count: Tensor, step: int, first_run: Tensor, runs: Tensor) -> Tensor:
-    """Rows of queries cut into tiles."""
+    """`tiles` of the tables: rows of queries cut into tiles."""
     pieces = (count + TILE - 1) // TILE
     row = torch.repeat_interleave(torch.arange(len(first)), pieces)
     before = (torch.arange(len(row)) - (pieces.cumsum(0) - pieces)[row]) * TILE

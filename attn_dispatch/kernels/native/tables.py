@@ -1,4 +1,4 @@
-"""The tables that attention.cpp goes by."""
+"""The tables that attention.cpp reads."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-TILE = 64  #: queries of a tile, as in attention.cpp
+TILE = 64  #: queries per tile, T in attention.cpp
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tables for attention.cpp, int64 unless said otherwise.
+class NativeTables:
+    """Tables for attention.cpp, int64 except where noted.
 
     Args:
-        tiles: [tiles, 5]: first query, step, count, first run, runs. Where the step is 0, the first query counts places
-            in `order`, and the runs are listed.
-        runs: [runs, 5]: first key, step, count, and the bounds `lo <= key - query <= hi` of what a query sees. Of a
-            listed run: first entry in `listed`, 0 or -1, count, and the lanes that see any of it, from `lo` to `hi`;
-            all of them see all of it where the step is 0, else `lanes` says who sees what.
-        first_tile: [classes + 1]: where each class of heads starts in `tiles`.
-        head_class: [heads].
-        order: int32 [q_len], the position at each place; None where tiles have steps.
-        listed: int32, positions of keys; None likewise.
-        lanes: for each of those, a bit for each query of the tile that sees it.
+        tiles: [tiles, 5]: first query, step, count, first run, number of runs. With step 0 the first query is an index
+            into `order`, and the runs are listed.
+        runs: [runs, 5]: first key, step, count, and the bounds `lo <= key - query <= hi` of visible keys. A listed run
+            has: first index into `listed`, step 0 or -1, count, and the lanes [lo, hi) that see any of its keys. With
+            step 0 all these lanes see all its keys; with -1 `lanes` has a bit mask per key.
+        first_tile: [classes + 1]: the first tile of each class of heads.
+        head_class: [heads]: the class of each head.
+        order: int32 [q_len], the row of each query in tile order; None where tiles have steps.
+        listed: int32, rows of keys; None where tiles have steps.
+        lanes: int64, per listed key a bit for each query of the tile that sees it; None where tiles have steps.
     """
 
     tiles: Tensor

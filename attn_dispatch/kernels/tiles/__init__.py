@@ -1,4 +1,4 @@
-"""Patterns as lists of the tiles that hold any pair, run by a dense kernel tile by tile.
+"""Patterns as lists of the tile pairs that hold visible keys, computed by a dense kernel.
 
 Imports kernels' own files, spec and the ground.
 Public: nothing.

@@ -1,4 +1,4 @@
-"""How many tiles of a pattern meet, about, and what a table of them takes: nothing is built for it."""
+"""Estimates the tile pairs of a pattern and the bytes of their table, without building it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
-from attn_dispatch.spec.reordered import kept_in
+from attn_dispatch.spec.reordered import token_order_of
 
-PAIR_LIMIT = 2**24  #: of tiles
-PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 100, 32, 32  #: for each, or each axis of it, while a table is made
+PAIR_LIMIT = 2**24  #: of tile pairs
+PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 100, 32, 32  #: while building a table; boxes and positions per axis
 
 
-def keys_met(problem: Problem, order: str, tile: int) -> int:
-    """About how many keys a tile of queries meets, in whole tiles, where tiles are aligned."""
+def estimated_keys(problem: Problem, order: str, tile: int) -> int:
+    """Estimated keys in the key tiles that one query tile reads, if tiles are aligned with segments and windows."""
     pattern, most = problem.pattern.natural, -(-problem.k_len // tile) * tile
-    order = order if problem.pattern is pattern else kept_in(problem.pattern)
+    order = order if problem.pattern is pattern else token_order_of(problem.pattern)
     if order == HILBERT and not isinstance(pattern, Neighborhood):
-        return most  # what is folded meets keys from everywhere
+        return most  # a folded sequence mixes distant tokens in each tile
     if isinstance(pattern, Neighborhood):
         most = min(most, math.prod(_spans(pattern, order, tile)))
     elif isinstance(pattern, Dilated):
@@ -31,12 +31,12 @@ def keys_met(problem: Problem, order: str, tile: int) -> int:
             lengths = [sum(-(-length // rate) for length, rate in zip(lengths, pattern.dilation_rates))]
         most = min(most, -(-max(lengths) // tile) * tile)
     else:
-        most = min(most, sum(_met(band, problem, tile) for band in _bands(problem)))
+        most = min(most, sum(_keys_of_band(band, problem, tile) for band in _bands(problem)))
     return max(most, tile)
 
 
-def _met(band: Band, problem: Problem, tile: int) -> int:
-    """Of a branch without segments: a tile of its own, and those on both sides; or the first keys."""
+def _keys_of_band(band: Band, problem: Problem, tile: int) -> int:
+    """Estimated keys of a branch without segments: the query's own tile and those on both sides, or the first keys."""
     ahead = problem.k_len - problem.q_len
     before = problem.k_len if band.low is None else ahead - band.low
     after = problem.k_len if band.high is None else band.high - ahead
@@ -45,7 +45,7 @@ def _met(band: Band, problem: Problem, tile: int) -> int:
 
 
 def _bands(problem: Problem) -> list[Band]:
-    """Those of the heads that have the most of them."""
+    """The bands of the heads with the most bands."""
     pattern = problem.pattern.natural
     kinds = heads_by_kind(pattern, problem.heads)
     found = [list(pattern.bands(problem.q_len, problem.k_len, offsets) or ()) for (offsets,) in kinds]
@@ -53,13 +53,13 @@ def _bands(problem: Problem) -> list[Band]:
 
 
 def _spans(pattern: Neighborhood, order: str, tile: int) -> list[int]:
-    """On each axis, the places that a tile and the windows around it take."""
+    """Per axis, the places that a tile and its windows span."""
     found = []
     axes = zip(pattern.grid, pattern.window, pattern.dilation, pattern.is_causal, _sides(pattern, order, tile))
     for size, width, step, is_causal, side in axes:
         reach = (width - 1) // 2
         if order == NATURAL and side > 1:
-            reach *= step  # tokens side by side are of all residues; elsewhere a tile keeps to one of them
+            reach *= step  # adjacent tokens have all residues; elsewhere a tile has tokens of one residue
         else:
             size = -(-size // step)
         span = side * (1 + -(-reach // side) * (1 if is_causal else 2))
@@ -68,7 +68,7 @@ def _spans(pattern: Neighborhood, order: str, tile: int) -> list[int]:
 
 
 def _sides(pattern: Neighborhood, order: str, tile: int) -> list[int]:
-    """The shape of a tile: a part of a row, or rows, in the natural order; else as near to a cube as may be."""
+    """The shape of a tile: in natural order a part of a row, or several rows; else as close to a cube as possible."""
     sides = [1] * len(pattern.grid)
     if order == NATURAL:
         for axis in reversed(range(len(sides))):
@@ -81,25 +81,25 @@ def _sides(pattern: Neighborhood, order: str, tile: int) -> list[int]:
     return sides
 
 
-def pairs_met(problem: Problem, order: str, tile: int) -> int:
-    """Pairs of tiles for one head, about."""
-    return -(-problem.q_len // tile) * (keys_met(problem, order, tile) // tile)
+def estimated_pairs(problem: Problem, order: str, tile: int) -> int:
+    """Estimated tile pairs of one head."""
+    return -(-problem.q_len // tile) * (estimated_keys(problem, order, tile) // tile)
 
 
-def pairs_at_most(problem: Problem, order: str, tile: int) -> int:
-    """The same, as an upper bound: what is cut off at borders is not aligned."""
-    return min(-(-problem.q_len // tile) * -(-problem.k_len // tile), 2 * pairs_met(problem, order, tile))
+def most_pairs(problem: Problem, order: str, tile: int) -> int:
+    """Upper bound of the tile pairs of one head, whether or not tiles are aligned."""
+    return min(-(-problem.q_len // tile) * -(-problem.k_len // tile), 2 * estimated_pairs(problem, order, tile))
 
 
-def axes_of(problem: Problem) -> int:
-    """At most, of all branches."""
+def most_axes(problem: Problem) -> int:
+    """Upper bound of the axes of all branches."""
     return 2 * len(_bands(problem) or getattr(problem.pattern.natural, "grid", "-"))
 
 
-def table_bytes(problem: Problem, order: str, tile: int) -> int:
-    """Upper bound of the tables of all classes of heads, and of what is allocated while they are made."""
+def tile_table_bytes(problem: Problem, order: str, tile: int) -> int:
+    """Upper bound of the bytes of the tables of all classes of heads, and of building them."""
     boxes = -(-problem.q_len // tile) * -(-problem.k_len // tile)
-    pairs, axes = pairs_at_most(problem, order, tile), axes_of(problem)
+    pairs, axes = most_pairs(problem, order, tile), most_axes(problem)
     masks = min(pairs * tile**2, MASK_BYTES) * (3 + sum_dtype(problem.dtype).itemsize)
     one = pairs * PAIR_BYTES + masks + POSITION_BYTES * axes * (problem.q_len + problem.k_len)
     return one * len(head_classes(problem.pattern, problem.heads)) + min(boxes, AT_ONCE) * BOX_BYTES * axes

@@ -1,4 +1,4 @@
-"""The pairs of tiles of `tiles`, as kernels read them: all classes of heads in one, by query tile and by key tile."""
+"""The tile pairs of `tables` as Triton kernels read them: all classes of heads together, by query and by key tile."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels.heads import head_classes
-from attn_dispatch.kernels.tiles.estimates import axes_of, pairs_at_most
-from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, plainly, tables_of
+from attn_dispatch.kernels.tiles.estimates import most_axes, most_pairs
+from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, in_fresh_thread, tables_of
 from attn_dispatch.spec.problem import Problem
 
-KEPT = 16  #: lists of problems: those of the layers of a model
-SPAN, PAIR = 3, 2  #: entries of a tile, and of a pair
-NEVER = (1, 0, 0)  #: first, last and at of a branch that nothing is seen in
-ALWAYS = (0, 0, 0)  #: and of an axis that leaves everything in
+CACHED = 16  #: problems whose lists are cached, enough for the layers of a model
+SPAN, PAIR = 3, 2  #: entries of a span, and of a pair
+NEVER = (1, 0, 0)  #: first, last and at of a branch without visible keys
+ALWAYS = (0, 0, 0)  #: first, last and at of an axis that hides no key
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """Tiles of queries or of keys, and what each meets.
+class PairLists:
+    """The pairs of each query tile, or of each key tile.
 
     Args:
-        spans: int32 [tables, tiles, SPAN]; where the pairs of a tile start, where those begin in which every query
-            sees every key once, and where they end.
-        pairs: int32 [pairs, PAIR]; the tile on the other side, and which of the masks.
+        spans: int32 [tables, tiles, SPAN]; a tile's first pair, its first FULL pair, and the end of its pairs.
+        pairs: int32 [pairs, PAIR]; the tile on the other side, and the index of the mask.
     """
 
     spans: Tensor
@@ -37,39 +36,39 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class TileLists:
-    """Tables of one problem, on its device.
+    """The tile pairs of one problem, on its device.
 
     Args:
-        q_pos, k_pos: int32 [tiles * tile], as in a table.
-        kind_of: int32 [heads], which table is a head's.
-        queries: what query tiles meet. keys: what key tiles do; None where no gradient is needed.
-        masks: uint8 [masks, tile, tile], how many times each query sees each key. None where they would be too many.
-        reach: int32 [tables, branches, axes, query places twice and key places], what they are worked out from where
-            there are none: `first`, `last` and `at` of each branch.
+        q_pos, k_pos: int32 [tiles * tile], as in `TileTable`.
+        kind_of: int32 [heads], the table of each head.
+        queries: the pairs of query tiles. keys: the pairs of key tiles; None where no gradient is needed.
+        masks: uint8 [masks, tile, tile], how many times each query sees each key. None: too many, see `reach`.
+        reach: int32 [tables, branches, axes, 2 * query places + key places], `first`, `last` and `at` of each branch,
+            from which kernels compute the masks. None where `masks` holds them.
     """
 
     q_pos: Tensor
     k_pos: Tensor
     kind_of: Tensor
-    queries: Side
-    keys: Side | None
+    queries: PairLists
+    keys: PairLists | None
     masks: Tensor | None
     reach: Tensor | None
 
 
-@lru_cache(maxsize=KEPT)
-def lists_of(problem: Problem, order: str, tile: int) -> TileLists:
+@lru_cache(maxsize=CACHED)
+def tile_lists_of(problem: Problem, order: str, tile: int) -> TileLists:
     tables = tables_of(replace(problem, device=torch.device("cpu")), order, tile)
-    return plainly(_lists, tables, problem)
+    return in_fresh_thread(_lists, tables, problem)
 
 
-def lists_bytes(problem: Problem, order: str, tile: int) -> int:
-    """Upper bound of what `lists_of` keeps on the problem's device, without listing."""
+def tile_lists_bytes(problem: Problem, order: str, tile: int) -> int:
+    """Upper bound of the bytes of `tile_lists_of` on the problem's device, without building the lists."""
     tables = len(head_classes(problem.pattern, problem.heads))
     tiles = -(-problem.q_len // tile) + -(-problem.k_len // tile)
-    pairs = tables * pairs_at_most(problem, order, tile)
+    pairs = tables * most_pairs(problem, order, tile)
     masks = min(pairs * tile**2, MASK_BYTES * tables)
-    reach = 4 * tables * axes_of(problem) * 2 * tiles * tile
+    reach = 4 * tables * most_axes(problem) * 2 * tiles * tile
     return masks + reach + 4 * (2 * PAIR * pairs + tables * SPAN * tiles + tiles * tile + problem.heads)
 
 
@@ -95,7 +94,7 @@ def _lists(tables: Sequence[TileTable], problem: Problem) -> TileLists:
 
 
 def _numbered(tables: Sequence[TileTable]) -> list[Tensor]:
-    """The mask of each pair, counted through all tables; they share the first, which is FULL."""
+    """The mask index of each pair in the concatenated masks; all tables share the first mask, FULL."""
     found, before = [], 0
     for table in tables:
         found.append(torch.where(table.mask == FULL, FULL, table.mask + before))
@@ -105,7 +104,7 @@ def _numbered(tables: Sequence[TileTable]) -> list[Tensor]:
 
 def _side(
     rows: Sequence[Tensor], columns: Sequence[Tensor], masks: Sequence[Tensor], tiles: int, device: torch.device
-) -> Side:
+) -> PairLists:
     spans, pairs, before = [], [], 0
     for row, column, mask in zip(rows, columns, masks):
         key = 2 * row + (mask == FULL)
@@ -114,11 +113,11 @@ def _side(
         spans.append(torch.stack([ends[:-1:2], ends[1::2], ends[2::2]], dim=1))
         pairs.append(torch.stack([column[order], mask[order]], dim=1))
         before += len(row)
-    return Side(torch.stack(spans).int().to(device), torch.cat(pairs).int().contiguous().to(device))
+    return PairLists(torch.stack(spans).int().to(device), torch.cat(pairs).int().contiguous().to(device))
 
 
 def _reach(tables: Sequence[TileTable]) -> Tensor:
-    """Of every branch in every table, those that are missing seeing nothing."""
+    """`TileLists.reach`; tables with fewer branches are padded with branches without visible keys."""
     branches = max(len(table.branches) for table in tables)
     axes = max(len(branch.at) for table in tables for branch in table.branches)
     places = tables[0].q_pos.numel(), tables[0].q_pos.numel(), tables[0].k_pos.numel()

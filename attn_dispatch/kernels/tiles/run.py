@@ -1,30 +1,29 @@
-"""Attention over pairs of tiles, by any dense kernel that takes a mask: few large calls, and their gradients.
+"""Attention over tile pairs, forward and backward, with any dense kernel that takes a mask, in few large calls.
 
-Query tiles with equally many key tiles go together. Their keys are gathered into memory that is kept and small enough
-to stay in a cache, straight from where the caller has them; what comes out is written straight to where it belongs.
+Query tiles with the same number of key tiles form one call. Their keys are gathered from the caller's tensors into a
+reused buffer that fits a cache; results are scattered into the output tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from attn_dispatch.kernels.autograd import Call, recorded
-from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.autograd import Passes, differentiable
+from attn_dispatch.kernels.dense import Kernel, with_lse_column
 from attn_dispatch.kernels.heads import kv_heads_of
-from attn_dispatch.kernels.hidden import Hidden, copied_bytes, past
-from attn_dispatch.kernels.numerics import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
-from attn_dispatch.kernels.tiles.tables import TileTable, counts
-from attn_dispatch.kernels.tiles.threads import Turns, share
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes, padding_mask
+from attn_dispatch.kernels.numerics import THREAD_BYTES, sum_dtype, with_positive_scale
+from attn_dispatch.kernels.tiles.tables import TileTable, pair_counts
+from attn_dispatch.kernels.tiles.threads import WorkQueue, run_in_threads
 from attn_dispatch.spec.problem import Problem
 
-CHUNK_BYTES = 5 * 2**19  #: of keys that are gathered at once, so that they are still in a cache when they are read
+CHUNK_BYTES = 5 * 2**19  #: of keys gathered at once: few enough to be read from a cache
 CUDA_CHUNK_BYTES = 2**28
 
 
@@ -38,38 +37,34 @@ def run(
     seq_lens: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the pairs of these tables.
+    """Compute attention over the tile pairs of these tables.
 
     Args:
         q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
         tables: one for each class of heads.
-        kernel: one that takes masks.
-        seq_lens, key_mask: where the problem has them. Keys that they hide are never read: not even NaN shows.
+        kernel: a dense kernel that takes masks.
+        seq_lens, key_mask: where the problem has them. Hidden keys may hold NaN.
 
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
     """
-    least = SMALLEST_SCALE[sum_dtype(problem.dtype)]
-    if problem.scale < least:
-        # The kernels hide keys with -inf before they scale: a scale of 0 or less would turn that into NaN or +inf.
-        sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
-        return run(q * sign, k, v, replace(problem, scale=size), tables, kernel, seq_lens, key_mask)
-    inner = _Call(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
+    q, problem = with_positive_scale(q, problem)
+    inner = _TilePasses(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
     call = Hidden.of(problem, seq_lens, masked_keys=False).around(inner)
     if problem.needs_grad:
-        return recorded(q, k, v, call)
+        return differentiable(q, k, v, call)
     with torch.no_grad():
         return call.forward(q, k, v)
 
 
-def partial(problem: Problem, tables: Sequence[TileTable], kernel: Kernel, key_mask: Tensor | None) -> Call:
-    """The passes of queries that see keys elsewhere too; the scale must be above 0."""
-    return _Call(problem, tuple(tables), kernel, _hidden(problem, None, key_mask), None)
+def partial(problem: Problem, tables: Sequence[TileTable], kernel: Kernel, key_mask: Tensor | None) -> Passes:
+    """The passes for queries that also see other keys (see `contract.Backend`); the scale must be above 0."""
+    return _TilePasses(problem, tuple(tables), kernel, _hidden(problem, None, key_mask), None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """`hidden` bool [batch, k_len]: keys that no query sees, whatever the pattern."""
+class _TilePasses:
+    """The passes over the pairs of `tables`. `hidden` bool [batch, k_len]: keys hidden by masks."""
 
     problem: Problem
     tables: tuple[TileTable, ...]
@@ -86,15 +81,15 @@ class _Call:
         return _backward(torch.zeros_like(saved[3]) if grad is None else grad, grad_lse, saved, self)
 
 
-class _Piece(NamedTuple):
-    """Some query tiles with equally many key tiles.
+class _TileGroup(NamedTuple):
+    """Query tiles with the same number of key tiles.
 
     Args:
         tiles: query tiles, [tiles].
-        queries: their positions, [tiles * tile].
-        keys, masks: key tiles, and which masks are theirs, [tiles, key tiles].
-        partial: some pair has a mask.
-        own: how many of the queries are not the repetition of another.
+        queries: positions of their queries, [tiles * tile].
+        keys, masks: key tiles, and the mask of each pair, [tiles, key tiles].
+        partial: whether any pair has a mask.
+        distinct: the number of queries without those that a short last tile repeats.
     """
 
     tiles: Tensor
@@ -102,36 +97,36 @@ class _Piece(NamedTuple):
     keys: Tensor
     masks: Tensor
     partial: bool
-    own: int
+    distinct: int
 
 
 class _Chunk(NamedTuple):
-    """A piece in one batch row.
+    """A group of query tiles in one batch row.
 
     Args:
-        number: of the piece and row, counted.
-        batch: the row.
-        piece: the query tiles.
-        size: how many they are.
+        number: of this chunk, in the order in which gradients are added.
+        batch: the batch row.
+        group: the query tiles.
+        size: number of query tiles.
         keys: positions, [query tiles * key tiles * tile].
-        bias: log of the counts, [query tiles, 1, tile, keys]; None where they are all 1.
+        bias: log of the multiplicity, [query tiles, 1, tile, keys]; None: 0.
     """
 
     number: int
     batch: int
-    piece: _Piece
+    group: _TileGroup
     size: int
     keys: Tensor
     bias: Tensor | None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: _TilePasses) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # By token, as everything else: all heads of a token are then written at once.
+    # Heads last, as in out: all heads of a token are then written together.
     lse = torch.empty(q.shape[:3], dtype=sum_dtype(q.dtype), device=q.device)
     for table in call.tables:
         heads = _Heads.of(table, call)
-        for positions in _alone(table):
+        for positions in _queries_without_keys(table):
             out[:, positions, heads.q] = 0.0
             lse[:, positions, heads.q] = -math.inf
         inputs = q[:, :, heads.q], k[:, :, heads.kv], v[:, :, heads.kv]
@@ -144,39 +139,39 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
 
 
 def _forward_heads(
-    inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, heads: _Heads, table: TileTable, call: _Call
+    inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, heads: _Heads, table: TileTable, call: _TilePasses
 ) -> None:
-    pieces, outs, lses = _pieces(table, call), out.unbind(), lse.unbind()
+    groups, outs, lses = _groups(table, call), out.unbind(), lse.unbind()
 
-    def work(turns: Turns) -> None:
-        q, *kv = map(_Rows, inputs)
-        for chunk in _chunks(pieces, table, call, turns):
-            queries = q.at(chunk.batch, chunk.piece.queries, chunk.size)
+    def work(queue: WorkQueue) -> None:
+        q, *kv = map(_GatherBuffer, inputs)
+        for chunk in _chunks(groups, table, call, queue):
+            queries = q.at(chunk.batch, chunk.group.queries, chunk.size)
             keys, values, mask = _keys(kv, heads, chunk, call)
             part, stats = call.kernel.forward(queries, keys, values, False, call.problem.scale, mask)
             stats = stats.transpose(1, 2)
             if mask is not None and (call.hidden is not None or not table.covered):
                 stats = stats.masked_fill((mask == -math.inf).all(-1).transpose(1, 2), -math.inf)
-            _put(outs[chunk.batch], chunk.piece, part)
-            _put(lses[chunk.batch], chunk.piece, stats)
+            _put(outs[chunk.batch], chunk.group, part)
+            _put(lses[chunk.batch], chunk.group, stats)
 
-    _share(len(pieces) * len(outs), work, call)
+    _run_chunks(len(groups) * len(outs), work, call)
 
 
 def _backward(
-    grad: Tensor, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _Call
+    grad: Tensor, grad_lse: Tensor | None, saved: tuple[Tensor, ...], call: _TilePasses
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every chunk's own backward, given the out and lse of the whole."""
+    """The sum of the chunks' gradients; each chunk's backward takes the final out and lse."""
     q, k, v, out, lse = saved
     lse = lse.transpose(1, 2)
-    # exp(s - -inf) would be inf; a row without keys must weigh nothing.
+    # For rows without keys exp(s + inf) would be inf; with lse = inf their weight is 0.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     by_token = [grad, q, out, lse] + ([] if grad_lse is None else [grad_lse.transpose(1, 2)])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=q.device) for _ in range(2))
     for table in call.tables:
         heads = _Heads.of(table, call)
-        for positions in _alone(table):
+        for positions in _queries_without_keys(table):
             dq[:, positions, heads.q] = 0.0
         inputs = [x[:, :, heads.q] for x in by_token], [x[:, :, heads.kv] for x in (k, v)]
         _backward_heads(*inputs, dq[:, :, heads.q], dk[:, :, heads.kv], dv[:, :, heads.kv], heads, table, call)
@@ -191,40 +186,42 @@ def _backward_heads(
     dv: Tensor,
     heads: _Heads,
     table: TileTable,
-    call: _Call,
+    call: _TilePasses,
 ) -> None:
-    pieces, d = _pieces(table, call), dq.shape[3]
+    groups, d = _groups(table, call), dq.shape[3]
     into = [x.unbind() for x in (dq, dk, dv)]
 
-    def work(turns: Turns) -> None:
-        rows, kv = [_Rows(x) for x in q_side], [_Rows(x) for x in k_side]
-        for chunk in _chunks(pieces, table, call, turns):
-            g, queries, o, stats, *slope = (x.at(chunk.batch, chunk.piece.queries, chunk.size) for x in rows)
+    def work(queue: WorkQueue) -> None:
+        rows, kv = [_GatherBuffer(x) for x in q_side], [_GatherBuffer(x) for x in k_side]
+        for chunk in _chunks(groups, table, call, queue):
+            g, queries, o, stats, *slope = (x.at(chunk.batch, chunk.group.queries, chunk.size) for x in rows)
             keys, values, mask = _keys(kv, heads, chunk, call)
-            if chunk.piece.own < len(chunk.piece.queries):
-                stats.flatten(0, 1)[chunk.piece.own :] = math.inf
+            if chunk.group.distinct < len(chunk.group.queries):
+                stats.flatten(0, 1)[chunk.group.distinct :] = math.inf
             if slope:
-                g, queries, keys, values, o = _with_column(slope[0], g, queries, keys, values, o)
+                g, queries, keys, values, o = with_lse_column(slope[0], g, queries, keys, values, o)
             stats = stats.transpose(1, 2)
             grads = call.kernel.backward(g, queries, keys, values, o, stats, False, call.problem.scale, mask)
-            _put(into[0][chunk.batch], chunk.piece, grads[0][..., :d])
-            # In turn, so that sums are the same in every run.
-            with turns.at(chunk.number):
+            _put(into[0][chunk.batch], chunk.group, grads[0][..., :d])
+            # In a fixed order, so that sums are the same in every run.
+            with queue.in_order(chunk.number):
                 for sums, part in zip(into[1:], grads[1:]):
                     heads.add(sums[chunk.batch], chunk.keys, part[..., :d])
 
-    _share(len(pieces) * len(dq), work, call)
+    _run_chunks(len(groups) * len(dq), work, call)
 
 
-def _share(count: int, work: Callable[[Turns], None], call: _Call) -> None:
+def _run_chunks(count: int, work: Callable[[WorkQueue], None], call: _TilePasses) -> None:
     if call.problem.device.type == "cpu":
-        share(count, work)
+        run_in_threads(count, work)
     else:
-        work(Turns(count))
+        work(WorkQueue(count))
 
 
-def _keys(sources: list[_Rows], heads: _Heads, chunk: _Chunk, call: _Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A chunk's keys and values [query tiles, keys, heads, head_dim], and what to add to their scores."""
+def _keys(
+    sources: list[_GatherBuffer], heads: _Heads, chunk: _Chunk, call: _TilePasses
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A chunk's keys and values [query tiles, keys, heads, head_dim], and the mask to add to the scores."""
     k, v = (x.at(chunk.batch, chunk.keys, chunk.size) for x in sources)
     mask = chunk.bias
     if call.hidden is not None:
@@ -232,33 +229,22 @@ def _keys(sources: list[_Rows], heads: _Heads, chunk: _Chunk, call: _Call) -> tu
         for x in (k, v):
             x.masked_fill_(hidden[:, :, None, None], 0.0)
         if mask is None:
-            shape = chunk.size, 1, len(chunk.piece.queries) // chunk.size, hidden.shape[1]
+            shape = chunk.size, 1, len(chunk.group.queries) // chunk.size, hidden.shape[1]
             mask = torch.zeros(shape, dtype=sum_dtype(k.dtype), device=k.device)
         mask = mask.masked_fill(hidden[:, None, None], -math.inf)
     return heads.for_queries(k), heads.for_queries(v), mask
 
 
-def _with_column(slope: Tensor, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Tensor]:
-    """One more column, zero in q, k and v, adds -slope to the rowsum(grad * out) that the kernels form themselves.
-
-    dS = P * (dP - rowsum(grad * out) + slope). Two roots reach farther in float16 than the whole would.
-    """
-    root = slope.abs().sqrt()
-    g = torch.cat([g, root.to(g.dtype)[..., None]], dim=-1)
-    out = torch.cat([out, (-slope.sign() * root).to(out.dtype)[..., None]], dim=-1)
-    return [g, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), out]
-
-
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def _pieces(table: TileTable, call: _Call) -> list[_Piece]:
-    """Everything that can be done for many tiles at once is done here: a chunk takes but a millisecond."""
-    problem, device, found = call.problem, table.keys.device, list[_Piece]()
+def _groups(table: TileTable, call: _TilePasses) -> list[_TileGroup]:
+    """Group the query tiles. Work for many tiles is done here at once: a chunk takes only about a millisecond."""
+    problem, device, found = call.problem, table.keys.device, list[_TileGroup]()
     sizes, missing = table.first.diff(), -problem.q_len % table.tile
     for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
-        own = len(tiles) * table.tile - (missing if int(tiles[-1]) == len(sizes) - 1 else 0)
+        distinct = len(tiles) * table.tile - (missing if int(tiles[-1]) == len(sizes) - 1 else 0)
         pairs = (table.first[tiles][:, None] + torch.arange(size, device=table.first.device)).to(device)
         tiles = tiles.to(device)
         masks = pairs if table.bias is None else table.mask[pairs]
@@ -266,67 +252,67 @@ def _pieces(table: TileTable, call: _Call) -> list[_Piece]:
         step = max(1, _most_keys(problem, table.tile) // (size * table.tile))
         parts = zip(*(torch.split(x, step) for x in (tiles, table.q_pos[tiles], table.keys[pairs], masks)))
         for start, (some, queries, keys, mask) in zip(range(0, len(partial), step), parts):
-            mine = min(queries.numel(), own - start * table.tile)
-            found.append(_Piece(some, queries.flatten(), keys, mask, any(partial[start : start + step]), mine))
+            mine = min(queries.numel(), distinct - start * table.tile)
+            found.append(_TileGroup(some, queries.flatten(), keys, mask, any(partial[start : start + step]), mine))
     return found
 
 
-def _chunks(pieces: list[_Piece], table: TileTable, call: _Call, turns: Turns) -> Iterator[_Chunk]:
-    for number in turns.taken():
+def _chunks(groups: list[_TileGroup], table: TileTable, call: _TilePasses, queue: WorkQueue) -> Iterator[_Chunk]:
+    for number in queue.take():
         which, batch = divmod(number, call.problem.batch)
-        piece, bias = pieces[which], None
+        group, bias = groups[which], None
         if table.bias is None:
-            bias = _counted(table, piece.tiles, piece.keys, sum_dtype(call.problem.dtype))
-        elif piece.partial:
-            bias = _kept(table.bias, piece.masks)
-        yield _Chunk(number, batch, piece, len(piece.tiles), table.k_pos[piece.keys].flatten(), bias)
+            bias = _computed_bias(table, group.tiles, group.keys, sum_dtype(call.problem.dtype))
+        elif group.partial:
+            bias = _gathered_bias(table.bias, group.masks)
+        yield _Chunk(number, batch, group, len(group.tiles), table.k_pos[group.keys].flatten(), bias)
 
 
-def _alone(table: TileTable) -> tuple[Tensor, ...]:
-    """Positions of the queries whose tiles meet no key tile, if there are any."""
+def _queries_without_keys(table: TileTable) -> tuple[Tensor, ...]:
+    """The positions of queries in tiles without pairs; empty if there are none."""
     alone = (table.first.diff() == 0).nonzero().flatten().to(table.q_pos.device)
     return (table.q_pos[alone].flatten(),) if len(alone) else ()
 
 
 def _most_keys(problem: Problem, tile: int) -> int:
-    """Keys that are gathered at once: they, or their masks, take CHUNK_BYTES."""
+    """Keys gathered at once, such that the keys, or their masks, take CHUNK_BYTES."""
     limit = CHUNK_BYTES if problem.device.type == "cpu" else CUDA_CHUNK_BYTES
     row = problem.kv_heads * problem.head_dim * problem.dtype.itemsize
     return limit // max(row, tile * sum_dtype(problem.dtype).itemsize)
 
 
 def workspace_bytes(problem: Problem, tile: int) -> int:
-    """Upper bound of what `run` and its backward allocate beyond q, k, v, out and their gradients, tables aside."""
+    """Upper bound of what `run` and its backward allocate besides q, k, v, out, their gradients, and tables."""
     item, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
     q_tiles, padded = -(-problem.q_len // tile), -(-problem.k_len // tile) * tile
     keys = min(max(_most_keys(problem, tile), padded), q_tiles * padded)
     row = problem.heads * (problem.head_dim + 1)
-    # Of k and v: gathered, spread over the query heads, aligned or with a column more.
+    # k and v: gathered, copied to each query head, and aligned or with one more column.
     chunk = keys * (2 * 3 * row * item + 64) + min(keys, q_tiles * tile) * 10 * row * item
-    chunk += keys * tile * (3 * wide + 2 * item + 8)  # counts, bias, and what is hidden besides
+    chunk += keys * tile * (3 * wide + 2 * item + 8)  # multiplicity, bias and mask
     total = problem.batch * problem.q_len * row * (item * (problem.scale <= 0) + 1)
     total += copied_bytes(problem, masked_keys=False)
     if problem.needs_grad:
         chunk += keys * 2 * row * (2 * item + 2 * wide)  # dk and dv, also widened
-        total += problem.batch * problem.q_len * row * (item + 1)  # a gradient of out that was not given
+        total += problem.batch * problem.q_len * row * (item + 1)  # zeros, where out has no gradient
         total += 2 * problem.batch * problem.k_len * problem.kv_heads * problem.head_dim * wide
     threads = torch.get_num_threads() if problem.device.type == "cpu" else 1
-    pieces = problem.batch * -(-q_tiles * padded // keys)
+    groups = problem.batch * -(-q_tiles * padded // keys)
     lse = 4 * problem.batch * problem.q_len * problem.heads * wide
-    return total + lse + threads * THREAD_BYTES + min(threads, pieces) * chunk
+    return total + lse + threads * THREAD_BYTES + min(threads, groups) * chunk
 
 
-def _kept(biases: Tensor, masks: Tensor) -> Tensor:
-    """[query tiles, 1, tile, keys] of those masks [query tiles, key tiles]."""
+def _gathered_bias(biases: Tensor, masks: Tensor) -> Tensor:
+    """The bias [query tiles, 1, tile, keys] from the table's biases of these masks [query tiles, key tiles]."""
     (tiles, size), tile = masks.shape, biases.shape[1]
     rows = masks[:, None, :] * tile + torch.arange(tile, device=masks.device)[:, None]
     return biases.view(-1, tile).index_select(0, rows.flatten()).view(tiles, 1, tile, size * tile)
 
 
-def _counted(table: TileTable, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same, worked out anew for those tiles."""
+def _computed_bias(table: TileTable, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias [query tiles, 1, tile, keys] of these tiles, computed from the branches."""
     (tiles, size), tile = keys.shape, table.tile
-    found = counts(table.branches, queries.repeat_interleave(size), keys.flatten())
+    found = pair_counts(table.branches, queries.repeat_interleave(size), keys.flatten())
     found = found.view(tiles, size, tile, tile).transpose(1, 2).reshape(tiles, 1, tile, size * tile)
     return found.to(dtype).log_()
 
@@ -334,8 +320,8 @@ def _counted(table: TileTable, queries: Tensor, keys: Tensor, dtype: torch.dtype
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-class _Rows:
-    """Tokens of [batch, len, heads, ...], gathered into memory that the next call of `at` uses again."""
+class _GatherBuffer:
+    """Gathers tokens of [batch, len, heads, ...] into a buffer; each call of `at` overwrites it."""
 
     def __init__(self, x: Tensor) -> None:
         self.sources = x.unbind()
@@ -343,14 +329,14 @@ class _Rows:
         self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def at(self, batch: int, positions: Tensor, tiles: int) -> Tensor:
-        """[tiles, tokens, heads, ...]; it may be written to."""
+        """The tokens as [tiles, tokens, heads, ...]; the caller may write to it."""
         size = len(positions), tiles
         flat, shaped = self.views.get(size) or self._room(*size)
         torch.index_select(self.sources[batch], 0, positions, out=flat)
         return shaped
 
     def _room(self, tokens: int, tiles: int) -> tuple[Tensor, Tensor]:
-        # Taking a view costs as much as gathering some rows does.
+        # Creating a view takes as long as gathering some rows.
         row = self.sources[0].shape[1:]
         if len(self.kept) < tokens:
             self.kept, self.views = self.kept.new_empty(tokens, *row), {}
@@ -364,9 +350,9 @@ class _Heads:
     """The heads of a table.
 
     Args:
-        q: as a slice.
-        kv: what they read; a slice of the key heads.
-        spread: which of those each query head reads, where the kernel cannot find out by grouping.
+        q: the query heads.
+        kv: their key heads.
+        spread: the index in `kv` for each query head, where the kernel's grouping does not map them.
     """
 
     q: slice
@@ -374,7 +360,7 @@ class _Heads:
     spread: Tensor | None
 
     @classmethod
-    def of(cls, table: TileTable, call: _Call) -> _Heads:
+    def of(cls, table: TileTable, call: _TilePasses) -> _Heads:
         heads = table.heads
         read = kv_heads_of(heads, call.problem, call.kernel.grouped)
         q = slice(heads.start, heads.stop, heads.step)
@@ -383,28 +369,28 @@ class _Heads:
         return cls(q, slice(None), torch.tensor(read, device=call.problem.device))
 
     def for_queries(self, keys: Tensor) -> Tensor:
-        """[..., tokens, key heads, head_dim], spread over the query heads."""
+        """[..., tokens, key heads, head_dim], copied to each query head if the kernel needs it."""
         return keys if self.spread is None else keys.index_select(-2, self.spread)
 
     def add(self, whole: Tensor, positions: Tensor, part: Tensor) -> None:
-        """Add gradients of gathered keys [tiles, keys, heads, head_dim] to [k_len, those heads, head_dim]."""
+        """Add gradients of gathered keys [tiles, keys, heads, head_dim] to `whole` [k_len, key heads, head_dim]."""
         part = part.flatten(0, 1).to(whole.dtype)
         if self.spread is not None:
             part = part.new_zeros(len(part), *whole.shape[1:]).index_add_(1, self.spread, part)
         whole.index_add_(0, positions, part)
 
 
-def _put(whole: Tensor, piece: _Piece, part: Tensor) -> None:
-    """Write [query tiles, tile, ...] to [q_len, ...]."""
-    positions, part = piece.queries, part.flatten(0, 1)
-    if piece.own < len(positions):
-        positions, part = positions[: piece.own], part[: piece.own]
+def _put(whole: Tensor, group: _TileGroup, part: Tensor) -> None:
+    """Write `part` [query tiles, tile, ...] to its rows of `whole` [q_len, ...]."""
+    positions, part = group.queries, part.flatten(0, 1)
+    if group.distinct < len(positions):
+        positions, part = positions[: group.distinct], part[: group.distinct]
     whole.index_copy_(0, positions, part)
 
 
 def _hidden(problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
     hidden = None if key_mask is None else ~key_mask
     if seq_lens is not None:
-        padding = past(problem.k_len, seq_lens)
+        padding = padding_mask(problem.k_len, seq_lens)
         hidden = padding if hidden is None else hidden | padding
     return hidden

@@ -1,7 +1,7 @@
-"""From a pattern and a token order to tiles: which tiles of queries and keys meet, and what is seen where they do.
+"""Finds the pairs of query and key tiles that hold visible keys, for any token order, and their masks.
 
-By the normal form (see `reach`) a tile has a box in each branch, and a pair of tiles is looked into only where boxes
-meet. Where the tokens of a tile come from does not matter, so that any order will do.
+By the normal form (see `spec.reach`) a tile has a bounding box in each branch; masks are computed only for pairs of
+tiles whose boxes intersect. A tile may hold any tokens, so every order works.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from attn_dispatch.spec.orders import NATURAL, permutation
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Reach
-from attn_dispatch.spec.reordered import kept_in
+from attn_dispatch.spec.reordered import token_order_of
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
-MASK_BYTES = 2**25  #: of different masks, a byte an entry; a table with more works them out again on every call
-KEPT = 4  #: tables of problems
-PAST = 2**31 - 1  #: a place past all that is seen
-AT_ONCE = 2**20  #: pairs of boxes that are compared; more are sorted out in groups first
-GROUP = 16  #: boxes of such a group
-CELLS = 2**20  #: entries of masks that are worked out at once
-MOST_BRANCHES = 255  #: whose counts fit into a byte
+MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
+CACHED = 4  #: problems whose tables are cached
+PAST = 2**31 - 1  #: a place after every visible key
+AT_ONCE = 2**20  #: pairs of boxes compared at once; if there are more, groups of boxes are compared first
+GROUP = 16  #: boxes per group
+ENTRIES = 2**20  #: mask entries computed at once
+MOST_BRANCHES = 255  #: a multiplicity must fit into a byte
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
-    """The pairs of tiles that meet, for heads that are treated alike. A tile is so many consecutive places of an order.
+    """The tile pairs with visible keys, for heads that see the same keys. A tile is consecutive places of an order.
 
     Args:
-        heads: those query heads, an arithmetic progression.
-        q_pos, k_pos: int64 [tiles, tile], where the token of each place lies in q, k and v. A last tile that is short
-            repeats its last one: such a query is that query again, such a key is never seen.
-        first: int64 [query tiles + 1], where the pairs of each query tile start.
+        heads: the query heads, an arithmetic progression.
+        q_pos, k_pos: int64 [tiles, tile], the row in q, k and v of each place. A short last tile repeats its last
+            row: a repeated query is computed twice, a repeated key is never visible.
+        first: int64 [query tiles + 1], the first pair of each query tile.
         keys: int64 [pairs], the key tile of each pair, ascending within a query tile.
-        mask: int64 [pairs], its place in `masks`; where there are none, FULL or something else.
+        mask: int64 [pairs], the index in `masks`; where `masks` is None, FULL or any other number.
         masks: uint8 [masks, tile, tile], how many times each query sees each key; `masks[FULL]` is all 1. None where
             they would take more than MASK_BYTES.
-        bias: their logarithm, in the dtype of scores.
-        covered: every query is known to see a key.
-        branches: what `counts` works the masks out from.
+        bias: log of `masks`, in the dtype of scores.
+        covered: whether every query is known to see a key.
+        branches: from which `pair_counts` computes masks.
     """
 
     heads: range
@@ -75,7 +75,7 @@ class TileTable:
         return len(self.keys)
 
     def queries(self) -> Tensor:
-        """The query tile of each pair."""
+        """The query tile of each pair, int64 [pairs]."""
         return torch.arange(len(self.q_pos), device=self.first.device).repeat_interleave(self.first.diff())
 
     def to(self, device: torch.device) -> TileTable:
@@ -86,7 +86,7 @@ class TileTable:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """int32: `first` and `last` [axes, query tiles, tile], `at` [axes, key tiles, tile]."""
+    """A `spec.reach.Reach` by tiles, int32: `first`, `last` [axes, query tiles, tile], `at` [axes, key tiles, tile]."""
 
     first: Tensor
     last: Tensor
@@ -96,7 +96,7 @@ class Branch:
         return Branch(self.first.to(device), self.last.to(device), self.at.to(device))
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Bool [pairs, tile, tile]."""
+        """Whether each query of a tile sees each key of another: bool [pairs, tile, tile]."""
         seen = torch.ones((), dtype=torch.bool, device=self.at.device)
         for first, last, at in zip(self.first, self.last, self.at):
             place = at[keys][:, None, :]
@@ -104,7 +104,7 @@ class Branch:
         return seen
 
 
-def counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:
+def pair_counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:
     """How many times each query of a tile sees each key of another: uint8 [pairs, tile, tile]."""
     found = branches[0].sees(queries, keys).to(torch.uint8)
     for branch in branches[1:]:
@@ -118,7 +118,7 @@ def tables_of(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
     return _tables(problem.pattern, *shape, order, tile, sum_dtype(problem.dtype), problem.device)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def _tables(
     pattern: Pattern,
     q_len: int,
@@ -129,12 +129,12 @@ def _tables(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[TileTable, ...]:
-    made = plainly(_built, pattern, q_len, k_len, heads, order, tile, dtype)
+    made = in_fresh_thread(_built, pattern, q_len, k_len, heads, order, tile, dtype)
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
 
 
-def plainly(make: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs) -> Made:
-    """Call it in a fresh thread: default devices, fake tensors and function transforms belong to the caller's."""
+def in_fresh_thread(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `make` in a new thread: default devices, fake tensors and function transforms are per thread."""
     with ThreadPoolExecutor(max_workers=1) as fresh:
         return fresh.submit(make, *args, **kwargs).result()
 
@@ -149,16 +149,16 @@ def tables_at(
     tile: int,
     dtype: torch.dtype,
 ) -> tuple[TileTable, ...]:
-    """Tables of some queries and keys of a sequence, for tensors that hold these rows and heads alone.
+    """The tables of some queries and keys of a sequence, for tensors that hold only these rows and heads.
 
     Args:
-        length: of the whole sequence, in tokens.
-        heads: of all; `which` are the query heads that the tensors hold.
+        length: tokens in the whole sequence.
+        heads: number of all query heads; `which` are those in the tensors.
         queries, keys: int64, the place of each row in the sequence.
-        dtype: that sums are kept in.
+        dtype: of sums.
 
     Returns:
-        A table for each class of heads, counted as the tensors hold them; places are rows of the tensors.
+        A table for each class of heads; heads and places are those of the tensors.
     """
     q_rows, k_rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
     found = []
@@ -169,15 +169,15 @@ def tables_at(
 
 
 def forget_tables() -> None:
-    """Drop the tables."""
+    """Free the cached tables."""
     _tables.cache_clear()
 
 
 def _built(
     pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, dtype: torch.dtype
 ) -> tuple[TileTable, ...]:
-    if permutation(kept_in(pattern), pattern.natural, q_len) is not None:
-        order = NATURAL  # tokens that are kept in another order are tiles as they lie
+    if permutation(token_order_of(pattern), pattern.natural, q_len) is not None:
+        order = NATURAL  # tokens stored in another order are tiled as stored
     q_pos = _tiled(permutation(order, pattern.natural, q_len), q_len, tile)
     k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
     found = []
@@ -189,13 +189,13 @@ def _built(
 
 
 def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
-    """[tiles, tile]; the last place is repeated until a tile is full."""
+    """Places as [tiles, tile]; the last place is repeated to fill the last tile."""
     places = torch.arange(-(-length // tile) * tile).clamp_(max=length - 1)
     return (places if permuted is None else permuted[places]).view(-1, tile)
 
 
 def _branches(reaches: Sequence[Reach], q_pos: Tensor, k_pos: Tensor, k_len: int) -> tuple[Branch, ...]:
-    """Of every position, by tiles."""
+    """The branches by tiles."""
     return tuple(_branch(reach, q_pos, k_pos, k_len) for reach in reaches)
 
 
@@ -210,7 +210,7 @@ def _branch(reach: Reach, q_pos: Tensor, k_pos: Tensor, k_len: int) -> Branch:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """The least and the most on every axis, int32 [axes, tiles]."""
+    """Bounding boxes: the lowest and highest value on each axis, int32 [axes, tiles]."""
 
     low: Tensor
     high: Tensor
@@ -227,34 +227,34 @@ class _Boxes:
         return _Boxes(low.amin(2), high.amax(2))
 
 
-def _meet(q: _Boxes, k: _Boxes) -> Tensor:
-    """Whether boxes have anything in common: bool, the shapes after the axes broadcast."""
+def _intersect(q: _Boxes, k: _Boxes) -> Tensor:
+    """Whether boxes intersect: bool; the shapes after the first axis broadcast."""
     return ((q.low <= k.high) & (q.high >= k.low)).all(0)
 
 
 def _candidates(q: _Boxes, k: _Boxes) -> Tensor:
-    """Pairs of boxes that meet, [pairs, 2]."""
+    """The pairs of boxes that intersect, [pairs, 2]."""
     if len(q) * len(k) <= AT_ONCE:
         across = _Boxes(q.low[:, :, None], q.high[:, :, None])
-        return _meet(across, _Boxes(k.low[:, None], k.high[:, None])).nonzero()
+        return _intersect(across, _Boxes(k.low[:, None], k.high[:, None])).nonzero()
     within = torch.cartesian_prod(torch.arange(GROUP), torch.arange(GROUP))
     found = []
     for coarse in torch.split(_candidates(q.grouped(), k.grouped()), AT_ONCE // GROUP**2):
         pairs = (coarse[:, None] * GROUP + within).flatten(0, 1)
         pairs = pairs[(pairs[:, 0] < len(q)) & (pairs[:, 1] < len(k))]
-        found.append(pairs[_meet(q.some(pairs[:, 0]), k.some(pairs[:, 1]))])
+        found.append(pairs[_intersect(q.some(pairs[:, 0]), k.some(pairs[:, 1]))])
     return torch.cat(found)
 
 
 def _boxes(branch: Branch) -> tuple[_Boxes, _Boxes, _Boxes]:
-    """What some query of a tile reaches, what all of them reach, and where the keys of a tile are."""
+    """Boxes of what any query of a tile sees, of what all its queries see, and of the keys of a tile."""
     some = _Boxes(branch.first.amin(2), branch.last.amax(2))
     every = _Boxes(branch.first.amax(2), branch.last.amin(2))
     return some, every, _Boxes(branch.at.amin(2), branch.at.amax(2))
 
 
 def _pairs(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
-    """Pairs that may meet in any branch, in order, as `query tile * width + key tile`; and which of them are full."""
+    """Sorted pairs that may hold visible keys, as `query tile * width + key tile`; and whether each is full."""
     near, whole = [], []
     for branch in branches:
         some, every, place = _boxes(branch)
@@ -285,12 +285,12 @@ def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Ten
 def _masks(
     branches: Sequence[Branch], queries: Tensor, keys: Tensor, full: Tensor, tile: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Each mask once, and the place of every pair's, -1 where nothing is seen; None where they are too many."""
+    """The distinct masks, and the index of each pair's mask, -1 if no key is visible; None: over MASK_BYTES."""
     cells = tile**2
     known: dict[bytes, int] = {bytes([0]) * cells: -1, bytes([1]) * cells: FULL}
     place = torch.full_like(queries, FULL)
-    for some in torch.split((~full).nonzero().flatten(), max(1, CELLS // cells)):
-        found = _each(counts(branches, queries[some], keys[some]))
+    for some in torch.split((~full).nonzero().flatten(), max(1, ENTRIES // cells)):
+        found = _each(pair_counts(branches, queries[some], keys[some]))
         place[some] = torch.tensor([known.setdefault(each, len(known) - 1) for each in found], dtype=torch.int64)
         if (len(known) - 1) * cells > MASK_BYTES:
             return None

@@ -1,7 +1,7 @@
-"""Threads that each run torch's operations alone: pieces of work side by side, where each is of many small operations.
+"""Runs pieces of work in parallel, each in one thread in which torch's operations use a single thread.
 
-An operation that is split among threads ends when the last of them does, and waits for it whenever another process has
-that core. A piece of work that runs in one thread waits for nobody.
+An operation split over threads ends with its slowest thread, which may wait for a core that another process uses. For
+work that consists of many small operations one thread per piece avoids these waits.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from functools import lru_cache
 
 import torch
 
-POLL_S = 0.05  #: a thread that is told to stop hears of it only while it runs Python code
-PIECES_PER_THREAD = 2  #: with fewer, operations split among threads keep more of them busy
+POLL_S = 0.05  #: returns to Python this often, so that an exception raised in this thread is noticed
+PIECES_PER_THREAD = 2  #: with fewer pieces, splitting each operation over threads uses more threads
 
 
 class _Stopped(Exception):
-    """Another piece of work failed, or nobody waits for this one any more."""
+    """Another piece of work failed, or the caller stopped waiting."""
 
 
-class Turns:
-    """Pieces of work, given out by number in ascending order, and a place that they pass one by one in that order."""
+class WorkQueue:
+    """Hands out the numbers of pieces of work in ascending order, and runs one section of each piece in that order."""
 
     def __init__(self, count: int) -> None:
         self.changed = threading.Condition()
@@ -32,8 +32,8 @@ class Turns:
         self.passed = 0
         self.stopped = False
 
-    def taken(self) -> Iterator[int]:
-        """The numbers that fall to the thread that asks."""
+    def take(self) -> Iterator[int]:
+        """Numbers for the calling thread, until none are left."""
         while True:
             with self.changed:
                 number = None if self.stopped else next(self.numbers, None)
@@ -42,8 +42,8 @@ class Turns:
             yield number
 
     @contextmanager
-    def at(self, number: int) -> Iterator[None]:
-        """Held by one piece at a time, after all before it. Every piece must come here once, or none."""
+    def in_order(self, number: int) -> Iterator[None]:
+        """A section that pieces enter one at a time, in order. Every piece must enter it once, or none may."""
         with self.changed:
             self.changed.wait_for(lambda: self.passed == number or self.stopped)
             if self.stopped:
@@ -58,38 +58,38 @@ class Turns:
             self.changed.notify_all()
 
 
-def share(count: int, work: Callable[[Turns], None]) -> None:
-    """Call `work` on as many threads as torch uses; each takes the numbers of pieces until there are none.
+def run_in_threads(count: int, work: Callable[[WorkQueue], None]) -> None:
+    """Call `work` in as many threads as torch uses, without autograd; each takes numbers of pieces from the queue.
 
-    On this thread alone where torch uses one, or the pieces are few. Nothing is recorded for gradients.
+    Uses the calling thread alone if torch uses one thread, or if there are few pieces.
 
     Raises:
-        What `work` raised first.
+        The first exception of `work`.
     """
-    turns, threads = Turns(count), torch.get_num_threads()
+    queue, threads = WorkQueue(count), torch.get_num_threads()
     if threads == 1 or count < PIECES_PER_THREAD * threads:
         with torch.no_grad():
-            work(turns)
+            work(queue)
         return
     inference = torch.is_inference_mode_enabled()
 
-    def alone() -> None:
+    def run_pieces() -> None:
         try:
             with torch.inference_mode(inference), torch.no_grad():
-                work(turns)
+                work(queue)
         except BaseException:
-            turns.stop()
+            queue.stop()
             raise
 
-    _wait([_pool(threads).submit(alone) for _ in range(threads)], turns)
+    _wait([_pool(threads).submit(run_pieces) for _ in range(threads)], queue)
 
 
-def _wait(futures: list[Future[None]], turns: Turns) -> None:
+def _wait(futures: list[Future[None]], queue: WorkQueue) -> None:
     try:
-        while wait(futures, POLL_S, FIRST_EXCEPTION).not_done and not turns.stopped:
+        while wait(futures, POLL_S, FIRST_EXCEPTION).not_done and not queue.stopped:
             pass
     finally:
-        turns.stop()  # of no matter where all is done
+        queue.stop()  # no effect if all work is done
         wait(futures)
     errors = [error for future in futures if (error := future.exception())]
     for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
@@ -101,15 +101,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     started = threading.Barrier(threads + 1)
 
     def begin() -> None:
-        torch.get_num_threads()  # takes the process's number for this thread, and would do so later
+        torch.get_num_threads()  # initializes this thread's number from the process; otherwise a later call would
         torch.set_num_threads(1)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="attn-dispatch-tiles", initializer=begin)
     for _ in range(threads):
         pool.submit(started.wait)
     started.wait()
-    torch.set_num_threads(threads)  # what a thread sets is also what later threads begin with
+    torch.set_num_threads(threads)  # set_num_threads(1) above also became the default of new threads
     return pool
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # the threads are the parent's
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child process has no threads of its parent

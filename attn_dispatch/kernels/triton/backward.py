@@ -1,7 +1,7 @@
-"""The gradients of `triton_kernels`: dq over what a tile of queries meets, dk and dv over what one of keys does.
+"""Triton backward kernels over a work list: dq by query tiles, dk and dv by key tiles.
 
-The gradient of out is read where it lies, with any strides. Nothing is added up by atomics: a result is the same on
-every run. Importing this module imports triton.
+The gradient of out may have any strides. There are no atomic additions: results are deterministic. Importing this
+module imports triton.
 
 Source: Dao 2023, FlashAttention-2, algorithm 2.
 """
@@ -13,7 +13,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.forward import LOG2_E, RUN, TILE, phases_of, place_of, span_of, turned
+from attn_dispatch.kernels.triton.forward import LOG2_E, RUN, TILE, phases_of, program_place, span_of, turned
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def backward_q(
     LISTED: tl.constexpr,
 ):
     """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
-    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    batch, head, tile, last_tile, backwards = program_place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE
@@ -104,7 +104,7 @@ def backward_q(
     row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
     if GRAD_LSE:
         row_delta -= tl.load(grad_lse + scalar_at)
-    # Rows without keys weigh nothing: exp(s - inf) is 0.
+    # Rows without keys have weight exp(s - inf) = 0.
     row_delta = tl.where(some, row_delta, 0.0)
     row_lse = tl.where(some, row_lse * LOG2_E, float("inf"))
     tl.store(delta + scalar_at, row_delta, mask=lane < count)
@@ -205,7 +205,7 @@ def backward_kv(
     LISTED: tl.constexpr,
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
-    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    batch, head, tile, last_tile, backwards = program_place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE
@@ -259,7 +259,7 @@ def backward_kv(
                 query = tl.load(q_row + (columns * q_n)[:, None], mask=seen, other=0.0)
                 s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
                 if phase != 1:
-                    # Of columns past the end, lse is inf and the weight 0.
+                    # Columns past the end have lse = inf, hence weight 0.
                     column_lse = tl.load(lse + scalar_row + columns, mask=columns < run_end, other=float("inf"))
                     column_delta = tl.load(delta + scalar_row + columns, mask=columns < run_end, other=0.0)
                     if LOW:

@@ -1,12 +1,10 @@
-"""Triton kernels for the tiles of `visits`: all runs of a tile in one online softmax.
+"""Triton forward kernel over a work list (`work_list`): one online softmax over all runs of a tile.
 
-q, k and v are read where they lie, with any strides. Results are contiguous, sums are kept in float32. Importing this
-module imports triton.
+q, k and v may have any strides. Results are contiguous; sums are in float32. Importing this module imports triton.
 
-A tile's unused lanes repeat its last row, so that they need no masks until results are stored. A run's columns fall
-into three phases: those that only some rows reach from the left, those that all rows meet, and the rest; only the
-outer two are masked. Where a list says which tile a program takes, some tiles go through their runs, phases and blocks
-from the last to the first.
+A tile's unused lanes repeat its last row, so that only stores need a mask for them. A run's columns have three phases:
+first columns that some rows do not see, columns that all rows see, and last columns that some rows do not see; only the
+outer two are masked. With a launch order, some tiles process their runs, phases and blocks in reverse.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov & Gimelshein 2018, online softmax.
 """
@@ -20,17 +18,17 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-TILE = tl.constexpr(5)  #: entries of a tile, see visits.Visits
+TILE = tl.constexpr(5)  #: entries of a tile, see work_list.WorkList
 RUN = tl.constexpr(4)
-LAUNCH = tl.constexpr(3)  #: of a launch, see launches.launches_of
+LAUNCH = tl.constexpr(3)  #: entries of a launch, see launch_order.launch_order_of
 
 
 @triton.jit
-def place_of(first_tile, kind_of, launches, heads, programs, LISTED: tl.constexpr):
-    """This program's batch row, head and tile, the end of that head's tiles, and whether it goes backwards.
+def program_place(first_tile, kind_of, launches, heads, programs, LISTED: tl.constexpr):
+    """This program's batch row, head and tile, the end of the head's tiles, and whether columns go in reverse.
 
-    Batch row by batch row. Unless LISTED, head by head, each with as many `programs` as the most tiles of any, and
-    forwards; otherwise as the `programs` entries of `launches` say.
+    Programs are ordered by batch row. With LISTED the `programs` entries of `launches` give head, tile and direction;
+    otherwise each head has `programs` programs, as many as the most tiles of a head.
     """
     program = tl.program_id(0).to(tl.int64)
     if LISTED:
@@ -63,9 +61,9 @@ def phases_of(
     HIGH: tl.constexpr,
     SEQ_LENS: tl.constexpr,
 ):
-    """A run's start and step, where its phases begin, and where the last one ends, counted in its columns.
+    """A run's start and step, and in numbers of its columns the first column of each phase and the end.
 
-    Rows lie between `first` and `last`; with SEQ_LENS, columns at and past `length` are none.
+    Rows are positions `first` to `last`; with SEQ_LENS, columns at and past `length` are left out.
     """
     start = tl.load(at).to(tl.int64)
     step = tl.load(at + 1).to(tl.int64)
@@ -88,7 +86,7 @@ def phases_of(
 
 @triton.jit
 def span_of(begin, whole, part, end, backwards, PHASE: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr):
-    """From where to where a phase goes, and where its last block begins. Backwards, the outer phases change places."""
+    """A phase's first column, end and start of the last block. In reverse, the outer phases are swapped."""
     n_from = whole
     n_to = part
     if PHASE == 0:
@@ -108,7 +106,7 @@ def span_of(begin, whole, part, end, backwards, PHASE: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def turned(at, first, last, backwards, LISTED: tl.constexpr):
-    """Counted from the other end where the tile goes backwards."""
+    """`at` mirrored between `first` and `last` if the tile goes in reverse."""
     if LISTED:
         at = tl.where(backwards, first + last - at, at)
     return at
@@ -162,7 +160,7 @@ def forward(
     LISTED: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, last_tile, backwards = place_of(first_tile, kind_of, launches, heads, programs, LISTED)
+    batch, head, tile, last_tile, backwards = program_place(first_tile, kind_of, launches, heads, programs, LISTED)
     if tile >= last_tile:
         return
     tile_at = tiles + tile * TILE
@@ -221,7 +219,7 @@ def forward(
                 if KEY_MASK:
                     s = tl.where(kept[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
                 new_peak = tl.maximum(peak, tl.max(s, 1))
-                # A row that has seen no key yet: -inf less -inf would be NaN.
+                # For rows without a key so far -inf - -inf would be NaN.
                 safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
                 p = tl.exp2(s - safe[:, None])
                 shrink = tl.exp2(peak - safe)

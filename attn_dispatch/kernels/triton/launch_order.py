@@ -1,7 +1,7 @@
-"""In which order a kernel's programs take (head, tile), and which of them go through their columns backwards.
+"""Orders in which a kernel's programs compute (head, tile) pairs, and which programs reverse their columns.
 
-A result depends on this by no more than rounding: the tiles are the same, and so are the columns that each meets. What
-changes is which columns are still in the cache when the next program asks for them.
+The order changes results by rounding only: tiles and their columns are the same. It changes which columns are in the
+cache when the next program reads them.
 
 Source: Zhu, Pan & Ding 2026, sawtooth wavefront reordering.
 """
@@ -13,77 +13,78 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.triton.work_list import Side, Visits, bounds, tiles_at_most
+from attn_dispatch.kernels.triton.work_list import Side, WorkList, bounds, tiles_at_most
 from attn_dispatch.spec.hilbert import curve
 from attn_dispatch.spec.orders import GROUPED, HILBERT_VISITS, NATURAL, SAWTOOTH, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
 LAUNCH = 3  #: entries of a launch
-WARPS = 8  #: whose registers fill a multiprocessor: the kernels take as many as a thread may have
+WARPS = 8  #: per multiprocessor at the most registers per thread, which the kernels use
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
-    """What bounds reuse: bytes of L2 cache, and the multiprocessors that share it."""
+class L2Cache:
+    """Bytes of a GPU's L2 cache, and the number of multiprocessors that share it."""
 
     l2_bytes: int
     multiprocessors: int
 
 
-def launches_of(problem: Problem, side: Side, visits: Visits, order: str, chip: Chip, warps: int) -> Tensor:
-    """Each head and tile once, in the order of launch. The order is one of visits.
+def launch_order_of(problem: Problem, side: Side, work: WorkList, order: str, cache: L2Cache, warps: int) -> Tensor:
+    """Every (head, tile) pair once, in launch order.
 
     Args:
-        visits: the tiles of that side of the problem.
-        warps: of one program.
+        work: the work list of that side of the problem.
+        order: a visit order.
+        warps: per program.
 
     Returns:
-        int32 [pairs, 3]; the head, which of `visits.tiles`, and 1 where its columns are met from the last to the first.
+        int32 [pairs, 3]; the head, the index in `work.tiles`, and 1 where columns go in reverse.
     """
-    kind = visits.kind_of.long()
-    first, tiles = visits.first_tile.long()[kind], visits.first_tile.long().diff()[kind]
-    together = heads_together(problem, side, order, chip)
-    head, place = _side_by_side(len(kind), visits.most_tiles, together, order == HILBERT_VISITS).to(kind.device)
-    there = place < tiles[head]
-    head, place = head[there], place[there]
-    return torch.stack([head, first[head] + place, _rounds(len(head), chip, warps, kind.device) % 2], dim=1).int()
+    kind = work.kind_of.long()
+    first, tiles = work.first_tile.long()[kind], work.first_tile.long().diff()[kind]
+    together = heads_together(problem, side, order, cache)
+    head, place = _side_by_side(len(kind), work.most_tiles, together, order == HILBERT_VISITS).to(kind.device)
+    exists = place < tiles[head]
+    head, place = head[exists], place[exists]
+    return torch.stack([head, first[head] + place, _rounds(len(head), cache, warps, kind.device) % 2], dim=1).int()
 
 
-def launches_bytes(problem: Problem, side: Side, block: int) -> int:
-    """Upper bound of what `launches_of` gives for tiles of at most `block` rows, without listing them."""
+def launch_order_bytes(problem: Problem, side: Side, block: int) -> int:
+    """Upper bound of the bytes of `launch_order_of` for tiles of at most `block` rows, without listing them."""
     heads = problem.heads if side == "queries" else problem.kv_heads
     return 4 * LAUNCH * heads * tiles_at_most(problem, side, block)
 
 
-def offered(problem: Problem, chip: Chip, tiles: int) -> tuple[str, ...]:
-    """The orders that may make a difference, the natural one first.
+def offered_orders(problem: Problem, cache: L2Cache, tiles: int) -> tuple[str, ...]:
+    """The orders that may change the speed, natural order first.
 
     Args:
-        tiles: of one head's queries.
+        tiles: query tiles per head.
     """
     sides: tuple[Side, ...] = ("queries", "keys") if problem.needs_grad else ("queries",)
     everything = problem.batch * problem.kv_heads * max(columns_bytes(problem, side) for side in sides)
-    if everything <= chip.l2_bytes or problem.batch * problem.heads * tiles <= chip.multiprocessors:
+    if everything <= cache.l2_bytes or problem.batch * problem.heads * tiles <= cache.multiprocessors:
         return (NATURAL,)
-    if all(heads_together(problem, side, GROUPED, chip) == 1 for side in sides):
+    if all(heads_together(problem, side, GROUPED, cache) == 1 for side in sides):
         return (NATURAL, SAWTOOTH)
     return (NATURAL, *VISIT_ORDERS)
 
 
-def heads_together(problem: Problem, side: Side, order: str, chip: Chip) -> int:
-    """How many heads run side by side: those that share their columns, and more while all columns fit into the cache.
+def heads_together(problem: Problem, side: Side, order: str, cache: L2Cache) -> int:
+    """The number of heads computed together: all that share columns, and more while their columns fit the cache.
 
-    Heads of queries, or of keys where rows are keys.
+    Query heads, or key heads where rows are keys.
     """
     if order not in (GROUPED, HILBERT_VISITS):
         return 1
     share = problem.heads // problem.kv_heads if side == "queries" else 1
-    return share * max(1, min(problem.kv_heads, chip.l2_bytes // max(1, columns_bytes(problem, side))))
+    return share * max(1, min(problem.kv_heads, cache.l2_bytes // max(1, columns_bytes(problem, side))))
 
 
 def columns_bytes(problem: Problem, side: Side) -> int:
-    """Of what a tile goes through for one head of keys: K and V, or the queries and gradients of all heads on it."""
+    """Bytes that a tile reads per key head: keys and values, or queries and gradients of all its query heads."""
     columns = problem.k_len if side == "queries" else problem.q_len
     low, high = bounds(problem, side)
     if isinstance(problem.pattern, Dilated):
@@ -95,7 +96,7 @@ def columns_bytes(problem: Problem, side: Side) -> int:
 
 
 def _side_by_side(heads: int, tiles: int, together: int, curved: bool) -> Tensor:
-    """Every head and place of a tile within it, int64 [2, heads * tiles]: a group of heads after the other."""
+    """Every head and the number of its tile, int64 [2, heads * tiles]: groups of `together` heads in sequence."""
     found = []
     for first in range(0, heads, together):
         size = min(together, heads - first)
@@ -104,7 +105,7 @@ def _side_by_side(heads: int, tiles: int, together: int, curved: bool) -> Tensor
     return torch.cat(found, dim=1)
 
 
-def _rounds(programs: int, chip: Chip, warps: int, device: torch.device) -> Tensor:
-    """Which round each program is launched in: those of a round run at about the same time."""
-    at_once = chip.multiprocessors * max(1, WARPS // warps)
+def _rounds(programs: int, cache: L2Cache, warps: int, device: torch.device) -> Tensor:
+    """The round of each program; programs of one round run at about the same time."""
+    at_once = cache.multiprocessors * max(1, WARPS // warps)
     return torch.arange(programs, device=device) // at_once

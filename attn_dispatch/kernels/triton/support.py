@@ -1,7 +1,7 @@
-"""What every backend of Triton's kernels needs: what it refuses, blocks that fit, launches.
+"""Common parts of the Triton backends: refusals, block sizes that fit the GPU, and launching.
 
-Where TRITON_INTERPRET=1 was set before triton was first imported, its interpreter runs the same kernels on a CPU: a
-check of results that takes thousands of times as long.
+If TRITON_INTERPRET=1 was set before the first import of triton, its interpreter runs the same kernels on a CPU,
+thousands of times slower, to check results.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: numpy has no bfloat16; the interpreter multiplies its bits
-LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies, which the blocks are made for
-LEAST_SHARED = 99 * 2**10  #: bytes that a block of threads may ask for, on every device from capability 8.0 on
-HEAD_DIM_LIMIT = 256  #: of more, no block's sums fit into registers
-POSITION_LIMIT = 2**30  #: queries and keys; sums of positions are kept in 32 bits
-SMALLEST_SIDE = 16  #: of a block, and of head_dim: Triton's products take no less
+INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: not bfloat16: the interpreter uses numpy, which lacks it
+LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies
+LEAST_SHARED = 99 * 2**10  #: bytes of shared memory per thread block on every device from capability 8.0 on
+HEAD_DIM_LIMIT = 256  #: of a larger one no block's sums fit into registers
+POSITION_LIMIT = 2**30  #: queries plus keys; sums of positions are 32-bit
+SMALLEST_SIDE = 16  #: of a block, and head_dim: the least for tl.dot
 
 logger = logging.getLogger("attn_dispatch")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows and columns of the scores that are held at once, and Triton's launch options."""
+class BlockConfig:
+    """Rows and columns of a block of scores, and Triton's launch options."""
 
     rows: int
     columns: int
@@ -45,74 +45,81 @@ class Block:
     stages: int
 
 
-# Exact float32 products run without tensor cores and hold their operands in registers, in every kernel.
+# Exact float32 products run without tensor cores and hold their operands in registers.
 SINGLE = {
-    64: (Block(32, 32, 4, 2),),
-    128: (Block(32, 32, 8, 2), Block(32, 16, 8, 2)),
-    256: (Block(32, 16, 8, 1), Block(16, 16, 4, 1)),
+    64: (BlockConfig(32, 32, 4, 2),),
+    128: (BlockConfig(32, 32, 8, 2), BlockConfig(32, 16, 8, 2)),
+    256: (BlockConfig(32, 16, 8, 1), BlockConfig(16, 16, 4, 1)),
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pass:
-    """A kernel and its module, what its rows are, tiles of rows it keeps, products per score, and its blocks.
+class TritonKernel:
+    """A kernel and its block sizes.
 
-    Blocks for 16 bits, and `single` for float32, are listed by the largest head_dim they are for, the preferred first:
-    as large as the registers of 8.0 and 9.0 hold with little or no spilling, after what ptxas reports.
+    Args:
+        kernel, module: names of the function and its module.
+        side: whether rows are queries or keys.
+        row_operands: tensors of rows held in shared memory.
+        products: matrix products per block of scores.
+        blocks, single: for 16-bit dtypes, and for float32: by largest head_dim, the block sizes in order of preference.
+            The first are the largest that, as ptxas reports, fit the registers of 8.0 and 9.0 with little spilling.
     """
 
     kernel: str
     module: str
     side: Side
-    kept: int
+    row_operands: int
     products: int
-    blocks: dict[int, tuple[Block, ...]]
-    single: dict[int, tuple[Block, ...]]
+    blocks: dict[int, tuple[BlockConfig, ...]]
+    single: dict[int, tuple[BlockConfig, ...]]
 
     def load(self) -> Any:
-        """The kernel, which imports triton."""
+        """The kernel; imports triton."""
         return getattr(import_module(f"attn_dispatch.kernels.triton.{self.module}"), self.kernel)
 
 
-def passes_of(kernels: str, gradients: str, single: dict[int, tuple[Block, ...]] = SINGLE) -> tuple[Pass, Pass, Pass]:
+def kernels_of(
+    kernels: str, gradients: str, single: dict[int, tuple[BlockConfig, ...]] = SINGLE
+) -> tuple[TritonKernel, TritonKernel, TritonKernel]:
     """`forward` of one module, `backward_q` and `backward_kv` of another."""
     return (
-        Pass(
+        TritonKernel(
             "forward",
             kernels,
             "queries",
-            kept=1,
+            row_operands=1,
             products=2,
             blocks={
-                64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
-                128: (Block(128, 64, 8, 3), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
-                256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
+                64: (BlockConfig(128, 64, 8, 3), BlockConfig(64, 64, 4, 3)),
+                128: (BlockConfig(128, 64, 8, 3), BlockConfig(128, 32, 8, 2), BlockConfig(64, 32, 4, 2)),
+                256: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 8, 2), BlockConfig(32, 32, 4, 2)),
             },
             single=single,
         ),
-        Pass(
+        TritonKernel(
             "backward_q",
             gradients,
             "queries",
-            kept=2,
+            row_operands=2,
             products=3,
             blocks={
-                64: (Block(128, 64, 8, 3), Block(64, 64, 4, 3)),
-                128: (Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
-                256: (Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 4, 2)),
+                64: (BlockConfig(128, 64, 8, 3), BlockConfig(64, 64, 4, 3)),
+                128: (BlockConfig(128, 64, 8, 2), BlockConfig(128, 32, 8, 2), BlockConfig(64, 32, 4, 2)),
+                256: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 8, 2), BlockConfig(32, 32, 4, 2)),
             },
             single=single,
         ),
-        Pass(
+        TritonKernel(
             "backward_kv",
             gradients,
             "keys",
-            kept=2,
+            row_operands=2,
             products=4,
             blocks={
-                64: (Block(64, 64, 8, 2), Block(64, 32, 4, 2)),
-                128: (Block(64, 64, 8, 2), Block(64, 32, 8, 2)),
-                256: (Block(32, 64, 8, 2), Block(32, 32, 8, 2)),
+                64: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 4, 2)),
+                128: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 8, 2)),
+                256: (BlockConfig(32, 64, 8, 2), BlockConfig(32, 32, 8, 2)),
             },
             single=single,
         ),
@@ -124,12 +131,12 @@ def version() -> str:
 
 
 def interpreting() -> bool:
-    """Whether Triton's interpreter was asked for."""
+    """Whether Triton's interpreter is requested."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refusals(problem: Problem, patterns: tuple[type[Pattern], ...]) -> list[Refusal]:
-    """Every reason but those of one kernel's lists."""
+    """The refusals common to all Triton backends."""
     found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_pattern(problem, patterns)
     if find_spec("triton") is None:
         found.append(Refusal("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')"))
@@ -155,8 +162,8 @@ def _refuse_device(problem: Problem) -> list[Refusal]:
     return found
 
 
-def fitting(each: Pass, problem: Problem) -> tuple[Block, ...]:
-    """The blocks for a problem on CUDA that fit into shared memory, the preferred first; the smallest if none does."""
+def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
+    """The blocks that fit into shared memory on CUDA, in order of preference; the smallest if none fits."""
     table = each.single if problem.dtype == torch.float32 else each.blocks
     listed = table[min(limit for limit in table if limit >= problem.head_dim)]
     limit = _shared_limit(problem.device)
@@ -167,32 +174,34 @@ def _shared_limit(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
 
 
-def shared_bytes(each: Pass, problem: Problem, block: Block) -> int:
-    """Upper bound of the shared memory a block takes: rows that are kept, columns in flight, scores on their way."""
+def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> int:
+    """Upper bound of a block's shared memory: rows, columns of all pipeline stages, and scores."""
     streamed = 2 * block.columns * block.stages
     return problem.dtype.itemsize * (
-        block_d(problem) * (each.kept * block.rows + streamed) + block.rows * block.columns
+        padded_head_dim(problem) * (each.row_operands * block.rows + streamed) + block.rows * block.columns
     )
 
 
-def cut(block: Block, rows: int, columns: int | None = None) -> Block:
-    """With no more than so many rows and columns, and fewer warps where rows are fewer."""
+def clipped(block: BlockConfig, rows: int, columns: int | None = None) -> BlockConfig:
+    """The block limited to `rows` and `columns`; with 4 warps if that reduces its rows."""
     across = block.columns if columns is None else min(block.columns, columns)
-    return Block(min(block.rows, rows), across, block.warps if block.rows <= rows else 4, block.stages)
+    return BlockConfig(min(block.rows, rows), across, block.warps if block.rows <= rows else 4, block.stages)
 
 
-def given(grad: Tensor | None, out: Tensor) -> Tensor:
-    """The gradient of out, zeros that take no memory where there is none."""
+def grad_or_zeros(grad: Tensor | None, out: Tensor) -> Tensor:
+    """The gradient of out; where None, zeros expanded from one element."""
     return torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if grad is None else grad
 
 
-def launch(kernel: str, blocks: Sequence[Block], device: torch.device, start: Callable[[Block], None]) -> None:
-    """Start a kernel with the first block that fits."""
+def launch(
+    kernel: str, blocks: Sequence[BlockConfig], device: torch.device, start: Callable[[BlockConfig], None]
+) -> None:
+    """Start a kernel with the first block whose resources fit."""
     errors: Any = import_module("triton.runtime.errors")
     *first, last = blocks
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for block in first:
-            # A release of Triton may need more than was estimated, and says so once it has compiled.
+            # Triton may need more than estimated, and raises after compiling.
             try:
                 start(block)
             except errors.OutOfResources as error:
@@ -202,21 +211,21 @@ def launch(kernel: str, blocks: Sequence[Block], device: torch.device, start: Ca
         start(last)
 
 
-def block_d(problem: Problem) -> int:
-    """head_dim as kernels have it."""
-    return max(SMALLEST_SIDE, power_of_two(problem.head_dim))
+def padded_head_dim(problem: Problem) -> int:
+    """head_dim rounded up to a power of two, at least SMALLEST_SIDE."""
+    return max(SMALLEST_SIDE, next_power_of_two(problem.head_dim))
 
 
-def power_of_two(least: int) -> int:
+def next_power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length() if least else 0
 
 
 def precision(problem: Problem) -> str:
-    """Of float32 products."""
+    """`input_precision` of float32 products."""
     return "ieee" if problem.matmul_precision == "highest" else "tf32"
 
 
-def float32(scale: float) -> float:
-    """The scale as kernels take it; what is less or more than float32's normal numbers would be passed as float64."""
+def as_float32(scale: float) -> float:
+    """The scale clipped to float32's normal numbers; Triton would pass others as float64."""
     limits = torch.finfo(torch.float32)
     return math.copysign(min(abs(scale), limits.max / 2), scale) if abs(scale) >= limits.tiny else 0.0

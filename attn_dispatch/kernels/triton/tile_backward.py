@@ -1,7 +1,7 @@
-"""The gradients of `triton_tile_kernels`: dq over what a tile of queries meets, dk and dv over what one of keys does.
+"""Triton backward kernels over tile pairs: dq by query tiles, dk and dv by key tiles.
 
-Nothing is added up by atomics: a result is the same on every run. Queries that a short last tile repeats weigh nothing.
-Importing this module imports triton.
+There are no atomic additions: results are deterministic. Queries repeated in a short last tile have weight 0. Importing
+this module imports triton.
 
 Source: Dao 2023, FlashAttention-2, algorithm 2.
 """
@@ -13,7 +13,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.tile_forward import LOG2_E, PAIR, SPAN, counts_of, place_of
+from attn_dispatch.kernels.triton.tile_forward import LOG2_E, PAIR, SPAN, program_place, tile_multiplicity
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def backward_q(
     PRECISION: tl.constexpr,
 ):
     """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
-    batch, head, tile, lane = place_of(heads, q_tiles, TILE, ROWS)
+    batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
@@ -94,7 +94,7 @@ def backward_q(
     row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
     if GRAD_LSE:
         row_delta -= tl.load(grad_lse + scalar_at)
-    # Rows without keys weigh nothing: exp(s - inf) is 0.
+    # Rows without keys have weight exp(s - inf) = 0.
     row_delta = tl.where(some, row_delta, 0.0)
     row_lse = tl.where(some, row_lse * LOG2_E, float("inf"))
     stored = tile * TILE + lane < q_len
@@ -123,10 +123,10 @@ def backward_q(
             if phase == 0:
                 mask = tl.load(pair + 1)
                 q_lane, k_lane = lane[:, None], k_lane[None, :]
-                count = counts_of(
+                count = tile_multiplicity(
                     masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                 )
-                # Where a key is not seen, exp(s - lse) may be inf, and times 0 NaN.
+                # For a hidden key exp(s - lse) may be inf, and 0 * inf is NaN.
                 p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) - row_lse[:, None])
             else:
                 p = tl.exp2(s - row_lse[:, None])
@@ -193,7 +193,7 @@ def backward_kv(
     PRECISION: tl.constexpr,
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
-    batch, head, tile, lane = place_of(heads, k_tiles, TILE, ROWS)
+    batch, head, tile, lane = program_place(heads, k_tiles, TILE, ROWS)
     rows = tl.load(k_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     inside = d < HEAD_DIM
@@ -231,14 +231,14 @@ def backward_kv(
                 s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
                 if SEQ_LENS or KEY_MASK:
                     s = tl.where(kept[:, None], s, float("-inf"))
-                # Queries that are not there or see no key weigh nothing: exp(s - inf) is 0.
+                # Repeated queries, and queries without keys, have weight exp(s - inf) = 0.
                 column_lse = tl.load(lse + scalar_row + columns, mask=real, other=float("-inf"))
                 column_lse = tl.where(column_lse == float("-inf"), float("inf"), column_lse * LOG2_E)
                 column_delta = tl.load(delta + scalar_row + columns, mask=real, other=0.0)
                 if phase == 0:
                     mask = tl.load(pair + 1)
                     q_lane, k_lane = q_lane[None, :], lane[:, None]
-                    count = counts_of(
+                    count = tile_multiplicity(
                         masks, reach, mask, kind, q_tile, tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                     )
                     p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) - column_lse[None, :])

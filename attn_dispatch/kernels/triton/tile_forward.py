@@ -1,11 +1,11 @@
-"""Triton kernels for the pairs of tiles of `tile_lists`: one online softmax for all pairs of a tile.
+"""Triton forward kernel over tile pairs (`tiles.lists`): one online softmax over all pairs of a query tile.
 
-A tile's tokens are read from where the caller has them, by their positions: nothing is permuted. Pairs in which not
-every query sees every key once come first, weighed by their counts; the others follow without. Results are contiguous,
-sums are kept in float32. Importing this module imports triton.
+Tokens are read by position from the caller's tensors; nothing is permuted. A tile's first pairs are weighted by
+multiplicity; in the others every query sees every key once. Results are contiguous; sums are in float32. Importing this
+module imports triton.
 
-A last tile that is short repeats its last position. Such a query's result is not stored; such a key is in no count, and
-no pair with one is without counts.
+A short last tile repeats its last position. Results of repeated queries are not stored; repeated keys have multiplicity
+0, and every pair with one is among the first pairs.
 
 Source: Dao 2023, FlashAttention-2, algorithms 1 and 2; Milakov & Gimelshein 2018, online softmax.
 """
@@ -19,13 +19,13 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-SPAN = tl.constexpr(3)  #: entries of a tile and of a pair, see tile_lists.TileLists
+SPAN = tl.constexpr(3)  #: entries of a span and of a pair, see tiles.lists.PairLists
 PAIR = tl.constexpr(2)
 
 
 @triton.jit
-def place_of(heads, tiles, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """This program's batch row, head, tile, and the lanes of the tile that are its rows: head by head."""
+def program_place(heads, tiles, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """This program's batch row, head, tile, and rows as lanes of the tile; programs are ordered by head."""
     program = tl.program_id(0).to(tl.int64)
     parts = tiles * (TILE // ROWS)
     start = program % parts * ROWS
@@ -34,7 +34,7 @@ def place_of(heads, tiles, TILE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def counts_of(
+def tile_multiplicity(
     masks,
     reach,
     mask,
@@ -49,9 +49,9 @@ def counts_of(
     BRANCHES: tl.constexpr,
     AXES: tl.constexpr,
 ):
-    """How many times each query sees each key, float32: the mask's, or where BRANCHES is not 0, worked out here.
+    """How many times each query sees each key, float32: from `masks`, or if BRANCHES > 0 computed from `reach`.
 
-    The lanes of queries and keys are [rows, 1] and [1, columns], or the other way round.
+    The lanes of queries and keys are [rows, 1] and [1, columns], or vice versa.
     """
     if BRANCHES == 0:
         found = tl.load(masks + mask.to(tl.int64) * (TILE * TILE) + q_lane * TILE + k_lane)
@@ -118,7 +118,7 @@ def forward(
     PRECISION: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, lane = place_of(heads, q_tiles, TILE, ROWS)
+    batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
@@ -156,12 +156,12 @@ def forward(
             if phase == 0:
                 mask = tl.load(pair + 1)
                 q_lane, k_lane = lane[:, None], k_lane[None, :]
-                count = counts_of(
+                count = tile_multiplicity(
                     masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                 )
                 s = tl.where(count > 0, s, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1))
-            # A row that has seen no key yet: -inf less -inf would be NaN.
+            # For rows without a key so far -inf - -inf would be NaN.
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             p = tl.exp2(s - safe[:, None])
             if phase == 0:

@@ -1,9 +1,9 @@
-"""Which columns each tile of rows meets: the work list of a kernel that runs a whole pattern in one pass.
+"""Work lists: the columns of each tile of rows, for a kernel that computes a whole pattern in one pass.
 
-Rows are queries and columns keys, or the other way round where gradients of keys are summed up. A *tile* is some rows
-that all meet the same *runs*; rows of a tile and columns of a run are arithmetic progressions of positions, so that
-nothing is gathered, and no lane works for a row that takes no part. Besides, a row at position p meets only columns
-from `p + low` to `p + high`: causality and windows.
+Rows are queries and columns keys, or vice versa for the gradients of keys. A *tile* is a set of rows with the same
+*runs* of columns. Rows of a tile and columns of a run are arithmetic progressions of positions: nothing is gathered,
+and no lane holds a row that its branches do not select. For causality and windows, a row at position p uses only
+columns from `p + low` to `p + high`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ RUN = 4  #: entries of a run
 
 
 @dataclass(frozen=True, slots=True)
-class Visits:
-    """The tiles of every kind of head.
+class WorkList:
+    """The tiles of every kind of heads.
 
     Args:
-        tiles: int32 [tiles, 5]; start, step and count of the rows, and from where to where in `runs` theirs are.
-        runs: int32 [runs, 4]; start, step and count of the columns, and which of the query heads that share the rows
-            meets them, counted from 0.
+        tiles: int32 [tiles, 5]; start, step and count of the rows, first run, end of the runs.
+        runs: int32 [runs, 4]; start, step and count of the columns, and, where rows are keys, the number of the query
+            head within the key head's group.
         first_tile: int32 [kinds + 1]; a kind's tiles are `tiles[first_tile[kind] : first_tile[kind + 1]]`.
         kind_of: int32 [heads], or [kv_heads] where rows are keys.
-        low, high: columns from `p + low` to `p + high` are met; None where nothing is cut off on that side.
+        low, high: a row at p uses columns `p + low` to `p + high`; None: no bound.
     """
 
     tiles: Tensor
@@ -49,15 +49,15 @@ class Visits:
 
     @property
     def most_tiles(self) -> int:
-        """Of any kind."""
+        """The most tiles of a kind."""
         return int(self.first_tile.diff().max())
 
     def pairs(self, rows: int, columns: int) -> int:
-        """Score pairs that are worked out per batch row, in blocks of `rows` x `columns`, unused lanes included."""
+        """Scores computed per batch row in blocks of `rows` x `columns`, unused lanes included."""
         start, step, count, first_run, end_run = self.tiles.long().unbind(-1)
-        met = end_run - first_run
-        tile = torch.arange(len(self.tiles)).repeat_interleave(met)
-        run = torch.arange(len(tile)) - (met.cumsum(0) - met - first_run).repeat_interleave(met)
+        run_counts = end_run - first_run
+        tile = torch.arange(len(self.tiles)).repeat_interleave(run_counts)
+        run = torch.arange(len(tile)) - (run_counts.cumsum(0) - run_counts - first_run).repeat_interleave(run_counts)
         run_start, run_step, run_count, _ = self.runs.long()[run].unbind(-1)
         begin, end = torch.zeros_like(run_count), run_count
         if self.low is not None:
@@ -72,48 +72,54 @@ class Visits:
         heads: list[int] = self.kind_of.tolist()
         return rows * columns * sum(by_kind[kind] for kind in heads)
 
-    def to(self, device: torch.device) -> Visits:
+    def to(self, device: torch.device) -> WorkList:
         lists = {name: getattr(self, name).to(device) for name in ("tiles", "runs", "first_tile", "kind_of")}
         return replace(self, **lists)
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
-    """Rows that meet the same runs: int64 start, step and count of each cell, and its runs as in `Visits`."""
+class RowGroups:
+    """Groups of rows with the same runs.
+
+    Args:
+        rows: int64 [groups, 3]; start, step and count.
+        runs: int64, as in `WorkList`, group by group.
+        run_counts: int64 [groups].
+    """
 
     rows: Tensor
     runs: Tensor
     run_counts: Tensor
 
     def split(self, block: int, first_run: int) -> Tensor:
-        """Tiles of at most `block` rows, their runs counted from `first_run` on."""
+        """The groups as tiles of at most `block` rows; their runs are numbered from `first_run` on."""
         start, step, count = self.rows.unbind(-1)
         end_run = first_run + self.run_counts.cumsum(0)
         pieces = _ceil_div(count, torch.tensor(block))
-        cell = torch.arange(len(pieces)).repeat_interleave(pieces)
-        index = torch.arange(len(cell)) - (pieces.cumsum(0) - pieces)[cell]
-        start, step, count = start[cell] + index * block * step[cell], step[cell], count[cell] - index * block
+        group = torch.arange(len(pieces)).repeat_interleave(pieces)
+        index = torch.arange(len(group)) - (pieces.cumsum(0) - pieces)[group]
+        start, step, count = start[group] + index * block * step[group], step[group], count[group] - index * block
         return torch.stack(
-            [start, step, count.clamp(max=block), (end_run - self.run_counts)[cell], end_run[cell]], dim=1
+            [start, step, count.clamp(max=block), (end_run - self.run_counts)[group], end_run[group]], dim=1
         )
 
 
-def visits_of(problem: Problem, side: Side, block: int) -> Visits:
-    """The tiles of at most `block` rows. The pattern is Dense, Window or Dilated.
+def work_list_of(problem: Problem, side: Side, block: int) -> WorkList:
+    """The work list with tiles of at most `block` rows, for Dense, Window and Dilated.
 
     Args:
-        side: what the rows are.
+        side: whether rows are queries or keys.
     """
     kinds, kind_of = _kinds(problem, side)
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
     first_tile = [0]
     for kind in kinds:
-        cells = _cells(problem, side, kind)
-        tiles.append(cells.split(block, sum(len(each) for each in runs)))
-        runs.append(cells.runs)
+        groups = _row_groups(problem, side, kind)
+        tiles.append(groups.split(block, sum(len(each) for each in runs)))
+        runs.append(groups.runs)
         first_tile.append(first_tile[-1] + len(tiles[-1]))
-    return Visits(
+    return WorkList(
         torch.cat(tiles).to(torch.int32),
         torch.cat(runs).to(torch.int32),
         torch.tensor(first_tile, dtype=torch.int32),
@@ -124,32 +130,32 @@ def visits_of(problem: Problem, side: Side, block: int) -> Visits:
 
 @lru_cache(maxsize=4096)
 def covers(problem: Problem, side: Side) -> bool:
-    """Whether every row of every head is in a tile; the others meet no runs."""
+    """Whether every row of every head is in a tile; other rows have no runs."""
     kinds, _ = _kinds(problem, side)
-    return all(int(_cells(problem, side, kind).rows[:, 2].sum()) == _length(problem, side) for kind in kinds)
+    return all(int(_row_groups(problem, side, kind).rows[:, 2].sum()) == _length(problem, side) for kind in kinds)
 
 
-def largest_cell(problem: Problem, side: Side) -> int:
-    """The most rows that meet the same runs: a larger tile would stay partly empty."""
-    cells = (_cells(problem, side, kind).rows[:, 2] for kind in _kinds(problem, side)[0])
-    return max((int(count.max()) for count in cells if len(count)), default=0)
+def largest_row_group(problem: Problem, side: Side) -> int:
+    """The most rows with the same runs: a larger tile would be partly empty."""
+    groups = (_row_groups(problem, side, kind).rows[:, 2] for kind in _kinds(problem, side)[0])
+    return max((int(count.max()) for count in groups if len(count)), default=0)
 
 
-def visits_bytes(problem: Problem, side: Side, block: int) -> int:
-    """Upper bound of what `visits_of` gives, without building it."""
+def work_list_bytes(problem: Problem, side: Side, block: int) -> int:
+    """Upper bound of the bytes of `work_list_of`, without building it."""
     kinds, kind_of = _kinds(problem, side)
     branches = len(problem.pattern.branches) if isinstance(problem.pattern, Dilated) else 1
-    runs = _most_cells(problem, side) * len(kinds[0]) * branches
+    runs = _most_row_groups(problem, side) * len(kinds[0]) * branches
     return 4 * (len(kinds) * (tiles_at_most(problem, side, block) * TILE + runs * RUN + 1) + 1 + len(kind_of))
 
 
 def tiles_at_most(problem: Problem, side: Side, block: int) -> int:
-    """Upper bound of the tiles of one head, without listing them."""
+    """Upper bound of the tiles of one head, without building them."""
     rows = _length(problem, side)
-    return min(rows, _most_cells(problem, side) + rows // block)
+    return min(rows, _most_row_groups(problem, side) + rows // block)
 
 
-def _most_cells(problem: Problem, side: Side) -> int:
+def _most_row_groups(problem: Problem, side: Side) -> int:
     pattern, rows = problem.pattern, _length(problem, side)
     if not isinstance(pattern, Dilated):
         return 1
@@ -160,11 +166,11 @@ def _most_cells(problem: Problem, side: Side) -> int:
 
 
 def bounds(problem: Problem, side: Side) -> tuple[int | None, int | None]:
-    """The first and the last column that a row may meet, counted from the row's own position."""
+    """The first and last column of a row, relative to the row's position."""
     offsets = problem.pattern.head_offsets(0, problem.heads)
     bands = problem.pattern.bands(problem.q_len, problem.k_len, offsets) or ()
-    ((low, high),) = {(band.low, band.high) for band in bands}  # alike in all branches
-    # Beyond both lengths all bounds mean the same, and sums with positions stay small.
+    ((low, high),) = {(band.low, band.high) for band in bands}  # equal in all branches
+    # Bounds beyond both lengths are equivalent; clipped, their sums with positions fit 32 bits.
     far = problem.q_len + problem.k_len
     low = None if low is None else max(low, -far)
     high = None if high is None else min(high, far)
@@ -178,33 +184,33 @@ def _length(problem: Problem, side: Side) -> int:
 
 
 def _kinds(problem: Problem, side: Side) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """The distinct kinds of heads, and the kind of each."""
-    share = 1 if side == "queries" else problem.heads // problem.kv_heads
-    return _kinds_of(problem.pattern, problem.heads, share)
+    """The distinct kinds of heads, and the kind of each head."""
+    group = 1 if side == "queries" else problem.heads // problem.kv_heads
+    return _kinds_of(problem.pattern, problem.heads, group)
 
 
 @lru_cache(maxsize=256)
-def _kinds_of(pattern: Pattern, heads: int, share: int) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    found = heads_by_kind(pattern, heads, share)
+def _kinds_of(pattern: Pattern, heads: int, group: int) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    found = heads_by_kind(pattern, heads, group)
     kind_of = {head: number for number, members in enumerate(found.values()) for head in members}
-    return tuple(found), tuple(kind_of[head] for head in range(heads // share))
+    return tuple(found), tuple(kind_of[head] for head in range(heads // group))
 
 
-def _cells(problem: Problem, side: Side, kind: Kind) -> Cells:
+def _row_groups(problem: Problem, side: Side, kind: Kind) -> RowGroups:
     if isinstance(problem.pattern, Dilated):
-        return _dilated_cells(problem.pattern, problem.q_len, kind)
+        return _dilated_row_groups(problem.pattern, problem.q_len, kind)
     rows = _length(problem, side)
     columns = problem.q_len + problem.k_len - rows
     runs = torch.tensor([[0, 1, columns, member] for member in range(len(kind))])
-    return Cells(torch.tensor([[0, 1, rows]]), runs, torch.tensor([len(kind)]))
+    return RowGroups(torch.tensor([[0, 1, rows]]), runs, torch.tensor([len(kind)]))
 
 
 @lru_cache(maxsize=256)
-def _dilated_cells(pattern: Dilated, length: int, kind: Kind) -> Cells:
-    """Between two boundaries of segments, whichever branch they belong to, a position's residues decide.
+def _dilated_row_groups(pattern: Dilated, length: int, kind: Kind) -> RowGroups:
+    """The row groups of a dilated pattern.
 
-    So each such interval is split, by one prime factor of one rate at a time, until a branch takes all rows of a part
-    or none.
+    Between two consecutive segment borders of any branches, a row's residues decide which branches select it. Each such
+    interval is split, by one prime factor of one rate at a time, until a branch selects all rows of a part or none.
     """
     branches = [(b, min(w, length), min(r, w, length)) for b, (w, r) in enumerate(pattern.branches)]
     edges = torch.unique(torch.cat([torch.arange(0, length, w) for _, w, _ in branches]))
@@ -226,13 +232,13 @@ def _dilated_cells(pattern: Dilated, length: int, kind: Kind) -> Cells:
         if (offset := offsets[b]) is not None and offset < r
     ]
     found = torch.stack(runs, dim=1) if runs else torch.zeros(len(start), 0, RUN, dtype=torch.int64)
-    met = found[..., 2] > 0
-    rows, counts = torch.stack([start, step, _ceil_div(end - start, step)], dim=1), met.sum(1)
-    return Cells(rows[counts > 0], found[met], counts[counts > 0])
+    nonempty = found[..., 2] > 0
+    rows, counts = torch.stack([start, step, _ceil_div(end - start, step)], dim=1), nonempty.sum(1)
+    return RowGroups(rows[counts > 0], found[nonempty], counts[counts > 0])
 
 
 def _refine(parts: Tensor, w: int, offset: int, modulus: int, prime: int) -> Tensor:
-    """Split the parts of which a branch might take some rows and not others, going by residues of `modulus`."""
+    """Split parts, by residues of `modulus`, of which a branch may select some rows only."""
     start, step, end, origin = parts.unbind(-1)
     target = origin // w * w + offset
     common = torch.gcd(step, torch.full_like(step, modulus))
@@ -246,7 +252,7 @@ def _refine(parts: Tensor, w: int, offset: int, modulus: int, prime: int) -> Ten
 
 
 def _run(start: Tensor, origin: Tensor, length: int, w: int, r: int, offset: int, member: int) -> Tensor:
-    """What a branch selects in each part's segment, [parts, 4]; a count of 0 where it does not select the part."""
+    """The run of a branch in each part's segment, [parts, 4]; count 0 where the branch does not select the part."""
     segment = origin // w * w
     selected = (start - segment) % r == offset
     count = _ceil_div((segment + w).clamp(max=length) - segment - offset, torch.tensor(r))

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import dense, registry
-from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import run as native
-from attn_dispatch.kernels.native.neighbours import neighbour_tiles_at
-from attn_dispatch.kernels.native.tables import Tiles
+from attn_dispatch.kernels.native.neighbours import neighbour_tables_at
+from attn_dispatch.kernels.native.tables import NativeTables
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tiles
 from attn_dispatch.kernels.tiles.tables import TileTable, tables_at
 from attn_dispatch.spec.orders import HILBERT, permutation, places, serves
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import kept_in
+from attn_dispatch.spec.reordered import token_order_of
 
 TILE = 64  #: rows of a tile
 
 #: Builds the kernel call of a problem; the tensor is a mask of its keys.
-Solve = Callable[[Problem, Tensor | None], Call]
+Solve = Callable[[Problem, Tensor | None], Passes]
 
 
 class PositionTables(Protocol):
@@ -51,7 +51,7 @@ def position_tables(problem: Problem, pattern: Pattern, which: range, keys: Tens
     """
     grid = pattern.natural
     if isinstance(grid, Neighborhood) and not registry.load("native").refusals(replace(problem, ranks=1)):
-        at = permutation(kept_in(pattern), grid, problem.q_len)
+        at = permutation(token_order_of(pattern), grid, problem.q_len)
         return _KeyTables(grid, len(which), keys, at)
     return _TileTables(problem, pattern, which, keys)
 
@@ -72,7 +72,7 @@ class _KeyTables:
         return (natural if curve is None else places(curve)[natural]).argsort()
 
     def build(self, queries: Tensor) -> tuple[Tensor, Solve]:
-        found = neighbour_tiles_at(self.grid, self.heads, self._natural(queries), self._natural(self.keys))
+        found = neighbour_tables_at(self.grid, self.heads, self._natural(queries), self._natural(self.keys))
         return found.tiles[:, 4] > 0, partial(_solve_by_keys, found)
 
     @property
@@ -102,9 +102,9 @@ class _TileTables:
         return sees_any, partial(_solve_by_tiles, found)
 
 
-def _solve_by_keys(tables: Tiles, problem: Problem, key_mask: Tensor | None) -> Call:
+def _solve_by_keys(tables: NativeTables, problem: Problem, key_mask: Tensor | None) -> Passes:
     return native.partial(problem, key_mask, tables)
 
 
-def _solve_by_tiles(tables: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Call:
+def _solve_by_tiles(tables: tuple[TileTable, ...], problem: Problem, key_mask: Tensor | None) -> Passes:
     return tiles.partial(problem, tables, dense.kernel_of(problem), key_mask)

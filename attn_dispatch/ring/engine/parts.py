@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.autograd import Call
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.ring.engine.by_position import TILE, Solve, position_tables
 from attn_dispatch.ring.rows.chunking import block_rows, blocks, line_of, segments
 from attn_dispatch.ring.rows.layout import Layout
@@ -24,7 +24,7 @@ from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
-from attn_dispatch.spec.reordered import kept_in
+from attn_dispatch.spec.reordered import token_order_of
 
 #: Backends for parts, the preferred first: their backward pass takes the out and lse over all keys (`partial`, see
 #: `contract`).
@@ -59,7 +59,7 @@ class Part:
     solve: Solve
     kv: slice = field(default_factory=lambda: slice(None))
 
-    def call(self, seen: Tensor | None) -> Call:
+    def call(self, seen: Tensor | None) -> Passes:
         """The kernel call. `seen`: bool [batch, rows of the source], keys that masks leave visible; None: all."""
         return self.solve(self.problem, None if seen is None else seen[:, self.keys])
 
@@ -127,7 +127,7 @@ class _Shard:
     def natural(self) -> Tensor | None:
         """The position in natural order of each stored token; None if tokens are stored in natural order."""
         pattern = self.problem.pattern
-        return permutation(kept_in(pattern), pattern.natural, self.problem.q_len)
+        return permutation(token_order_of(pattern), pattern.natural, self.problem.q_len)
 
     @property
     def all_rows(self) -> slice:

@@ -13,7 +13,7 @@ from attn_dispatch.kernels.heads import heads_by_kind, progressions
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.reach import Offsets
-from attn_dispatch.spec.reordered import kept_in
+from attn_dispatch.spec.reordered import token_order_of
 
 Kind = frozenset[Offsets]  #: of the query heads that read one key head
 
@@ -35,7 +35,7 @@ def seen_by(pattern: Pattern, length: int, chunks: tuple[range, ...], kind: Kind
         chunks: runs of rows, those of the queries.
         kind: offsets of the query heads.
     """
-    at = permutation(kept_in(pattern), pattern.natural, length)
+    at = permutation(token_order_of(pattern), pattern.natural, length)
     queries = torch.zeros(length, dtype=torch.bool)
     for chunk in chunks:
         queries[chunk.start : chunk.stop] = True
