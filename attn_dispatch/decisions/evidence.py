@@ -27,7 +27,7 @@ def predict(request: Request) -> learned.Prediction | None:
     if said is None or said.in_bucket or said.order == NATURAL:
         return said
     # Far from what was measured an order is taken only above the length from which it has been seen to pay.
-    worth = thresholds.allowed(plain, known)
+    worth = thresholds.allowed_orders(plain, known)
     return learned.predict(plain, known, [each for each in able if each[1] in worth], versions)
 
 
