@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_dispatch.decisions.call import attend_alone
+from attn_dispatch.decisions.call import attend_on_device
 from attn_dispatch.kernels.autograd import STOPPED, recorded
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
@@ -121,7 +121,7 @@ class Shared:
         q, k, v = (ulysses.to_heads(x, wire, layout) for x in (q, k, v))
         error = None
         try:
-            out, lse = attend_alone(
+            out, lse = attend_on_device(
                 q,
                 k,
                 v,

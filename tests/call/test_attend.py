@@ -205,7 +205,7 @@ def test_an_exchange_without_ranks(call: Callable[..., Any], backend: str | None
 def test_no_backend_at_all() -> None:
     shared = replace(Problem.of(*qkv()), ranks=2)
     with pytest.raises(NoBackend) as raised:
-        decide.decide(shared)
+        decide.decision_for(shared)
     lines = str(raised.value).splitlines()
     assert [line.strip().split(":")[0] for line in lines[2:]] == BUILT_IN
     assert all("sharded over 2" in line for line in lines[2:])

@@ -303,7 +303,7 @@ def chain() -> int:
     for route in dispatch._routes.values():
         each: dispatch.Route | None = route
         while each is not None:
-            total, each = total + 1, each.beside
+            total, each = total + 1, each.next_route
     return total
 
 
@@ -311,11 +311,11 @@ def chain() -> int:
 def test_no_endless_row_of_routes(seen: Seen) -> None:
     """Storage that is cut out of ever wider rows has ever other strides."""
     for _ in range(2):
-        for width in range(8, 8 + 2 * dispatch.MOST_LIKE):
+        for width in range(8, 8 + 2 * dispatch.MAX_CHAIN):
             q, k, v = (torch.randn(1, 4, 2, width)[..., :8] for _ in range(3))
             attend(q, k, v, backend="seen")
             assert seen.problems[-1] == Problem.of(q, k, v)
-            assert chain() <= dispatch.MOST_LIKE
+            assert chain() <= dispatch.MAX_CHAIN
 
 
 @pytest.mark.usefixtures("how")

@@ -66,7 +66,7 @@ def decided(request: pytest.FixtureRequest) -> bool:
 def settle(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Route plain calls by a decision for `native`."""
     with monkeypatch.context() as patch:
-        patch.setattr(decide, "decide", lambda problem: decide.force(problem, "native", None))
+        patch.setattr(decide, "decision_for", lambda problem: decide.forced_decision(problem, "native", None))
         attend(*qkv(), pattern)
         attend(*qkv(), pattern, return_lse=True)
     assert {route.backend.split()[0] for route in dispatch._routes.values()} == {"native"}

@@ -131,7 +131,7 @@ def test_locked_raises_on_a_miss(set_mode: Callable[[str], None]) -> None:
     assert not cache_folder().exists()
     found = explain(q, k, v, is_causal=True)
     assert (found.choice, found.order) == (None, None)
-    assert "locked mode, and nothing is decided" in str(found)
+    assert "locked mode, and no decision is stored" in str(found)
     assert attend(q, k, v, is_causal=True, backend="manual").shape == q.shape
 
 
@@ -158,7 +158,7 @@ def test_off_makes_no_folder(set_mode: Callable[[str], None]) -> None:
     assert not cache_folder().exists()
 
 
-def test_profile_has_nowhere_to_write_when_off(set_mode: Callable[[str], None]) -> None:
+def test_profile_needs_a_mode_other_than_off(set_mode: Callable[[str], None]) -> None:
     set_mode("off")
     with pytest.raises(InvalidInput, match="touches no disk"):
         profile([], progress=False)

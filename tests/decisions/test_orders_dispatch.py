@@ -191,7 +191,7 @@ def test_export_and_import(house: House, tmp_path: Path, monkeypatch: pytest.Mon
 def test_live_calls_are_held_against_the_row_of_the_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     attend(*qkv())
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
-    watch: Any = drift.watched(runner(house.tiled, "hilbert"), Problem.of(*qkv()), kept())
+    watch: Any = drift.sampled(runner(house.tiled, "hilbert"), Problem.of(*qkv()), kept())
     assert watch._row == rows()[HILBERT]
 
 
@@ -272,7 +272,7 @@ def test_an_order_that_nobody_offers(house: House) -> None:
     assert lines[0] == "no backend can run Dense() in residue order on cpu in float32:"
     assert lines[2:] == [
         "  other: computes in natural order only",
-        "  tiled: does not offer itself in residue order: backend='tiled' beside it forces that",
+        "  tiled: offers residue order only if forced: add backend='tiled'",
         "Pass order=None to let every order be tried.",
     ]
     found = explain(q, k, v, order="residue")

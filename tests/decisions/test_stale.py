@@ -183,7 +183,7 @@ def test_locked_with_another_version(house: House, set_mode: Callable[[str], Non
     assert counted(loaded=1)
     forget()
     house.add("a", 4, "2")
-    with pytest.raises(NotDecided, match="a, as was decided, has another version now"):
+    with pytest.raises(NotDecided, match="the stored choice a has another version now"):
         attend(*qkv())
 
 

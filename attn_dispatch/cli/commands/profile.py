@@ -245,7 +245,7 @@ def _print_tables(found: Sequence[Explanation], folders: Sequence[Path], verbose
         from attn_dispatch.settings import NO_HOME, cache_folder
 
         why = NO_HOME if cache_folder() == settings.NOWHERE else "no decision was measured and written"
-        print(f"stored    nothing: {why.removeprefix('nothing is stored: ')}")
+        print(f"stored    nothing: {why}")
 
 
 def _folders(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:

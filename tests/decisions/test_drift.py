@@ -57,7 +57,7 @@ def watch(
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", share)
     calls = Calls(monkeypatch, call_ms)
     problem = problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"), **more)
-    return calls, sentinel.watched(calls.run, problem, decision)
+    return calls, sentinel.sampled(calls.run, problem, decision)
 
 
 def drift() -> Any:
@@ -78,7 +78,7 @@ def test_no_drift_near_what_was_measured(call_ms: float, decided: Decision, monk
 def test_drift_is_marked_and_shown(call_ms: float, decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = random.Random(0)
     calls, run = watch(monkeypatch, decided, lambda: call_ms * noise.gauss(1, 0.02))
-    for _ in range(sentinel.FIRST + sentinel.SAMPLES - 1):
+    for _ in range(sentinel.WARMUP_CALLS + sentinel.SAMPLES - 1):
         run()
     assert drift() is None
     run()
@@ -86,7 +86,7 @@ def test_drift_is_marked_and_shown(call_ms: float, decided: Decision, monkeypatc
     assert found.samples == sentinel.SAMPLES
     assert found.low_ms <= found.median_ms <= found.high_ms
     assert found.median_ms == pytest.approx(call_ms, rel=0.05)
-    assert calls.count == sentinel.FIRST + sentinel.SAMPLES
+    assert calls.count == sentinel.WARMUP_CALLS + sentinel.SAMPLES
     forget()
     assert "drift     live calls take" in str(explain(*qkv()))
     assert explain(*qkv()).drift is not None
@@ -95,7 +95,7 @@ def test_drift_is_marked_and_shown(call_ms: float, decided: Decision, monkeypatc
 def test_what_is_built_first_and_single_outliers_do_not_count(
     decided: Decision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter([5000.0] * sentinel.FIRST + [MEDIAN, MEDIAN, MEDIAN, 500.0] * 100)
+    times = iter([5000.0] * sentinel.WARMUP_CALLS + [MEDIAN, MEDIAN, MEDIAN, 500.0] * 100)
     _, run = watch(monkeypatch, decided, lambda: next(times))
     for _ in range(300):
         run()
@@ -107,7 +107,7 @@ def test_a_share_of_the_calls_is_timed(decided: Decision, monkeypatch: pytest.Mo
     _, run = watch(monkeypatch, decided, lambda: MEDIAN, share="0.1")
     for _ in range(2000):
         run()
-    assert 120 <= len(run._seen) + sentinel.FIRST <= 280  # type: ignore[attr-defined]
+    assert 120 <= len(run._samples_ms) + sentinel.WARMUP_CALLS <= 280  # type: ignore[attr-defined]
 
 
 def test_off_by_default_and_where_there_is_nothing_to_compare(
@@ -136,7 +136,7 @@ def test_attend_is_watched(decided: Decision, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
     monkeypatch.setenv("ATTN_DISPATCH_MODE", "locked")  # a machine under load would go on measuring
     forget()
-    for _ in range(sentinel.FIRST + sentinel.SAMPLES + 1):
+    for _ in range(sentinel.WARMUP_CALLS + sentinel.SAMPLES + 1):
         attend(*qkv())
     assert drift() is not None
     assert explain(*qkv()).drift is not None, "in the process that saw it too"
