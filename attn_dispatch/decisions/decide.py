@@ -29,11 +29,11 @@ from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from attn_dispatch.text import printable, titled
-from attn_dispatch.tuning.candidates import Candidate, Name, Request, environment_now, ruled_out
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, ruled_out
 
 MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
 COUNTED = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
@@ -215,7 +215,7 @@ def _loaded(stored: look_up.StoredDecision) -> Decision:
         logger.warning(
             "the stored choice %s cannot run now, %s runs instead: %s", decided, able, printable(decision.title)
         )
-    elif not stored.changed and decision.environment != environment_now():
+    elif not stored.changed and decision.environment != current_environment():
         decision = look_up.with_current_environment(decision)
     return _adjusted(look_up.StoredDecision(decision, stored.choice, stored.changed))
 
@@ -258,7 +258,7 @@ def _with_current_candidates(decision: Decision, found: list[Candidate]) -> Deci
     return msgspec.structs.replace(decision, candidates=tuple(rows))
 
 
-def _current_row(each: Candidate, row: Row | None, choice: Name) -> Row:
+def _current_row(each: Candidate, row: Row | None, choice: CandidateId) -> Row:
     if each.row is not None and each.id != choice:
         # The stored reason, from this very problem, is more specific than that of the quarantine.
         specific = row is not None and row.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
@@ -282,7 +282,7 @@ def _trial_allowed(problem: Problem) -> bool:
 
 
 def measure(
-    request: Request, budget_s: float | None, stored: look_up.StoredDecision | None, first: Name | None = None
+    request: Request, budget_s: float | None, stored: look_up.StoredDecision | None, first: CandidateId | None = None
 ) -> Decision | None:
     """Run a trial; with `stored`, of its changed candidates only. Arguments as for `tuner.run_trial`."""
     from attn_dispatch.tuning import tuner  # loaded only when something is measured

@@ -18,9 +18,9 @@ from attn_dispatch.learning.predict import TIMED
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.folder import Store, shipped
-from attn_dispatch.tuning.candidates import Candidate, Name, Request, environment_now
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment
 
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
@@ -35,8 +35,8 @@ class StoredDecision:
     """
 
     decision: Decision
-    choice: Name | None
-    changed: tuple[Name, ...] = ()
+    choice: CandidateId | None
+    changed: tuple[CandidateId, ...] = ()
 
     @property
     def is_valid(self) -> bool:
@@ -60,7 +60,7 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
         return None
     affordable = _affordable(decision, budget_ms)
     temporary = any(row.status in TEMPORARY for row in decision.candidates)
-    if not affordable and not temporary and decision.environment == environment_now():
+    if not affordable and not temporary and decision.environment == current_environment():
         with suppress(InvalidInput):  # the choice is not registered in this process
             if request.can_run(*decision.chosen):
                 return StoredDecision(decision, decision.chosen)
@@ -87,7 +87,7 @@ def _is_for(request: Request, decision: Decision) -> bool:
     return key == request.address.key
 
 
-def _compare(request: Request, decision: Decision, affordable: set[Name]) -> StoredDecision:
+def _compare(request: Request, decision: Decision, affordable: set[CandidateId]) -> StoredDecision:
     able = {each.id: each for each in request.able}
     rows = {row.id: row for row in decision.candidates}
     changed = {name for name in able if not _is_valid_row(rows.get(name), able[name])}
@@ -95,14 +95,14 @@ def _compare(request: Request, decision: Decision, affordable: set[Name]) -> Sto
     return StoredDecision(decision, choice, tuple(sorted(changed | (affordable & able.keys()))))
 
 
-def valid_rows(decision: Decision, able: Collection[Candidate]) -> dict[Name, Row]:
+def valid_rows(decision: Decision, able: Collection[Candidate]) -> dict[CandidateId, Row]:
     """The timed rows of a decision that are valid for these candidates."""
     rows = {row.id: row for row in decision.candidates}
     current = (each.id for each in able if _is_valid_row(rows.get(each.id), each))
     return {name: rows[name] for name in current if rows[name].status in TIMED}
 
 
-def best_candidate(decision: Decision, rows: Mapping[Name, Row]) -> Name | None:
+def best_candidate(decision: Decision, rows: Mapping[CandidateId, Row]) -> CandidateId | None:
     """The decision's choice if it has one of these rows, else the fastest row's candidate; None without a time."""
     if decision.chosen in rows:
         return decision.chosen
@@ -119,7 +119,7 @@ def _is_valid_row(row: Row | None, candidate: Candidate) -> bool:
     return wrong or row.status in (*TIMED, "failed", "not_measured")
 
 
-def _affordable(decision: Decision, budget_ms: float) -> set[Name]:
+def _affordable(decision: Decision, budget_ms: float) -> set[CandidateId]:
     """The candidates skipped for lack of time that this budget suffices for."""
     rows = decision.candidates
     return {row.id for row in rows if row.need_ms is not None and row.need_ms <= budget_ms}
@@ -127,7 +127,7 @@ def _affordable(decision: Decision, budget_ms: float) -> set[Name]:
 
 def with_current_environment(decision: Decision) -> Decision:
     """The decision marked, also on disk, as valid in the current environment."""
-    now = environment_now()
+    now = current_environment()
     if decision.source == "measured":
         Store(cache_folder()).amend(decision, environment=now)
     return msgspec.structs.replace(decision, environment=now)

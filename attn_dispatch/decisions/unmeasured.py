@@ -19,15 +19,15 @@ from attn_dispatch.learning import predict
 from attn_dispatch.spec import orders
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
-from attn_dispatch.tuning.candidates import Candidate, Name, Request, heuristic, refused, ruled_out
+from attn_dispatch.tuning.candidates import Candidate, Request, ruled_out, static_choice, status_and_reason
 
 
 def static_decision(request: Request, found: Sequence[Candidate] | None = None) -> Decision:
     """The first candidate by order of preference, of `found` or all candidates; no choice if none can run."""
     found = request.candidates if found is None else found
-    first = heuristic(found)
+    first = static_choice(found)
     chosen = None if first is None else first.id
     return request.decision(chosen, "heuristic", (_decision_row(each, chosen, None) for each in found))
 
@@ -68,7 +68,7 @@ def decision_among(request: Request, found: Sequence[Candidate], measured: Decis
     able = [each for each in found if each.row is None]
     valid = {} if measured is None else look_up.valid_rows(measured, able)
     choice = None if measured is None else look_up.best_candidate(measured, valid)
-    first = heuristic(able)
+    first = static_choice(able)
     if choice is None and first is not None:
         choice = first.id
     return request.decision(choice, "forced", (_decision_row(each, choice, valid.get(each.id)) for each in found))
@@ -107,7 +107,7 @@ def _backend_candidates(problem: Problem, name: str, order: str | None) -> tuple
     try:
         refusals = list(backend.refusals(problem))
         if refusals:
-            return [ruled_out(backend, order or NATURAL, *refused(refusals))], None
+            return [ruled_out(backend, order or NATURAL, *status_and_reason(refusals))], None
         offered = orders_of(backend, problem) or (NATURAL,)
         if order is not None and order not in forced_orders(backend, problem):
             return [_unsupported_order(backend, problem, order, offered)], None
@@ -139,7 +139,7 @@ def _unsupported_order(backend: Backend, problem: Problem, order: str, offered: 
     return ruled_out(backend, order, "unsupported", reason)
 
 
-def _decision_row(each: Candidate, choice: Name | None, measured: Row | None) -> Row:
+def _decision_row(each: Candidate, choice: CandidateId | None, measured: Row | None) -> Row:
     if each.row is not None:
         return each.row
     chosen = each.id == choice

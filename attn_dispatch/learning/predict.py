@@ -15,7 +15,7 @@ from typing import Any
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
 from attn_dispatch.spec.groups import group_of
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 
 MAX_NEIGHBOURS = 16  #: decisions used for one prediction
 MAX_SEARCHED = 1000  #: nearest decisions among which the neighbours are selected
@@ -34,8 +34,6 @@ WRONG_RESULTS = {"incorrect", "quarantined"}
 # Raised where a stored problem is damaged or of an unknown kind.
 PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ArithmeticError)
 
-Name = tuple[str, str]  #: backend and order
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -51,7 +49,7 @@ class Prediction:
     order: str
     confidence: float
     evidence: tuple[str, ...]
-    ratios: dict[Name, float]
+    ratios: dict[CandidateId, float]
     in_bucket: bool
 
 
@@ -74,17 +72,17 @@ class EvidencePoint:
     rows: tuple[Row, ...]
 
     @cached_property
-    def times(self) -> dict[Name, LogTime]:
+    def times(self) -> dict[CandidateId, LogTime]:
         """The timed candidates."""
         return {(row.backend, row.order): _log_time(row) for row in self.rows if is_timed(row)}
 
     @cached_property
-    def untimed(self) -> frozenset[Name]:
+    def untimed(self) -> frozenset[CandidateId]:
         """The candidates that failed or were not measured."""
         return frozenset((row.backend, row.order) for row in self.rows if row.status in UNTIMED)
 
     @cached_property
-    def incorrect(self) -> frozenset[tuple[Name, str | None]]:
+    def incorrect(self) -> frozenset[tuple[CandidateId, str | None]]:
         """The candidates with wrong results, by version."""
         return frozenset(((row.backend, row.order), row.version) for row in self.rows if row.status in WRONG_RESULTS)
 
@@ -109,7 +107,7 @@ class Evidence:
         self.groups.setdefault(group, {})[decision.key] = point
 
     def neighbours(
-        self, coordinates: tuple[float, ...], group: str, able: Collection[Name], exclude: str | None
+        self, coordinates: tuple[float, ...], group: str, able: Collection[CandidateId], exclude: str | None
     ) -> list[EvidencePoint]:
         """The nearest decisions that timed a candidate of `able`, nearest first, at least `MIN_SEPARATION` apart."""
         # Patterns of one group may have different numbers of sizes.
@@ -131,7 +129,7 @@ class Evidence:
 def predict(
     problem: Mapping[str, Any],
     evidence: Iterable[Decision] | Evidence,
-    able: Collection[Name],
+    able: Collection[CandidateId],
     versions: Mapping[str, str | None] | None = None,
     *,
     exclude: str | None = None,
@@ -190,10 +188,10 @@ class _Comparison:
         offsets = [tuple(a - b for a, b in zip(point.coordinates, coordinates)) for point in neighbours]
         self.matrix = covariances(offsets)
         self.right = [covariance(math.hypot(*each)) for each in offsets]
-        self.incorrect = frozenset[tuple[Name, str | None]]().union(*(point.incorrect for point in neighbours))
-        self.log_ratios: dict[tuple[Name, Name], LogRatio] = {}
+        self.incorrect = frozenset[tuple[CandidateId, str | None]]().union(*(point.incorrect for point in neighbours))
+        self.log_ratios: dict[tuple[CandidateId, CandidateId], LogRatio] = {}
 
-    def is_eligible(self, name: Name) -> bool:
+    def is_eligible(self, name: CandidateId) -> bool:
         """Whether the nearest decision with this candidate timed it, and no neighbour found its version incorrect."""
         nearest = next((point for point in self.neighbours if name in point.times or name in point.untimed), None)
         if nearest is None or name not in nearest.times:
@@ -201,10 +199,10 @@ class _Comparison:
         version = nearest.times[name].version if self.versions is None else self.versions.get(name[0])
         return (name, version) not in self.incorrect
 
-    def has_row(self, name: Name) -> bool:
+    def has_row(self, name: CandidateId) -> bool:
         return any(name in point.times or name in point.untimed for point in self.neighbours)
 
-    def choose(self, eligible: list[Name], has_unknown: bool) -> Prediction:
+    def choose(self, eligible: list[CandidateId], has_unknown: bool) -> Prediction:
         chosen = self.fastest(eligible)
         ratios = {other: self.log_ratio(chosen, other) for other in eligible if other != chosen}
         doubt = sum(1 - ratio.probability() for ratio in ratios.values())
@@ -220,11 +218,11 @@ class _Comparison:
             in_bucket=self.in_bucket(chosen),
         )
 
-    def fastest(self, eligible: list[Name]) -> Name:
+    def fastest(self, eligible: list[CandidateId]) -> CandidateId:
         """The candidate predicted faster than all others; where predictions form a cycle, one of the cycle."""
         first = next(point for point in self.neighbours if not point.times.keys().isdisjoint(eligible))
         best = min((name for name in eligible if name in first.times), key=lambda name: first.times[name].log_ms)
-        slower: set[Name] = set()
+        slower: set[CandidateId] = set()
         while True:
             rest = (name for name in eligible if name != best and name not in slower)
             faster = next((name for name in rest if self.log_ratio(best, name).mean < 0), None)
@@ -233,17 +231,17 @@ class _Comparison:
             slower.add(best)
             best = faster
 
-    def in_bucket(self, name: Name) -> bool:
+    def in_bucket(self, name: CandidateId) -> bool:
         where = bucket(self.problem)
         current = (point for point in self.neighbours if name in point.times and not self.outdated(point, name))
         return any(bucket(point.problem) == where for point in current)
 
-    def log_ratio(self, name: Name, other: Name) -> LogRatio:
+    def log_ratio(self, name: CandidateId, other: CandidateId) -> LogRatio:
         if (name, other) not in self.log_ratios:
             self.log_ratios[name, other] = self._log_ratio(name, other)
         return self.log_ratios[name, other]
 
-    def _log_ratio(self, name: Name, other: Name) -> LogRatio:
+    def _log_ratio(self, name: CandidateId, other: CandidateId) -> LogRatio:
         """Estimate from the decisions that timed both; with none, about 0 with the prior's deviation."""
         shared = [i for i, point in enumerate(self.neighbours) if name in point.times and other in point.times]
         if not shared:
@@ -261,7 +259,7 @@ class _Comparison:
         deviation = math.hypot(found.deviation, *(OUTDATED_NOISE * share for share in aged))
         return LogRatio(found.mean, deviation, {p.key: weight for p, weight in zip(points, found.weights)})
 
-    def outdated(self, point: EvidencePoint, name: Name) -> bool:
+    def outdated(self, point: EvidencePoint, name: CandidateId) -> bool:
         return self.versions is not None and point.times[name].version != self.versions.get(name[0])
 
 

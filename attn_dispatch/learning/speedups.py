@@ -17,7 +17,7 @@ from attn_dispatch.learning.predict import NOISE, PROBLEM_ERRORS, Evidence, grou
 from attn_dispatch.spec.groups import SIZES, USUAL, group_of
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision, Row
-from attn_dispatch.tuning.intervals import LAST_LOOK, NEAR_BEST, ONE_LOOK, fewest
+from attn_dispatch.tuning.intervals import LAST_LOOK, MARGIN, ONE_LOOK, fewest
 
 OPEN_SIDE_TOKENS = 2**20  #: size of a window's open side when families are compared
 
@@ -178,7 +178,7 @@ def _widened(bounds: Bounds, *rows: Row) -> Bounds:
     rounds = min(fewest(LAST_LOOK) if row.rounds is None else max(row.rounds, 1) for row in rows)
     if rounds >= fewest(LAST_LOOK):
         return bounds
-    wider = 1 + max(NEAR_BEST * 2.0 ** (fewest(ONE_LOOK) - rounds), 2 * NEAR_BEST)
+    wider = 1 + max(MARGIN * 2.0 ** (fewest(ONE_LOOK) - rounds), 2 * MARGIN)
     return bounds[0] / wider, bounds[1], bounds[2] * wider
 
 

@@ -379,7 +379,7 @@ def test_hard_cases_are_run_in_the_order_where_it_is_offered(house: House) -> No
     [
         (lambda problem: ("natural", "spiral"), "failed", "not 'spiral'"),
         (lambda problem: 1 / 0, "failed", "ZeroDivisionError"),
-        (lambda problem: (), "unsupported", "offers itself in no order"),
+        (lambda problem: (), "unsupported", "offers no order"),
     ],
     ids=["unknown", "raises", "none"],
 )

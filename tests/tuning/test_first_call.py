@@ -121,7 +121,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
 
 
 def measured(budget_s: float | None) -> Decision:
-    decision = tuner.decide(Request.of(PROBLEM), budget_s)
+    decision = tuner.run_trial(Request.of(PROBLEM), budget_s)
     assert decision is not None
     return decision
 
