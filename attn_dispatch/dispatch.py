@@ -223,7 +223,7 @@ def _new_route(
         observers.notify(problem)
         forced = backend is not None or order is not None
         graphed = tracing.graphed(*tensors)
-        traced = graphed or tracing.amid()
+        traced = graphed or tracing.is_traced()
         if forced:
             decision = decide.forced_decision(problem, backend, order)
             if graphed:

@@ -101,7 +101,7 @@ def _resolve(problem: Problem) -> ResolvedCall:
         known = _calls.get(problem)
         if known is None:
             observers.notify(problem)
-        traced = tracing.amid()
+        traced = tracing.is_traced()
         decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
         if known is not None and known[0] is decision:
             return known[1]

@@ -30,7 +30,7 @@ def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
 
 def cannot_measure(device: torch.device) -> bool:
     """Whether calls are captured, traced or transformed, so that nothing can be timed."""
-    return capturing(device) or tracing.amid()
+    return capturing(device) or tracing.is_traced()
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class Request:
         return [each for each in self.candidates if each.row is None]
 
     def candidates_with(self, reserved_bytes: int) -> list[Candidate]:
-        """The candidates if so many bytes are needed in addition to a candidate's own."""
+        """The candidates, where `reserved_bytes` must fit in addition to a candidate's own bytes."""
         free = available_bytes(self.problem.device)
         return [_checked_memory(each, each.needed_bytes + reserved_bytes, free) for each in self.candidates]
 

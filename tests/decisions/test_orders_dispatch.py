@@ -1,4 +1,4 @@
-"""A candidate is a backend in an order of tokens: measured, chosen, kept, forced and kept out as such."""
+"""Candidates are pairs of backend and token order: measured, chosen, stored, forced and quarantined as such."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     return House(monkeypatch)
 
 
-# --- measured and kept ------------------------------------------------------------------------------------------------
+# --- measured and stored ----------------------------------------------------------------------------------------------
 
 
 def test_both_orders_are_measured_and_the_faster_is_taken(house: House) -> None:
@@ -52,8 +52,8 @@ def test_both_orders_are_measured_and_the_faster_is_taken(house: House) -> None:
     assert house.other.handed == []
 
 
-def test_the_natural_order_goes_without_saying(house: House) -> None:
-    """So does any order of a backend that has no `orders`."""
+def test_natural_order_is_not_passed_to_the_backend(house: House) -> None:
+    """Nor to a backend without `orders`."""
     house.tiled.paces_ms = {"natural": 1, "hilbert": 6}
     attend(*qkv())
     assert kept().chosen == NATURAL
@@ -64,7 +64,7 @@ def test_the_natural_order_goes_without_saying(house: House) -> None:
     assert house.tiled.handed == [{}]
 
 
-def test_with_gradients_masks_and_the_other_layout(house: House) -> None:
+def test_with_gradients_masks_and_layout_bhnd(house: House) -> None:
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in qkv())
     options: dict[str, Any] = {"layout": "bhnd", "key_mask": torch.ones(1, 16, dtype=torch.bool)}
     out = attend(q, k, v, **options)
@@ -78,8 +78,8 @@ def test_with_gradients_masks_and_the_other_layout(house: House) -> None:
     assert torch.allclose(found, q.grad)
 
 
-def test_what_is_done_once_for_a_backend(house: House) -> None:
-    """It prepares once; what it made for the problem that it won is left alone, whatever its other orders did."""
+def test_a_backend_prepares_once_and_keeps_the_winners_tables(house: House) -> None:
+    """The tables for the chosen problem stay, although other orders of the backend were measured."""
     q, k, v = qkv()
     attend(q, k, v)
     assert house.tiled.prepared == 1
@@ -98,8 +98,8 @@ def test_an_upgrade_measures_all_orders_again(house: House) -> None:
     assert (kept().chosen, rows()[HILBERT].version, rows()[NATURAL].version) == (NATURAL, "2", "2")
 
 
-def test_one_more_order_is_measured_by_itself(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a backend offers is asked again where something is installed or changed."""
+def test_only_a_new_order_is_measured(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offered orders are read again when the environment has changed."""
     house.tiled.offered = lambda problem: ("natural",)
     attend(*qkv())
     assert kept().chosen == OTHER
@@ -126,7 +126,7 @@ def test_an_order_that_is_no_longer_offered(house: House, set_mode: Callable[[st
     assert counted(loaded=1)
 
 
-def test_locked_by_order(house: House, set_mode: Callable[[str], None]) -> None:
+def test_locked_mode_uses_the_decided_order(house: House, set_mode: Callable[[str], None]) -> None:
     attend(*qkv())
     set_mode("locked")
     house.restart()
@@ -134,7 +134,7 @@ def test_locked_by_order(house: House, set_mode: Callable[[str], None]) -> None:
     assert house.tiled.last() == "hilbert"
 
 
-def test_what_there_was_no_time_for_is_of_an_order(house: House) -> None:
+def test_an_order_skipped_for_time_is_measured_later(house: House) -> None:
     attend(*qkv())
     late = [msgspec.structs.replace(row, status="not_measured", median_ms=None, low_ms=None, high_ms=None, need_ms=1)
             if row.id == NATURAL else row for row in kept().candidates]  # fmt: skip
@@ -161,7 +161,7 @@ def test_profile_measures_every_order_again(house: House) -> None:
     assert (found.choice, found.order) == NATURAL
     count = len(house.tiled.handed)
     attend(q, k, v, order="natural")
-    assert len(house.tiled.handed) == count + 1, "what is forced goes by what was measured by request"
+    assert len(house.tiled.handed) == count + 1, "a forced order uses the new measurement"
 
 
 def test_a_neighbour_is_predicted_in_its_order(house: House, set_mode: Callable[[str], None]) -> None:
@@ -188,7 +188,7 @@ def test_export_and_import(house: House, tmp_path: Path, monkeypatch: pytest.Mon
     assert (counted(loaded=1), house.tiled.last()) == (True, "hilbert")
 
 
-def test_live_calls_are_held_against_the_row_of_the_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_calls_are_compared_with_the_row_of_the_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     attend(*qkv())
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
     watch: Any = drift.sampled(runner(house.tiled, "hilbert"), Problem.of(*qkv()), kept())
@@ -198,8 +198,8 @@ def test_live_calls_are_held_against_the_row_of_the_order(house: House, monkeypa
 # --- forced -----------------------------------------------------------------------------------------------------------
 
 
-def taken(house: House, **options: Any) -> tuple[str, str]:
-    """Who runs a call, which must be right and what explain() says of it."""
+def run_and_explain(house: House, **options: Any) -> tuple[str, str]:
+    """The candidate that runs a call; its result must be right, and explain() must name it."""
     q, k, v = qkv()
     for backend in (house.other, house.tiled):
         backend.handed.clear()
@@ -226,18 +226,18 @@ def taken(house: House, **options: Any) -> tuple[str, str]:
     ],
     ids=str,
 )
-def test_what_is_forced_and_what_is_left_open(
+def test_forced_backends_and_orders(
     options: dict[str, Any], expected: tuple[str, str], measured: tuple[str, str], house: House
 ) -> None:
-    """Nothing is measured for it: first by the order of preference, then by what another call measured."""
-    assert taken(house, **options) == expected
+    """Nothing is measured: first the static choice runs, later the best of what another call measured."""
+    assert run_and_explain(house, **options) == expected
     assert counted(forced=1)
     assert not cache_folder().exists()
     forget()
     attend(*qkv())
-    assert taken(house, **options) == measured
+    assert run_and_explain(house, **options) == measured
     forget()
-    assert taken(house, **options) == measured
+    assert run_and_explain(house, **options) == measured
     assert counted(forced=1)
 
 
@@ -246,7 +246,7 @@ def test_the_fastest_in_the_forced_order_need_not_be_the_fastest(house: House) -
     attend(*qkv())
     assert kept().chosen == HILBERT
     forget()
-    assert taken(house, order="natural") == NATURAL
+    assert run_and_explain(house, order="natural") == NATURAL
     found = explain(*qkv(), order="natural")
     assert [(row.backend, row.order, row.status) for row in found.candidates] == [
         (*OTHER, "slower"),
@@ -255,16 +255,16 @@ def test_the_fastest_in_the_forced_order_need_not_be_the_fastest(house: House) -
     assert all(row.median_ms is not None for row in found.candidates)
 
 
-def test_a_forced_order_goes_the_same_way_throughout_a_process(house: House) -> None:
+def test_a_forced_order_keeps_its_backend_within_a_process(house: House) -> None:
     house.tiled.paces_ms = {"natural": 1, "hilbert": 6}
-    assert taken(house, order="natural") == OTHER
+    assert run_and_explain(house, order="natural") == OTHER
     attend(*qkv())
     assert kept().chosen == NATURAL
-    assert taken(house, order="natural") == OTHER
-    assert taken(house, order="natural", layout="bnhd", scale=8**-0.5) == OTHER
+    assert run_and_explain(house, order="natural") == OTHER
+    assert run_and_explain(house, order="natural", layout="bnhd", scale=8**-0.5) == OTHER
 
 
-def test_an_order_that_nobody_offers(house: House) -> None:
+def test_an_order_that_no_backend_offers(house: House) -> None:
     q, k, v = qkv()
     with pytest.raises(NoBackend) as raised:
         attend(q, k, v, order="residue")
@@ -290,26 +290,26 @@ def test_an_order_that_the_backend_lacks(house: House) -> None:
         assert (row.order, row.status, row.reason) == ("residue", "unsupported", f"computes in {reason}")
 
 
-def test_a_forced_order_of_what_refuses(house: House) -> None:
+def test_a_forced_order_of_a_backend_that_refuses(house: House) -> None:
     house.tiled.reasons = [Refusal("moon", "not at full moon")]
     both: list[dict[str, Any]] = [{"order": "hilbert"}, {"order": "hilbert", "backend": "tiled"}]
     for options in both:
         with pytest.raises(NoBackend, match="tiled: not at full moon"):
             attend(*qkv(), **options)
-    assert taken(house, order="natural") == OTHER
+    assert run_and_explain(house, order="natural") == OTHER
 
 
 @pytest.mark.parametrize("order", ["random", "natural ", 3])
-def test_a_wrong_order_is_told_first(order: Any, house: House) -> None:
+def test_an_invalid_order_is_reported_first(order: Any, house: House) -> None:
     for backend in (None, "other"):
         with pytest.raises(InvalidInput, match="order must be None or one of"):
             attend(*qkv(), order=order, backend=backend)
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_candidate_says_its_order(house: House) -> None:
+def test_every_row_has_its_order(house: House) -> None:
     assert [(row.backend, row.order) for row in explain(*qkv()).candidates] == [OTHER, NATURAL, HILBERT]
     attend(*qkv())
     found = explain(*qkv())
@@ -319,7 +319,7 @@ def test_every_candidate_says_its_order(house: House) -> None:
     assert found.to_dict()["candidates"][2]["order"] == "hilbert"
 
 
-def test_what_cannot_run_by_now_says_so_in_every_order(house: House) -> None:
+def test_a_backend_that_now_refuses_has_rows_in_every_order(house: House) -> None:
     house.tiled.paces_ms = {"natural": 6, "hilbert": 7}
     attend(*qkv())
     house.restart()
@@ -329,24 +329,24 @@ def test_what_cannot_run_by_now_says_so_in_every_order(house: House) -> None:
     assert found[OTHER].status == "chosen"
 
 
-def test_inspect_names_the_order(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_order(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     attend(*qkv())
     assert main(["inspect"]) == 0
     assert "tiled@hilbert" in capsys.readouterr().out
 
 
-def test_what_fails_says_in_which_order(house: House, set_mode: Callable[[str], None]) -> None:
+def test_failures_name_the_order(house: House, set_mode: Callable[[str], None]) -> None:
     del house.tiled.paces_ms["hilbert"]
     with pytest.raises(BackendFailed, match=r"tiled@hilbert failed on \[1, 16, 2, 8\]"):
         attend(*qkv(), order="hilbert")
 
 
-# --- kept out ---------------------------------------------------------------------------------------------------------
+# --- quarantined ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", ["natural", "hilbert"])
-def test_what_is_wrong_in_one_order_is_kept_out_in_all(wrong: str, house: House) -> None:
-    """A quarantine is of a version."""
+def test_wrong_results_in_one_order_quarantine_all(wrong: str, house: House) -> None:
+    """A quarantine applies to a version of the backend."""
     house.tiled.wrong_in = wrong
     q, k, v = qkv()
     assert right(attend(q, k, v), q, k, v)
@@ -364,7 +364,7 @@ def test_what_is_wrong_in_one_order_is_kept_out_in_all(wrong: str, house: House)
     assert house.tiled.handed == []
 
 
-def test_hard_cases_are_run_in_the_order_where_it_is_offered(house: House) -> None:
+def test_hard_cases_run_in_the_order_if_it_is_offered(house: House) -> None:
     house.tiled.offered = lambda problem: ("natural", "hilbert") if problem.q_len in (16, 77) else ("natural",)
     attend(*qkv())
     by_order: dict[str | None, set[int]] = {}
@@ -383,7 +383,7 @@ def test_hard_cases_are_run_in_the_order_where_it_is_offered(house: House) -> No
     ],
     ids=["unknown", "raises", "none"],
 )
-def test_orders_that_are_none(offered: Callable[[Problem], Any], status: str, reason: str, house: House) -> None:
+def test_invalid_orders(offered: Callable[[Problem], Any], status: str, reason: str, house: House) -> None:
     house.tiled.offered = offered
     attend(*qkv())
     assert kept().chosen == OTHER
@@ -393,8 +393,8 @@ def test_orders_that_are_none(offered: Callable[[Problem], Any], status: str, re
     assert reason in found[NATURAL].reason
 
 
-def test_one_that_offers_no_natural_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The static choice is in natural order, but better another than none."""
+def test_a_backend_without_natural_order(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static choice prefers natural order, but takes another if there is none."""
     monkeypatch.setattr(registry, "names", lambda: ("tiled", "other"))
     house.tiled.offered = lambda problem: ("hilbert",)
     assert explain(*qkv()).choice == "other"

@@ -1,4 +1,4 @@
-"""How much of a minute may go into measuring."""
+"""The limit on seconds of trials per minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Clock:
         return self.now
 
 
-def test_what_was_spent_counts_for_a_minute() -> None:
+def test_trials_count_for_a_minute() -> None:
     clock = Clock()
     rate_limit = RateLimit(clock)
     assert rate_limit.allows(10.0)
@@ -29,7 +29,7 @@ def test_what_was_spent_counts_for_a_minute() -> None:
     assert not rate_limit.allows(5.0)
 
 
-def test_nothing_allowed_and_everything_allowed() -> None:
+def test_no_time_and_unlimited_time() -> None:
     rate_limit = RateLimit(Clock())
     assert not rate_limit.allows(0.0)
     rate_limit.add(1e9)

@@ -1,4 +1,4 @@
-"""Only what changed is measured again: upgrades, new and lost backends, and what there was no time for."""
+"""Only changed candidates are measured again: upgraded, new and removed backends, and those skipped for time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.planted import Planted
 from tests.support.virtual_clock import VirtualClock
 
 MS = 1e-3
-BUDGET_MS = 3000.0  #: enough to measure all of them on a busy machine; a race that is resolved takes a tenth of it
+BUDGET_MS = 3000.0  #: enough to measure all candidates on a busy machine; a resolved race takes a tenth of it
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Paced(Planted):
-    """The reference, that takes as long as it is told."""
+class Timed(Planted):
+    """The reference backend, whose calls take `takes_s` on a virtual clock."""
 
     takes_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -48,10 +48,10 @@ class Paced(Planted):
 
 
 class House:
-    """Backends of ours alone, which come, go and change; `restart` is what a new process would know."""
+    """A registry of planted backends that are added, removed and upgraded; `restart` simulates a new process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.backends: dict[str, Paced] = {}
+        self.backends: dict[str, Timed] = {}
         self.clock = VirtualClock()
         virtual_clock.install(self.clock, monkeypatch)
         monkeypatch.setattr(registry, "names", lambda: tuple(self.backends))
@@ -60,7 +60,7 @@ class House:
 
     def add(self, name: str, takes_ms: float, edition: str = "1") -> None:
         registry._added.pop(name, None)
-        backend = Paced(name=name, edition=edition, takes_s=takes_ms * MS, clock=self.clock)
+        backend = Timed(name=name, edition=edition, takes_s=takes_ms * MS, clock=self.clock)
         registry._added[name] = self.backends[name] = backend
 
     def remove(self, name: str) -> None:
@@ -77,7 +77,7 @@ class House:
 
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    """After its first call, in a new process."""
+    """Three backends with a measured decision, in a new process."""
     found = House(monkeypatch)
     attend(*qkv())
     assert kept().choice == "a"
@@ -113,7 +113,7 @@ def test_an_upgrade_that_is_faster(house: House) -> None:
 
 
 def test_an_upgrade_that_is_slower(house: House) -> None:
-    """What was chosen lost its measurement: it is held against the best of the others."""
+    """The choice is outdated: it is measured again with the best of the others."""
     house.add("a", 30, "2")
     attend(*qkv())
     assert house.called() == {"a", "b"}
@@ -131,7 +131,7 @@ def test_an_upgrade_that_changes_nothing(house: House) -> None:
     assert counted(loaded=1)
 
 
-def test_one_more(house: House) -> None:
+def test_a_new_backend(house: House) -> None:
     house.add("d", 1)
     attend(*qkv())
     assert house.called() == {"a", "d"}
@@ -139,17 +139,17 @@ def test_one_more(house: House) -> None:
     assert {row.backend for row in kept().candidates} == {"a", "b", "c", "d"}
 
 
-def test_one_less_is_decided_anew_from_what_is_stored(house: House) -> None:
+def test_a_removed_choice_is_replaced_from_the_stored_rows(house: House) -> None:
     house.remove("a")
     attend(*qkv())
     assert counted(loaded=1)
     assert house.called() == set()
     assert explain(*qkv()).choice == "b"
-    assert row("a").status == "chosen", "the process that still has it finds its decision as it was"
+    assert row("a").status == "chosen", "a process that still has the backend finds the decision unchanged"
 
 
-def test_two_programs_with_other_plug_ins_do_not_measure_in_turns(house: House) -> None:
-    """Each adds its row to the decision once."""
+def test_programs_with_different_plug_ins_measure_once_each(house: House) -> None:
+    """Each program adds its row to the decision once."""
     house.remove("c")
     house.add("d", 16)
     attend(*qkv())
@@ -162,14 +162,14 @@ def test_two_programs_with_other_plug_ins_do_not_measure_in_turns(house: House) 
         assert counted(loaded=1)
 
 
-def test_stale_rows_are_priors_where_nothing_is_measured(house: House, set_mode: Callable[[str], None]) -> None:
+def test_stale_rows_are_priors_in_predict_mode(house: House, set_mode: Callable[[str], None]) -> None:
     set_mode("predict")
     house.add("a", 4, "2")
     house.add("c", 7, "2")
     attend(*qkv())
     assert house.called() == set()
     found = explain(*qkv())
-    assert found.choice == "b", "the best of what is known as it is now"
+    assert found.choice == "b", "the best of the rows that are valid now"
     reasons = {candidate.backend: candidate.reason for candidate in found.candidates}
     assert "measured with version 1, which has changed" in reasons["a"]
     assert "measured with version 1, which has changed" in reasons["c"]
@@ -188,8 +188,8 @@ def test_locked_with_another_version(house: House, set_mode: Callable[[str], Non
 
 
 @pytest.mark.parametrize(("need_ms", "tried"), [(BUDGET_MS - 1, True), (BUDGET_MS + 1, False)])
-def test_what_there_was_no_time_for(need_ms: float, tried: bool, house: House) -> None:
-    """It is measured as soon as the budget would do."""
+def test_a_candidate_skipped_for_time(need_ms: float, tried: bool, house: House) -> None:
+    """It is measured as soon as the budget suffices."""
     rows = tuple(
         Row(backend="b", order="natural", status="not_measured", version="1", need_ms=need_ms, measured=later())
         if row.backend == "b"
@@ -206,7 +206,7 @@ def problem() -> Problem:
     return problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))
 
 
-def test_profile_measures_what_drifted_and_what_it_is_told_to(house: House) -> None:
+def test_profile_measures_drifted_and_forced_decisions(house: House) -> None:
     profile([problem()], budget_s=3.0, progress=False)
     assert house.called() == set()
     drift = Drift(median_ms=1.0, low_ms=0.9, high_ms=1.1, samples=25, seen=later())
@@ -220,8 +220,8 @@ def test_profile_measures_what_drifted_and_what_it_is_told_to(house: House) -> N
     assert house.called() == {"a", "b", "c"}
 
 
-def test_other_surroundings_and_the_same_versions(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked at once; then it holds for them too."""
+def test_another_environment_with_the_same_versions(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidates are compared once; then the decision is valid in the new environment."""
     monkeypatch.setenv("CUDA_HOME", "/elsewhere")
     before = kept().environment
     attend(*qkv())
@@ -235,9 +235,9 @@ def test_other_surroundings_and_the_same_versions(house: House, monkeypatch: pyt
     assert asked == []
 
 
-def test_a_decision_never_changes_in_a_process_unless_asked(house: House) -> None:
+def test_within_a_process_only_profile_changes_a_decision(house: House) -> None:
     attend(*qkv())
-    house.add("b", 0, "2")
+    house.add("b", 1, "2")
     attend(*qkv())
     attend(*qkv()[:2], qkv()[2].clone().transpose(1, 2).contiguous().transpose(1, 2))  # another problem
     assert status(explain(*qkv()), "a") == "chosen"
