@@ -54,7 +54,7 @@ _deterministic: Callable[[], bool] = getattr(
     torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
 # 0 in every stored signature: routes found without dispatch modes are not used under one.
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _routes: dict[Any, Route] = {}
 process_state.register(process_state.ROUTES, _routes.clear)
 
@@ -130,7 +130,7 @@ def attend(
             order, return_lse,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
-            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _modes(),
+            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _mode_count(),
         )  # fmt: skip
         route = _routes.get(signature)
         while route is not None and not (
@@ -249,7 +249,7 @@ def _new_route(
         )
         if len(_routes) >= MAX_ROUTES:
             _routes.clear()
-        if signature is not None and not (traced or _modes() or cannot_measure(problem.device)):
+        if signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
             _routes[signature] = route
     return route
 

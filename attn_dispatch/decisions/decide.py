@@ -203,10 +203,10 @@ class _DeviceSteps:
         return unmeasured.static_decision(self.request)
 
     def _use(self, stored: look_up.StoredDecision) -> Decision:
-        return _adjusted(stored) if self.explained else _loaded(stored)
+        return _adjusted(stored) if self.explained else _from_store(stored)
 
 
-def _loaded(stored: look_up.StoredDecision) -> Decision:
+def _from_store(stored: look_up.StoredDecision) -> Decision:
     """Count the stored decision, report a replaced choice, and adjust the decision to the current candidates."""
     decision = stored.decision
     _counts["loaded" if decision.source == "measured" else "shipped"] += 1

@@ -22,14 +22,14 @@ MAX_SEARCHED = 1000  #: nearest decisions among which the neighbours are selecte
 MIN_SEPARATION = 0.3  #: least distance between two neighbours / distance to the problem; nearer ones are redundant
 NEAR_BEST = 1.02  #: time of a choice / the fastest time up to which the choice counts as right
 NOISE = 0.03  #: least relative standard deviation of a median
-FEW_ROUNDS = 2  #: medians of at most this many rounds have at least FEW_ROUNDS_NOISE
-FEW_ROUNDS_NOISE = 0.1
+NOISY_ROUNDS = 2  #: medians of at most this many rounds have at least NOISY_MEDIAN_SD
+NOISY_MEDIAN_SD = 0.1
 OUTDATED_NOISE = 0.15  #: relative standard deviation between the times of two versions of a backend
 MIN_WEIGHT = 0.05  #: weight in the estimate from which a decision is cited as evidence
 UNKNOWN_FACTOR = 0.5  #: scales the confidence where a candidate has no row near the problem
 
 TIMED = {"chosen", "slower", "tie"}
-UNTIMED = {"failed", "incorrect", "quarantined", "not_measured"}
+WITHOUT_TIME = {"failed", "incorrect", "quarantined", "not_measured"}
 WRONG_RESULTS = {"incorrect", "quarantined"}
 # Raised where a stored problem is damaged or of an unknown kind.
 PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ArithmeticError)
@@ -79,7 +79,7 @@ class EvidencePoint:
     @cached_property
     def untimed(self) -> frozenset[CandidateId]:
         """The candidates that failed or were not measured."""
-        return frozenset((row.backend, row.order) for row in self.rows if row.status in UNTIMED)
+        return frozenset((row.backend, row.order) for row in self.rows if row.status in WITHOUT_TIME)
 
     @cached_property
     def incorrect(self) -> frozenset[tuple[CandidateId, str | None]]:
@@ -152,11 +152,11 @@ def predict(
     group, coordinates = group_of(problem), features(problem)
     indexed = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
     neighbours = indexed.neighbours(coordinates, group, able, exclude)
-    comparison = _Comparison(problem, coordinates, neighbours, versions)
-    eligible = [name for name in sorted(set(able)) if comparison.is_eligible(name)]
+    model = _Neighbours(problem, coordinates, neighbours, versions)
+    eligible = [name for name in sorted(set(able)) if model.is_eligible(name)]
     if not eligible:
         return None
-    return comparison.choose(eligible, has_unknown=not all(comparison.has_row(name) for name in able))
+    return model.choose(eligible, has_unknown=not all(model.has_row(name) for name in able))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class LogRatio:
         return math.erfc(-(self.mean + math.log(NEAR_BEST)) / self.deviation / math.sqrt(2)) / 2
 
 
-class _Comparison:
+class _Neighbours:
     """The candidates of a problem compared by its neighbours."""
 
     def __init__(
@@ -278,7 +278,7 @@ def _log_time(row: Row) -> LogTime:
     """Noise from the 95 % interval, about 4 standard deviations wide; too few rounds have none."""
     assert row.median_ms is not None
     rounds, low, high = getattr(row, "rounds", None), row.low_ms, row.high_ms
-    noise = FEW_ROUNDS_NOISE if rounds is not None and rounds <= FEW_ROUNDS else NOISE
+    noise = NOISY_MEDIAN_SD if rounds is not None and rounds <= NOISY_ROUNDS else NOISE
     if low is not None and high is not None and 0 < low <= row.median_ms <= high < math.inf:
         noise = max(noise, math.log(high / low) / 4)
     return LogTime(math.log(row.median_ms), noise, row.version)

@@ -125,7 +125,7 @@ def speedups_of(problem: Mapping[str, Any], rows: Collection[Row], key: str = ""
     if type(tokens) is not int or tokens < 1 or problem.get("k_len") != tokens:
         return
     best: dict[str, Row] = {}
-    for row in sorted(filter(is_timed, rows), key=_sort_key):
+    for row in sorted(filter(is_timed, rows), key=_by_time):
         best.setdefault(row.order, row)
     natural = best.pop(NATURAL, None)
     if natural is None:
@@ -139,7 +139,7 @@ def speedups_of(problem: Mapping[str, Any], rows: Collection[Row], key: str = ""
         yield order, Speedup(tokens, middle, low, high, key)
 
 
-def _sort_key(row: Row) -> tuple[float, bool, str]:
+def _by_time(row: Row) -> tuple[float, bool, str]:
     """The fastest first; of equal rows the chosen one, since ratios are relative to it."""
     return row.median_ms or math.inf, row.status != "chosen", row.backend
 

@@ -36,7 +36,7 @@ def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Timed(Planted):
+class TimedBackend(Planted):
     """The reference backend, whose calls take `takes_s` on a virtual clock."""
 
     takes_s: float = 0.0
@@ -47,127 +47,127 @@ class Timed(Planted):
         return super().run(q, k, v, problem, **tensors)
 
 
-class House:
+class Installed:
     """A registry of planted backends that are added, removed and upgraded; `restart` simulates a new process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.backends: dict[str, Timed] = {}
+        self.by_name: dict[str, TimedBackend] = {}
         self.clock = VirtualClock()
         virtual_clock.install(self.clock, monkeypatch)
-        monkeypatch.setattr(registry, "names", lambda: tuple(self.backends))
+        monkeypatch.setattr(registry, "names", lambda: tuple(self.by_name))
         for name, takes_ms in (("a", 4), ("b", 6), ("c", 7)):
             self.add(name, takes_ms)
 
     def add(self, name: str, takes_ms: float, edition: str = "1") -> None:
         registry._added.pop(name, None)
-        backend = Timed(name=name, edition=edition, takes_s=takes_ms * MS, clock=self.clock)
-        registry._added[name] = self.backends[name] = backend
+        backend = TimedBackend(name=name, edition=edition, takes_s=takes_ms * MS, clock=self.clock)
+        registry._added[name] = self.by_name[name] = backend
 
     def remove(self, name: str) -> None:
-        del registry._added[name], self.backends[name]
+        del registry._added[name], self.by_name[name]
 
     def restart(self) -> None:
         forget()
-        for backend in self.backends.values():
+        for backend in self.by_name.values():
             backend.calls = 0
 
     def called(self) -> set[str]:
-        return {name for name, backend in self.backends.items() if backend.calls > 1}
+        return {name for name, backend in self.by_name.items() if backend.calls > 1}
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> House:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     """Three backends with a measured decision, in a new process."""
-    found = House(monkeypatch)
+    found = Installed(monkeypatch)
     attend(*qkv())
-    assert kept().choice == "a"
-    assert all(row.median_ms is not None for row in kept().candidates)
+    assert stored().choice == "a"
+    assert all(row.median_ms is not None for row in stored().candidates)
     found.restart()
     return found
 
 
-def kept() -> Decision:
+def stored() -> Decision:
     ((_, decision),) = Store(cache_folder()).all()
     return decision
 
 
 def row(name: str) -> Row:
-    return next(row for row in kept().candidates if row.backend == name)
+    return next(row for row in stored().candidates if row.backend == name)
 
 
-def test_nothing_changed(house: House) -> None:
+def test_nothing_changed(installed: Installed) -> None:
     attend(*qkv())
     assert counted(loaded=1)
-    assert house.called() == set()
+    assert installed.called() == set()
 
 
-def test_an_upgrade_that_is_faster(house: House) -> None:
+def test_an_upgrade_that_is_faster(installed: Installed) -> None:
     before = row("c")
-    house.add("b", 1, "2")
+    installed.add("b", 1, "2")
     attend(*qkv())
     assert counted(measured=1)
-    assert house.called() == {"a", "b"}
+    assert installed.called() == {"a", "b"}
     assert explain(*qkv()).choice == "b"
     assert (row("b").version, row("b").status) == ("2", "chosen")
     assert (row("c").measured, row("c").median_ms, row("c").status) == (before.measured, before.median_ms, "slower")
 
 
-def test_an_upgrade_that_is_slower(house: House) -> None:
+def test_an_upgrade_that_is_slower(installed: Installed) -> None:
     """The choice is outdated: it is measured again with the best of the others."""
-    house.add("a", 30, "2")
+    installed.add("a", 30, "2")
     attend(*qkv())
-    assert house.called() == {"a", "b"}
+    assert installed.called() == {"a", "b"}
     assert explain(*qkv()).choice == "b"
     assert (row("a").version, row("a").status) == ("2", "slower")
 
 
-def test_an_upgrade_that_changes_nothing(house: House) -> None:
-    house.add("c", 7, "2")
+def test_an_upgrade_that_changes_nothing(installed: Installed) -> None:
+    installed.add("c", 7, "2")
     attend(*qkv())
-    assert house.called() == {"a", "c"}
+    assert installed.called() == {"a", "c"}
     assert explain(*qkv()).choice == "a"
-    house.restart()
+    installed.restart()
     attend(*qkv())
     assert counted(loaded=1)
 
 
-def test_a_new_backend(house: House) -> None:
-    house.add("d", 1)
+def test_a_new_backend(installed: Installed) -> None:
+    installed.add("d", 1)
     attend(*qkv())
-    assert house.called() == {"a", "d"}
+    assert installed.called() == {"a", "d"}
     assert explain(*qkv()).choice == "d"
-    assert {row.backend for row in kept().candidates} == {"a", "b", "c", "d"}
+    assert {row.backend for row in stored().candidates} == {"a", "b", "c", "d"}
 
 
-def test_a_removed_choice_is_replaced_from_the_stored_rows(house: House) -> None:
-    house.remove("a")
+def test_a_removed_choice_is_replaced_from_the_stored_rows(installed: Installed) -> None:
+    installed.remove("a")
     attend(*qkv())
     assert counted(loaded=1)
-    assert house.called() == set()
+    assert installed.called() == set()
     assert explain(*qkv()).choice == "b"
     assert row("a").status == "chosen", "a process that still has the backend finds the decision unchanged"
 
 
-def test_programs_with_different_plug_ins_measure_once_each(house: House) -> None:
+def test_programs_with_different_plug_ins_measure_once_each(installed: Installed) -> None:
     """Each program adds its row to the decision once."""
-    house.remove("c")
-    house.add("d", 16)
+    installed.remove("c")
+    installed.add("d", 16)
     attend(*qkv())
     assert counted(measured=1)
     for gone, there in (("d", "c"), ("c", "d")):
-        house.restart()
-        house.remove(gone)
-        house.add(there, 7)
+        installed.restart()
+        installed.remove(gone)
+        installed.add(there, 7)
         attend(*qkv())
         assert counted(loaded=1)
 
 
-def test_stale_rows_are_priors_in_predict_mode(house: House, set_mode: Callable[[str], None]) -> None:
+def test_stale_rows_are_priors_in_predict_mode(installed: Installed, set_mode: Callable[[str], None]) -> None:
     set_mode("predict")
-    house.add("a", 4, "2")
-    house.add("c", 7, "2")
+    installed.add("a", 4, "2")
+    installed.add("c", 7, "2")
     attend(*qkv())
-    assert house.called() == set()
+    assert installed.called() == set()
     found = explain(*qkv())
     assert found.choice == "b", "the best of the rows that are valid now"
     reasons = {candidate.backend: candidate.reason for candidate in found.candidates}
@@ -176,68 +176,68 @@ def test_stale_rows_are_priors_in_predict_mode(house: House, set_mode: Callable[
     assert reasons["b"] == ""
 
 
-def test_locked_with_another_version(house: House, set_mode: Callable[[str], None]) -> None:
+def test_locked_with_another_version(installed: Installed, set_mode: Callable[[str], None]) -> None:
     set_mode("locked")
-    house.add("c", 7, "2")
+    installed.add("c", 7, "2")
     attend(*qkv())
     assert counted(loaded=1)
     forget()
-    house.add("a", 4, "2")
+    installed.add("a", 4, "2")
     with pytest.raises(NotDecided, match="the stored choice a has another version now"):
         attend(*qkv())
 
 
 @pytest.mark.parametrize(("need_ms", "tried"), [(BUDGET_MS - 1, True), (BUDGET_MS + 1, False)])
-def test_a_candidate_skipped_for_time(need_ms: float, tried: bool, house: House) -> None:
+def test_a_candidate_skipped_for_time(need_ms: float, tried: bool, installed: Installed) -> None:
     """It is measured as soon as the budget suffices."""
     rows = tuple(
         Row(backend="b", order="natural", status="not_measured", version="1", need_ms=need_ms, measured=later())
         if row.backend == "b"
         else row
-        for row in kept().candidates
+        for row in stored().candidates
     )
-    Store(cache_folder()).put(msgspec.structs.replace(kept(), candidates=rows, created=later()))
-    house.add("b", 1)
+    Store(cache_folder()).put(msgspec.structs.replace(stored(), candidates=rows, created=later()))
+    installed.add("b", 1)
     attend(*qkv())
-    assert ("b" in house.called()) == tried
+    assert ("b" in installed.called()) == tried
 
 
 def problem() -> Problem:
     return problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))
 
 
-def test_profile_measures_drifted_and_forced_decisions(house: House) -> None:
+def test_profile_measures_drifted_and_forced_decisions(installed: Installed) -> None:
     profile([problem()], budget_s=3.0, progress=False)
-    assert house.called() == set()
+    assert installed.called() == set()
     drift = Drift(median_ms=1.0, low_ms=0.9, high_ms=1.1, samples=25, seen=later())
-    Store(cache_folder()).amend(kept(), drift=drift)
-    house.restart()
+    Store(cache_folder()).amend(stored(), drift=drift)
+    installed.restart()
     profile([problem()], budget_s=3.0, progress=False)
-    assert house.called() == {"a", "b", "c"}
-    assert kept().drift is None
-    house.restart()
+    assert installed.called() == {"a", "b", "c"}
+    assert stored().drift is None
+    installed.restart()
     profile([problem()], budget_s=3.0, progress=False, force=True)
-    assert house.called() == {"a", "b", "c"}
+    assert installed.called() == {"a", "b", "c"}
 
 
-def test_another_environment_with_the_same_versions(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_with_the_same_versions(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The candidates are compared once; then the decision is valid in the new environment."""
     monkeypatch.setenv("CUDA_HOME", "/elsewhere")
-    before = kept().environment
+    before = stored().environment
     attend(*qkv())
     assert counted(loaded=1)
-    assert kept().environment != before
+    assert stored().environment != before
     asked: list[object] = []
     monkeypatch.setattr(Request, "candidates", property(asked.append))
-    house.restart()
+    installed.restart()
     attend(*qkv())
     assert counted(loaded=1)
     assert asked == []
 
 
-def test_within_a_process_only_profile_changes_a_decision(house: House) -> None:
+def test_within_a_process_only_profile_changes_a_decision(installed: Installed) -> None:
     attend(*qkv())
-    house.add("b", 1, "2")
+    installed.add("b", 1, "2")
     attend(*qkv())
     attend(*qkv()[:2], qkv()[2].clone().transpose(1, 2).contiguous().transpose(1, 2))  # another problem
     assert status(explain(*qkv()), "a") == "chosen"
