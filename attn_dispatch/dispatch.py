@@ -1,7 +1,6 @@
-"""attend(): a call becomes a Problem, the Problem a decision, the decision a backend's run.
+"""attend() and explain(): arguments become a Problem, the Problem a decision, the decision a backend's run.
 
-On a hit the way is one look-up and one comparison: the settings of a call that was seen before lead to its route, if
-the tensors are like those it was made for.
+A repeated call costs one table look-up by its settings and one comparison of the tensors with those of its route.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch.compiler import is_dynamo_compiling
 
 from attn_dispatch import process_state
 from attn_dispatch.decisions import decide, observers
-from attn_dispatch.decisions.call import THROUGH, Call, run_of
+from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, run_function
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.decisions.torch_state import unsettled
+from attn_dispatch.decisions.torch_state import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
@@ -28,34 +27,34 @@ from attn_dispatch.store.decision import Decision
 from attn_dispatch.tensor_match import Fits, fits
 from attn_dispatch.text import titled
 
-MOST_ROUTES = 65536  #: signatures remembered; past this the table starts anew, decisions stay
-MOST_LIKE = 16  #: of them with the same settings and lengths, which are gone through one by one
+MAX_ROUTES = 65536  #: entries of the table of routes; past this it is cleared, decisions stay
+MAX_CHAIN = 16  #: routes of one signature, which are searched one by one
 
 
 @dataclass(frozen=True, slots=True)
-class Route(Call):
-    """Where calls go, if their tensors fit and float32 products are as they were (`precision`; None: as they may be).
+class Route(ResolvedCall):
+    """The cached decision for one call signature; valid while fits(q, k, v) and, for float32, `precision` is the same.
 
-    `plain`: straight to `run`, nothing to prepare. `beside`: the next one with the same settings and lengths. `traced`:
-    values cannot be looked at.
+    `direct`: `run` takes the arguments as they are. `next_route`: another route of the same signature, `depth`: how
+    many follow. `graphed`: the call is traced into a graph, so that values of tensors cannot be checked.
     """
 
     fits: Fits
     precision: str | None
-    beside: Route | None
+    next_route: Route | None
     depth: int
-    plain: bool
+    direct: bool
     transposed: bool
     cast: torch.dtype | None
-    traced: bool
+    graphed: bool
 
 
-# Without the function around it that is written in Python.
+# The C function, without its Python wrapper.
 _deterministic: Callable[[], bool] = getattr(
     torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
-# 0 where routes are kept: no route that was found without dispatch modes is taken under one.
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# 0 in every stored signature: routes found without dispatch modes are not used under one.
+_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _routes: dict[Any, Route] = {}
 process_state.register(process_state.ROUTES, _routes.clear)
 
@@ -79,10 +78,10 @@ def attend(
     mesh: object = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention, by the fastest way known on this machine.
+    """Attention by the fastest backend and token order known on this machine.
 
-    The first call of an unseen problem measures the backends that can run it and keeps the decision on disk; later
-    calls, in this process and the next, are routed by it. `$ATTN_DISPATCH_MODE` changes that.
+    The first call of a new problem measures the backends that can run it and stores the decision on disk; later calls,
+    in this process and the next, use it. `$ATTN_DISPATCH_MODE` changes that.
 
     Args:
         q: [batch, q_len, heads, head_dim], float16, bfloat16, float32 or float64; any strides.
@@ -90,27 +89,27 @@ def attend(
         pattern: `Dense`, `Window`, `Dilated` or `Neighborhood`, or `Reordered` around one; or use the shorthands below,
             not both.
         segment_lengths, dilation_rates: tokens per segment and rate of each branch of `Dilated`.
-        is_causal: keys after the query are not seen; the last query lines up with the last key.
-        seq_lens: [batch] int32 or int64: tokens at and past a row's length are padding.
-        key_mask: [batch, k_len] bool, True where a key may be seen.
+        is_causal: mask keys after the query; the last query is aligned with the last key.
+        seq_lens: [batch] int32 or int64: tokens from a row's length on are padding.
+        key_mask: [batch, k_len] bool, True for keys that may be attended to.
         dropout_p: probability with which an attention weight is dropped; 0 <= dropout_p < 1.
         scale: factor of the scores; `head_dim ** -0.5` by default.
         layout: "bnhd", or "bhnd" for q, k, v and out with their middle axes swapped.
-        backend, order: run with this one, in this token order; it does or the call fails. What is left open goes by
-            what was measured, or by the order of preference; nothing is measured.
-        mesh: 1-D DeviceMesh, process group or `Sharded` over whose ranks the sequence lies; q, k, v and key_mask are
-            then this rank's shard, seq_lens are about the whole, and `order` is a way of exchanging rows: "local",
-            "ring", "gather" or "ulysses".
+        backend, order: force a backend, a token order or both; the call fails if they cannot run it. Nothing is
+            measured; of several candidates the best measured one is taken, else the static choice.
+        mesh: 1-D DeviceMesh, process group or `Sharded` over whose ranks the sequence is sharded; q, k, v and key_mask
+            are then this rank's shard, seq_lens are lengths of the whole sequence, and `order` is a way of exchanging
+            rows: "local", "ring", "gather" or "ulysses".
         return_lse: also return lse.
 
     Returns:
         out as q; or (out, lse) with lse [batch, heads, q_len], natural log, float32 (float64 for float64 inputs),
-        -inf where a query sees no key. Gradients pass through both.
+        -inf for a query without keys. Both are differentiable.
 
     Raises:
-        InvalidInput: an argument is wrong. NoBackend: none can run this. BackendFailed: the chosen one raised.
-        NotDecided: locked mode met an unseen problem. GroupMismatch: the ranks of a mesh do not ask for the same.
-        RankLost: one of them is gone, or did not take part within the group's time-out.
+        InvalidInput: an argument is wrong. NoBackend: no backend can run the problem. BackendFailed: the chosen backend
+        raised. NotDecided: locked mode without a stored decision. GroupMismatch: the ranks of a mesh pass different
+        arguments. RankLost: a rank is gone, or did not take part within the group's time-out.
     """
     if is_dynamo_compiling():
         return _outside_graph(
@@ -120,8 +119,8 @@ def attend(
         )  # fmt: skip
     if mesh is not None:
         return _over_mesh(
-            mesh, q, k, v, pattern=pattern, segment_lengths=_frozen(segment_lengths),
-            dilation_rates=_frozen(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
+            mesh, q, k, v, pattern=pattern, segment_lengths=_hashable(segment_lengths),
+            dilation_rates=_hashable(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
             dropout_p=dropout_p, scale=scale, layout=layout, backend=backend, order=order, return_lse=return_lse,
         )  # fmt: skip
     signature: Any = None
@@ -131,38 +130,40 @@ def attend(
             order, return_lse,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
-            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _modes(),
+            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _mode_count(),
         )  # fmt: skip
         route = _routes.get(signature)
         while route is not None and not (
             route.fits(q, k, v) and (route.precision is None or route.precision == matmul_precision())
         ):
-            route = route.beside
+            route = route.next_route
     except (TypeError, AttributeError, RuntimeError):
-        route = signature = None  # found outside the handler, so that its errors stand alone
+        route = signature = None  # decided outside the handler, so that exceptions are not chained to this one
     if route is None:
         arguments = {
-            "segment_lengths": _frozen(segment_lengths), "dilation_rates": _frozen(dilation_rates),
+            "segment_lengths": _hashable(segment_lengths), "dilation_rates": _hashable(dilation_rates),
             "is_causal": is_causal, "seq_lens": seq_lens, "key_mask": key_mask, "dropout_p": dropout_p,
             "scale": scale, "layout": layout, "return_lse": return_lse,
         }  # fmt: skip
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
-            # Lists have no hash; the same call with tuples has.
+            # Lists have no hash: repeat the call with tuples.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
         tracing.check_sizes(q=q, k=k, v=v)
         problem = Problem.of(q, k, v, pattern, **arguments)
         route = _new_route(signature, (q, k, v), problem, layout, backend, order)
-    if not route.plain:
+    if not route.direct:
         return _run_prepared(route, q, k, v, seq_lens, key_mask, return_lse)
     try:
         result = route.run(q, k, v, route.problem)
-    except THROUGH:
+    except NOT_WRAPPED:
         raise
     except Exception as error:
-        raise route.failed(error) from error
+        raise route.failure(error) from error
     if return_lse:
         return route.with_lse(result)
-    if type(result) is tuple and len(result) == 2 and type(result[0]) is Tensor:  # what most return, without a call
+    if (
+        type(result) is tuple and len(result) == 2 and type(result[0]) is Tensor
+    ):  # the common result, without a function call
         return result[0]
     return result if isinstance(result, Tensor) else route.parts(result)[0]
 
@@ -177,13 +178,12 @@ def explain(
     order: str | None = None,
     **arguments: Any,
 ) -> Explanation:
-    """Which backend and order `attend` takes for these arguments, and why not the others. Runs nothing.
+    """Explain which backend and order `attend` takes for these arguments, and why not the others. Runs nothing.
 
-    Takes what `attend` takes, and meta tensors too: they are explained for the CUDA device if there is one, else for
-    the CPU.
+    Takes the arguments of `attend`. Meta tensors are explained for the CUDA device if there is one, else for the CPU.
 
     Raises:
-        InvalidInput: an argument is wrong. NoBackend: over a mesh, there is no exchange, or none of that name.
+        InvalidInput: an argument is wrong. NoBackend: over a mesh, no exchange can run the problem.
     """
     if "device" in arguments:
         raise InvalidInput("explain takes attend's arguments, which have no device")
@@ -200,9 +200,9 @@ def explain(
 
 
 def adopt(problem: Problem, decision: Decision) -> None:
-    """Keep a decision, and route the problem by it from now on."""
+    """Store a measured decision, and route calls by it from now on."""
     with lock:
-        decide.measured_anew(problem, decision)
+        decide.replace_measured(problem, decision)
         _routes.clear()
 
 
@@ -223,41 +223,41 @@ def _new_route(
         observers.notify(problem)
         forced = backend is not None or order is not None
         graphed = tracing.graphed(*tensors)
-        amid = graphed or tracing.amid()
+        traced = graphed or tracing.is_traced()
         if forced:
-            decision = decide.force(problem, backend, order)
+            decision = decide.forced_decision(problem, backend, order)
             if graphed:
                 decide.check_traceable(problem, decision)
         else:
-            decision = decide.traced(problem) if amid else decide.decide(problem)
+            decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
         cast = autocast_dtype(q.device.type)
         cast = cast if cast is not None and q.dtype != torch.float64 else None
         transposed = layout == "bhnd"
-        beside = _beside(signature)
+        next_route = _chain(signature)
         route = Route(
             fits=fits(*tensors),
             precision=matmul_precision() if q.dtype == torch.float32 else None,
-            beside=beside,
-            depth=0 if beside is None else beside.depth + 1,
-            run=run_of(problem, decision, amid),
+            next_route=next_route,
+            depth=0 if next_route is None else next_route.depth + 1,
+            run=run_function(problem, decision, traced),
             problem=problem,
             backend=titled(*decision.chosen),
-            plain=not (transposed or cast or problem.masked),
+            direct=not (transposed or cast or problem.masked),
             transposed=transposed,
             cast=cast,
-            traced=graphed,
+            graphed=graphed,
         )
-        if len(_routes) >= MOST_ROUTES:
+        if len(_routes) >= MAX_ROUTES:
             _routes.clear()
-        if signature is not None and not (amid or _modes() or unsettled(problem.device)):
+        if signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
             _routes[signature] = route
     return route
 
 
-def _beside(signature: Any) -> Route | None:
-    """The routes that the next one is put before; none where they are too many to go through."""
+def _chain(signature: Any) -> Route | None:
+    """The routes of a signature, for a new route to precede; None if there are `MAX_CHAIN` already."""
     found = _routes.get(signature)
-    return found if found is not None and found.depth < MOST_LIKE - 1 else None
+    return found if found is not None and found.depth < MAX_CHAIN - 1 else None
 
 
 def _run_prepared(
@@ -269,10 +269,10 @@ def _run_prepared(
     key_mask: Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """Masks, the other layout, autocast."""
+    """Run a route with masks, layout "bhnd" or autocast."""
     masks = {}
     if seq_lens is not None:
-        if not route.traced:
+        if not route.graphed:
             check_seq_lens_values(seq_lens, route.problem.q_len)
         masks["seq_lens"] = seq_lens
     if key_mask is not None:
@@ -286,17 +286,17 @@ def _run_prepared(
             with torch.autocast(q.device.type, enabled=False):
                 q, k, v = q.to(route.cast), k.to(route.cast), v.to(route.cast)
                 result = route.run(q, k, v, route.problem, **masks)
-    except THROUGH:
+    except NOT_WRAPPED:
         raise
     except Exception as error:
-        raise route.failed(error) from error
+        raise route.failure(error) from error
     out, lse = route.parts(result)
     out = out.transpose(1, 2) if route.transposed else out
     return route.with_lse((out, lse)) if return_lse else out
 
 
-def _frozen(value: Any) -> Any:
-    """Lists, arrays and iterators as tuples, which have a hash and can be read more than once."""
+def _hashable(value: Any) -> Any:
+    """Convert lists, arrays and iterators to tuples, which have a hash and can be iterated again."""
     if value is None or isinstance(value, tuple | str | int):
         return value
     plain = value.tolist() if hasattr(value, "tolist") else value
@@ -309,7 +309,7 @@ def _frozen(value: Any) -> Any:
 def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
     if tracing.graphed(q, k, v):
         raise NoBackend("over a mesh attend() cannot be traced: call it outside of torch.export and make_fx")
-    from attn_dispatch.ring import over_mesh, shards  # with torch.distributed: what most never use
+    from attn_dispatch.ring import over_mesh, shards  # loads torch.distributed
 
     link, spread = shards.spread_of(mesh)
     if link.size > 1:
@@ -319,5 +319,5 @@ def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) 
 
 
 def _outside_graph(*args: Any, **kwargs: Any) -> Any:
-    """A compiled function calls attend between its graphs: routing, files and timing are no part of a graph."""
+    """Call attend between the graphs of a compiled function: routing, files and timing cannot be compiled."""
     return torch.compiler.disable(attend)(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""`profile`: problems are measured now, one after another, within a time budget if there is one.
+"""`profile`: measures problems one after another, within a time budget if one is given.
 
-By many ranks, problems of one device are dealt out and those of a mesh are measured together; every rank ends up with
-every decision, whether or not they share a cache folder.
+`profile_over` distributes problems of one device over ranks and measures sharded problems jointly; every rank gets
+every decision, with or without a shared cache folder.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import read_record
 from attn_dispatch.tuning.candidates import Request
 
-LEAST_S = 0.05  #: seconds that a problem gets however little of the budget is left
+MIN_SECONDS = 0.05  #: least budget of a problem
 
 Report = Callable[[int, Explanation], None]
 
-Found = dict[int, Explanation]
+Explanations = dict[int, Explanation]
 
 
 def profile(
@@ -46,34 +46,34 @@ def profile(
     force: bool = False,
     report: Report | None = None,
 ) -> list[Explanation]:
-    """Measure problems and keep the decisions. Each is kept when it is made: interrupted, nothing is lost.
+    """Measure problems and store each decision as soon as it is made, so that an interruption loses none.
 
     Args:
         problems: `Problem`s, or a file that `record` wrote.
-        budget_s: seconds for all of them, shared evenly among those still to come; None for no limit.
+        budget_s: seconds for all problems, shared evenly among the remaining ones; None for no limit.
         progress: show a bar with the remaining time on stderr.
-        force: measure again what is decided already.
-        report: called with each problem's index and explanation as soon as it is known.
+        force: measure again problems that have a valid decision.
+        report: called with each problem's index and explanation as soon as it is decided.
 
     Returns:
-        One explanation for each problem. Where no backend can run one, its `choice` is None.
+        One explanation for each problem; its `choice` is None if no backend can run the problem.
 
     Raises:
-        InvalidInput: the mode is `off`, which touches no disk; or the budget is not a positive number.
+        InvalidInput: the mode is `off`, which uses no disk; or the budget is not a positive number.
     """
     if mode() == "off":
-        raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which touches no disk: profile has nowhere to keep decisions")
+        raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which touches no disk: profile cannot store decisions")
     if budget_s is not None and not budget_s > 0:
         raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
-    chosen = read_record(problems) if isinstance(problems, str | os.PathLike) else list(problems)
-    for problem in chosen:
+    problem_list = read_record(problems) if isinstance(problems, str | os.PathLike) else list(problems)
+    for problem in problem_list:
         if not isinstance(problem, Problem):
             raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
     end = None if budget_s is None else time.monotonic() + budget_s
     found = []
-    with _bar(len(chosen), progress) as advance:
-        for index, problem in enumerate(chosen):
-            explanation = _settle(problem, _share(end, len(chosen) - index), force)
+    with _bar(len(problem_list), progress) as advance:
+        for index, problem in enumerate(problem_list):
+            explanation = _measure_problem(problem, _seconds_each(end, len(problem_list) - index), force)
             found.append(explanation)
             advance(str(problem))
             if report is not None:
@@ -81,29 +81,29 @@ def profile(
     return found
 
 
-def _settle(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    """What holds is left alone, unless live calls told otherwise; what changed is measured by itself."""
-    with decide.lock:  # another thread may meet the same problem
-        return _settle_alone(problem, share_s, force)
+def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
+    """Measure the missing and outdated candidates of a problem; all candidates if forced or after drift."""
+    with decide.lock:  # another thread may call attend() with the same problem
+        return _measure_problem_locked(problem, share_s, force)
 
 
-def _settle_alone(problem: Problem, share_s: float | None, force: bool) -> Explanation:
+def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     budget_ms = math.inf if share_s is None else share_s * 1e3
     request = Request.of(problem)
-    kept = look_up.look_up(request, budget_ms)
-    if kept is not None and kept.holds and kept.decision.drift is None and not force:
-        return Explanation.of(kept.decision)
-    if kept is not None and (force or kept.decision.drift is not None):
-        kept = look_up.Found(kept.decision, kept.choice)  # all of it
-    decision = decide.measure(request, share_s, kept)
+    stored = look_up.look_up(request, budget_ms)
+    if stored is not None and stored.is_valid and stored.decision.drift is None and not force:
+        return Explanation.of(stored.decision)
+    if stored is not None and (force or stored.decision.drift is not None):
+        stored = look_up.StoredDecision(stored.decision, stored.choice)  # `changed` empty: all candidates
+    decision = decide.measure(request, share_s, stored)
     if decision is None:
         return decide.explain_problem(problem)
     dispatch.adopt(problem, decision)
     return Explanation.of(decision)
 
 
-def _share(end: float | None, left: int) -> float | None:
-    return None if end is None else max(LEAST_S, (end - time.monotonic()) / left)
+def _seconds_each(end: float | None, left: int) -> float | None:
+    return None if end is None else max(MIN_SECONDS, (end - time.monotonic()) / left)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
-    # What a narrow terminal has no room for is the end of the text, not the count and the time.
+    # A narrow terminal cuts the end of the text, not the count and the time.
     text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = ("measuring", BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), text)
     with Progress(*columns, console=Console(stderr=True), expand=True) as bar:
@@ -133,34 +133,34 @@ def profile_over(
     progress: bool = True,
     report: Report | None = None,
 ) -> list[Explanation]:
-    """Measure problems by all ranks of a mesh; a collective, with the same arguments on every rank.
+    """Measure problems on all ranks of a mesh; a collective call with the same arguments on every rank.
 
     Args:
-        problems: those with `ranks` 1 are dealt out, and ranks that share a processor take turns; those with as many
-            ranks as the mesh are measured jointly, their tokens dealt out evenly.
+        problems: those with `ranks` 1 are distributed over the ranks, and ranks that share a CPU measure one after
+            another; those with as many ranks as the mesh are measured jointly, with even shards.
         mesh: as `attend` takes it.
         kind: of the shards, "contiguous" or "zigzag".
-        budget_s: seconds for a rank's share of the first, and again for all of the others; None for no limit.
-        force: measure again what is decided already.
-        progress: show a bar on stderr, on the first rank alone.
-        report: called on every rank with each problem's index and explanation when all are known.
+        budget_s: seconds for a rank's problems of one device, and again for all sharded ones; None for no limit.
+        force: measure again problems that have a valid decision.
+        progress: show a bar on stderr of the first rank.
+        report: called on every rank with each problem's index and explanation when all are decided.
 
     Returns:
         One explanation for each problem, on every rank.
 
     Raises:
-        InvalidInput: a problem is for another number of ranks. RankLost: a rank is gone.
+        InvalidInput: a problem has another number of ranks than the mesh. RankLost: a rank is gone.
     """
     link = link_of(mesh)
     for problem in problems:
         if problem.ranks not in (1, link.size):
-            raise InvalidInput(f"the mesh has {link.size} ranks, and this problem is for {problem.ranks}: {problem}")
-    found = _dealt_out(problems, link, budget_s, force, progress)
-    together = [index for index, problem in enumerate(problems) if problem.ranks > 1]
-    for number, index in enumerate(together):
-        each_s = None if budget_s is None else max(LEAST_S, budget_s / (len(together) - number))
+            raise InvalidInput(f"the mesh has {link.size} ranks, but a problem has ranks={problem.ranks}: {problem}")
+    found = _measure_unsharded(problems, link, budget_s, force, progress)
+    sharded = [index for index, problem in enumerate(problems) if problem.ranks > 1]
+    for number, index in enumerate(sharded):
+        each_s = None if budget_s is None else max(MIN_SECONDS, budget_s / (len(sharded) - number))
         start = time.monotonic()
-        found[index] = _together(problems[index], link, kind, each_s, force)
+        found[index] = _measure_sharded(problems[index], link, kind, each_s, force)
         budget_s = None if budget_s is None else budget_s - (time.monotonic() - start)
     for index in sorted(found) if report is not None else ():
         assert report is not None
@@ -168,42 +168,44 @@ def profile_over(
     return [found[index] for index in range(len(problems))]
 
 
-def _dealt_out(problems: Sequence[Problem], link: Link, budget_s: float | None, force: bool, progress: bool) -> Found:
-    """Every rank measures its share of those of one device, and hears what the others found."""
-    alone = [index for index, problem in enumerate(problems) if problem.ranks == 1]
-    mine = alone[link.rank :: link.size]
+def _measure_unsharded(
+    problems: Sequence[Problem], link: Link, budget_s: float | None, force: bool, progress: bool
+) -> Explanations:
+    """Measure this rank's share of the problems of one device, and exchange the decisions with the other ranks."""
+    single = [index for index, problem in enumerate(problems) if problem.ranks == 1]
+    own = single[link.rank :: link.size]
     hosts = link.objects((link.host, problems[0].device.type if problems else "cpu"))
-    turns = [hosts[:rank].count(hosts[rank]) if hosts[rank][1] == "cpu" else 0 for rank in range(link.size)]
+    rounds = [hosts[:rank].count(hosts[rank]) if hosts[rank][1] == "cpu" else 0 for rank in range(link.size)]
     done: list[Explanation] = []
-    for turn in range(max(turns) + 1):
-        if turn == turns[link.rank] and mine:
+    for round_number in range(max(rounds) + 1):
+        if round_number == rounds[link.rank] and own:
             shown = progress and link.rank == 0
-            done = profile([problems[index] for index in mine], budget_s=budget_s, force=force, progress=shown)
-        link.barrier()  # two that measured at once on one processor would measure one another
-    decisions = [look_up.read(Request.of(problems[index])) for index in mine]
-    said = link.objects(
-        [(index, each, kept and encode(kept)) for index, each, kept in zip(mine, done, decisions, strict=True)]
+            done = profile([problems[index] for index in own], budget_s=budget_s, force=force, progress=shown)
+        link.barrier()  # concurrent measurements on one CPU would disturb each other
+    decisions = [look_up.read_stored(Request.of(problems[index])) for index in own]
+    gathered = link.objects(
+        [(index, each, made and encode(made)) for index, each, made in zip(own, done, decisions, strict=True)]
     )
-    found: Found = {}
-    for rank, share in enumerate(said):
-        for index, explanation, kept in share:
+    found: Explanations = {}
+    for rank, share in enumerate(gathered):
+        for index, explanation, encoded in share:
             found[index] = explanation
-            if kept and rank != link.rank:
-                Store(cache_folder()).put(decode(kept))
+            if encoded and rank != link.rank:
+                Store(cache_folder()).put(decode(encoded))
     return found
 
 
-def _together(problem: Problem, link: Link, kind: str, budget_s: float | None, force: bool) -> Explanation:
+def _measure_sharded(problem: Problem, link: Link, kind: str, budget_s: float | None, force: bool) -> Explanation:
     layout = Layout(deal(problem.q_len, link.size), kind)
     sharded = ShardedProblem(problem, layout, link)
     generator = torch.Generator().manual_seed(link.rank)
 
-    def made(heads: int) -> Tensor:
+    def random_tensor(heads: int) -> Tensor:
         shape = problem.batch, layout.lengths[link.rank], heads, problem.head_dim
         drawn = torch.randn(shape, generator=generator).to(problem.device, problem.dtype)
         return drawn.requires_grad_(problem.needs_grad)
 
-    q, k, v = made(problem.heads), made(problem.kv_heads), made(problem.kv_heads)
+    q, k, v = random_tensor(problem.heads), random_tensor(problem.kv_heads), random_tensor(problem.kv_heads)
     masks: dict[str, Tensor] = {}
     if problem.has_seq_lens:
         masks["seq_lens"] = torch.full((problem.batch,), problem.q_len, device=problem.device)

@@ -1,4 +1,4 @@
-"""The problems that a real run meets, one JSON object per line: what `profile` can then settle beforehand."""
+"""`record`: writes the problems of a real run to a file, one JSON object per line, for `profile` to measure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from attn_dispatch.spec.problem import Problem
 
 @contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Append every distinct problem that `attend` meets inside the block to a file, as it is met.
+    """Append every distinct problem of `attend` calls inside the block to a file, as they occur.
 
     Args:
-        path: a JSON Lines file; made if it is not there. `profile` and `attn-dispatch profile --from` take it.
+        path: a JSON Lines file, created if missing; `profile` and `attn-dispatch profile --from` read it.
     """
-    seen: set[Problem] = set()
+    written: set[Problem] = set()
     with open(path, "a", encoding="utf-8") as file:
 
         def note(problem: Problem) -> None:
-            if problem not in seen:
-                seen.add(problem)
+            if problem not in written:
+                written.add(problem)
                 file.write(json.dumps(problem.to_dict()) + "\n")
-                file.flush()  # a run that dies has still told what it met
+                file.flush()  # so that a crashed run leaves its problems
 
         with observing(note):
             yield

@@ -16,7 +16,7 @@ MODES = ("tune", "predict", "locked", "off")
 NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
 
 DEFAULT_MB = 256.0  #: size of the cache folder in MB (10**6 bytes)
-NO_HOME = "nothing is stored: this user has no home folder; $ATTN_DISPATCH_CACHE_DIR can name another folder"
+NO_HOME = "this user has no home folder; set $ATTN_DISPATCH_CACHE_DIR to a folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def cache_folder() -> Path:
     try:
         return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
     except RuntimeError:
-        say_once(NO_HOME)
+        say_once(f"decisions and quarantined backends are not stored: {NO_HOME}")
         return NOWHERE
 
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from attn_dispatch.cli.tables import KEY_DIGITS, print_json
-from attn_dispatch.learning.regret import GroupRegret, regret, total
+from attn_dispatch.learning.regret import GroupRegret, leave_one_out, total
 from attn_dispatch.store.folder import Store
 from attn_dispatch.text import align
 
@@ -21,7 +21,7 @@ ENOUGH = 5  #: predictions; with fewer, a remark says that a group has too littl
 
 def run(folder: Path, as_json: bool) -> int:
     """Print the regret of the decisions in a folder; returns the exit code."""
-    groups = regret(decision for _, decision in Store(folder).all())
+    groups = leave_one_out(decision for _, decision in Store(folder).all())
     whole = total(groups)
     if as_json:
         everything = {name: value for name, value in whole.to_dict().items() if name not in ("silicon", "group")}
@@ -41,7 +41,7 @@ def table(groups: list[GroupRegret]) -> list[str]:
 
 
 def _cells(group: GroupRegret) -> list[str]:
-    start = [group.title, str(group.count), str(group.alone)]
+    start = [group.title, str(group.count), str(group.unpredicted)]
     mean, p95, worst, claimed = group.mean, group.p95, group.worst, group.confidence
     if mean is None or p95 is None or worst is None or claimed is None:
         return [*start, "-", "-", "-", "-", "-", "-"]

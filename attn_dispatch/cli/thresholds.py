@@ -10,8 +10,8 @@ from typing import Any
 
 from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.tables import print_json
-from attn_dispatch.learning.gains import Series, all_series, family_title
-from attn_dispatch.learning.thresholds import LEAST_LENGTHS, Threshold, by_length, threshold_of
+from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
+from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
 from attn_dispatch.text import align, printable
@@ -38,14 +38,14 @@ def run(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def of_groups(folder: Path, groups: Iterable[tuple[str, str]]) -> list[Series]:
+def of_groups(folder: Path, groups: Iterable[tuple[str, str]]) -> list[SpeedupSeries]:
     """The series of some groups, given as (silicon, group)."""
     store = Store(folder)
     decisions: list[Decision] = [each for address in dict.fromkeys(groups) for each in store.group(*address)]
     return all_series(decisions)
 
 
-def lines(found: Sequence[Series]) -> list[str]:
+def lines(found: Sequence[SpeedupSeries]) -> list[str]:
     """A table for each silicon, followed by a plot for each threshold."""
     if not found:
         return [NOTHING]
@@ -59,24 +59,24 @@ def lines(found: Sequence[Series]) -> list[str]:
     return [*printed, *EXPLAINED]
 
 
-def to_dicts(found: Sequence[Series]) -> list[dict[str, Any]]:
+def to_dicts(found: Sequence[SpeedupSeries]) -> list[dict[str, Any]]:
     """Plain values for JSON; lengths in tokens."""
     return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=_sort_key)]
 
 
-def _sort_key(series: Series) -> tuple[str, str, int, list[str], str]:
+def _sort_key(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
     head_dim = series.problem.get("head_dim")
     return series.silicon, family_title(series.family), head_dim or 0, _name(series), series.group
 
 
-def _name(series: Series) -> list[str]:
+def _name(series: SpeedupSeries) -> list[str]:
     problem = series.problem
     what = (str(problem.get("dtype")), str(problem.get("head_dim")), _direction(series))
     return [family_title(series.family), *what, series.order]
 
 
-def _to_dict(series: Series, threshold: Threshold | None) -> dict[str, Any]:
-    lengths = by_length(series.gains)
+def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
+    lengths = by_length(series.speedups)
     return {
         "silicon": series.silicon,
         "group": series.group,
@@ -91,22 +91,22 @@ def _to_dict(series: Series, threshold: Threshold | None) -> dict[str, Any]:
         "high": None if threshold is None else threshold.high,
         "measured_to": lengths[-1].tokens if lengths else None,
         "points": [
-            {"tokens": each.tokens, "gain": each.gain, "low": each.low, "high": each.high, "key": each.key}
-            for each in sorted(series.gains, key=lambda each: (each.tokens, each.key))
+            {"tokens": each.tokens, "gain": each.factor, "low": each.low, "high": each.high, "key": each.key}
+            for each in sorted(series.speedups, key=lambda each: (each.tokens, each.key))
         ],
     }
 
 
-def _cells(series: Series, threshold: Threshold | None) -> list[str]:
-    lengths = by_length(series.gains)
-    longest = f"{lengths[-1].gain:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
+def _cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
+    lengths = by_length(series.speedups)
+    longest = f"{lengths[-1].factor:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
     return [*_name(series), str(len(lengths)), longest, threshold_text(threshold)]
 
 
 def threshold_text(threshold: Threshold | None) -> str:
     """`above 3,100 tokens (2,048 - 4,096)`."""
     if threshold is None:
-        return f"needs more lengths: {LEAST_LENGTHS} at least"
+        return f"needs more lengths: {MIN_LENGTHS} at least"
     if threshold.tokens is None or threshold.high is None:
         return f"never (up to {threshold.low:,} measured)"
     if threshold.low is None:
@@ -116,7 +116,7 @@ def threshold_text(threshold: Threshold | None) -> str:
     return f"above {tokens:,} tokens ({threshold.low:,} - {threshold.high:,})"
 
 
-def _direction(series: Series) -> str:
+def _direction(series: SpeedupSeries) -> str:
     """Forward or forward + backward, and the other properties that part groups."""
     problem = series.problem
     words = ["forward + backward" if problem.get("needs_grad") else "forward"]
@@ -126,8 +126,8 @@ def _direction(series: Series) -> str:
     return " ".join(words)
 
 
-def _plot(series: Series, threshold: Threshold) -> list[str]:
-    points = [(each.tokens, each.low, each.gain, each.high) for each in by_length(threshold.points)]
+def _plot(series: SpeedupSeries, threshold: Threshold) -> list[str]:
+    points = [(each.tokens, each.low, each.factor, each.high) for each in by_length(threshold.points)]
     title = f"{family_title(series.family)} {series.problem.get('dtype')} d{series.problem.get('head_dim')}"
     end = f"{_direction(series)}, {series.order}: {threshold_text(threshold)}"
     return [printable(f"{title} {end}"), *curve(points, threshold.tokens)]

@@ -1,4 +1,4 @@
-"""One call of the backend that was decided on: what runs and what comes of it. Ranks call it for whole heads."""
+"""One call of the decided backend: its run function, its result, its failures; and `attend_on_device` for ranks."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from attn_dispatch.spec.problem import Problem, check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
-THROUGH = (InvalidInput, CHECKPOINT_STOP)  #: no failures of a backend
-MOST_CALLS = 4096  #: problems of ranks remembered; past this the table starts anew, decisions stay
+NOT_WRAPPED = (InvalidInput, CHECKPOINT_STOP)  #: exceptions that are not wrapped in BackendFailed
+MAX_CALLS = 4096  #: entries of the table of problems; past this it is cleared, decisions stay
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A problem and what runs it; `backend` is its name for a reader."""
+class ResolvedCall:
+    """A problem with the decided backend's run function; `backend` is the candidate's title, for messages."""
 
     run: Callable[..., Result]
     problem: Problem
     backend: str
 
     def parts(self, result: Any) -> tuple[Tensor, Tensor | None]:
-        """out and lse of what the backend returned. Raises BackendFailed: it is something else."""
+        """out and lse (None if absent) of the backend's result. Raises BackendFailed for a result of another type."""
         if isinstance(result, Tensor):
             return result, None
         if type(result) is tuple and len(result) == 2 and isinstance(result[0], Tensor):
@@ -43,31 +43,32 @@ class Call:
         raise BackendFailed(f"{self.backend} returned a {kind}, neither out nor (out, lse), for {self.problem}")
 
     def with_lse(self, result: Any) -> tuple[Tensor, Tensor]:
-        """out and lse of what was asked for both. Raises BackendFailed: it is something else."""
+        """out and lse of the backend's result. Raises BackendFailed if it lacks lse."""
         if type(result) is tuple and len(result) == 2 and isinstance(result[1], Tensor):
             return result
         self.parts(result)
         raise BackendFailed(f"{self.backend} was asked for lse and did not return it for {self.problem}")
 
-    def failed(self, error: Exception) -> BackendFailed:
+    def failure(self, error: Exception) -> BackendFailed:
+        """The exception to raise for an error that the backend raised."""
         return BackendFailed(f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}")
 
 
-_calls: dict[Problem, tuple[Decision, Call]] = {}
+_calls: dict[Problem, tuple[Decision, ResolvedCall]] = {}
 process_state.register(process_state.ROUTES, _calls.clear)
 
 
-def run_of(problem: Problem, decision: Decision, amid: bool) -> Callable[..., Result]:
-    """What runs a problem; live calls are watched where the sentinel is on, but not `amid` a trace."""
+def run_function(problem: Problem, decision: Decision, traced: bool) -> Callable[..., Result]:
+    """The run function of a decision; it samples times for the drift check if that is on and the call is not traced."""
     run = runner(registry.load(decision.choice), decision.order)
-    if amid or not sentinel_share():
+    if traced or not sentinel_share():
         return run
-    from attn_dispatch.decisions import drift  # what most never use
+    from attn_dispatch.decisions import drift  # the drift check is off by default
 
-    return drift.watched(run, problem, decision)
+    return drift.sampled(run, problem, decision)
 
 
-def attend_alone(
+def attend_on_device(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,34 +79,34 @@ def attend_alone(
     key_mask: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse (None, unless asked for) on one device, as `attend` would decide it. Arguments as there."""
+    """Attention on one device as `attend` computes it: out, and lse or None. Arguments as for `attend`."""
     masks = {name: x for name, x in (("seq_lens", seq_lens), ("key_mask", key_mask)) if x is not None}
     problem = Problem.of(
         q, k, v, pattern, scale=scale, return_lse=return_lse, seq_lens=seq_lens, key_mask=key_mask
     )  # fmt: skip
-    call = _call_of(problem)
+    call = _resolve(problem)
     if seq_lens is not None:
         check_seq_lens_values(seq_lens, problem.q_len)
     try:
         result = call.run(q, k, v, problem, **masks)
-    except THROUGH:
+    except NOT_WRAPPED:
         raise
     except Exception as error:
-        raise call.failed(error) from error
-    return call.with_lse(result) if return_lse else (call.parts(result)[0], None)  # some return it unasked
+        raise call.failure(error) from error
+    return call.with_lse(result) if return_lse else (call.parts(result)[0], None)  # a backend may return lse unasked
 
 
-def _call_of(problem: Problem) -> Call:
+def _resolve(problem: Problem) -> ResolvedCall:
     with decide.lock:
         known = _calls.get(problem)
         if known is None:
             observers.notify(problem)
-        amid = tracing.amid()
-        decision = decide.traced(problem) if amid else decide.decide(problem)
+        traced = tracing.is_traced()
+        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
         if known is not None and known[0] is decision:
             return known[1]
-        call = Call(run_of(problem, decision, amid), problem, titled(*decision.chosen))
-        if len(_calls) >= MOST_CALLS:
+        call = ResolvedCall(run_function(problem, decision, traced), problem, titled(*decision.chosen))
+        if len(_calls) >= MAX_CALLS:
             _calls.clear()
         _calls[problem] = decision, call
     return call

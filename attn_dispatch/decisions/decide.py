@@ -1,7 +1,7 @@
-"""How a problem comes to its decision: forced, known, stored, learned, measured, or by the static choice.
+"""Decides which backend and order run a problem: forced, stored, learned, measured or by the static choice.
 
-A decision that a call was routed by never changes within a process, unless it is measured anew by request: a forward
-pass and its recomputation go the same way.
+Within a process the decision of a problem stays the same unless `profile` replaces it, so that a forward pass and its
+recomputation use the same backend.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.modes import decide_by_mode
-from attn_dispatch.decisions.rate_limit import Pace
-from attn_dispatch.decisions.torch_state import _own_randomness, undisturbed, unsettled
+from attn_dispatch.decisions.rate_limit import RateLimit
+from attn_dispatch.decisions.torch_state import cannot_measure, isolated, preserved_rng
 from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import traceable
@@ -29,85 +29,87 @@ from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from attn_dispatch.text import printable, titled
-from attn_dispatch.tuning.candidates import Candidate, Name, Request, environment_now, ruled_out
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, ruled_out
 
-SURE = 0.9  #: confidence from which a neighbour of nearly the same size is believed without measuring
-WAYS = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
+MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
+COUNTED = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
 
-lock = threading.RLock()  #: held while a decision is made: two threads that meet a new problem measure it once
-# Another thread of the parent may hold it at a fork, and does not exist in the child.
+lock = threading.RLock()  #: held while a decision is made, so that concurrent calls measure a problem once
+# At a fork it may be held by a thread that does not exist in the child.
 os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
-# By silicon too: another number of threads makes the same processor another machine. And by the backend and the order
-# that are forced.
+# Keys: silicon (which depends on the number of threads), problem, forced backend, forced order.
 _decided: dict[tuple[str, Problem, str | None, str | None], Decision] = {}
 _counts: Counter[str] = Counter()
-_pace = Pace()
-process_state.register(process_state.DECISIONS, _decided.clear, _counts.clear, _pace.clear)
-_UNTRACEABLE = "no graph that holds for other inputs can be made of it"
+_rate_limit = RateLimit()
+process_state.register(process_state.DECISIONS, _decided.clear, _counts.clear, _rate_limit.clear)
+_UNTRACEABLE = "a graph traced from it would not be valid for other inputs"
 
 
 def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
-    """`explain` for a problem."""
-    unmeasured.check(backend, order)
+    """Explain the decision for a problem, as `explain` does for tensors."""
+    unmeasured.check_names(backend, order)
     request = Request.of(problem)
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
-        return Explanation.of(decision or _forced(request, backend, order)[0])
-    decision = decide_by_mode(_Steps(request, explained=True)) if decision is None else _with_drift(request, decision)
-    return Explanation.of(_as_of_now(decision, request.candidates) if decision.choice else decision)
+        return Explanation.of(decision or _forced_among(request, backend, order)[0])
+    decision = (
+        decide_by_mode(_DeviceSteps(request, explained=True)) if decision is None else _with_drift(request, decision)
+    )
+    return Explanation.of(_with_current_candidates(decision, request.candidates) if decision.choice else decision)
 
 
 def counters() -> dict[str, int]:
-    """How this process came by its decisions: `measured`, `loaded` from disk, `shipped`, `learned` from neighbours,
-    `heuristic`, `forced`.
+    """How many decisions of this process were `measured`, `loaded` from disk, `shipped`, `learned` from neighbours,
+    `heuristic` and `forced`.
     """
-    return {name: _counts[name] for name in WAYS}
+    return {name: _counts[name] for name in COUNTED}
 
 
-def decide(problem: Problem) -> Decision:
-    """The decision that routes a problem in this process; measured, if it must be and may be.
+def decision_for(problem: Problem) -> Decision:
+    """The decision for a problem in this process, found by the steps of the mode and then remembered.
 
     Raises:
-        NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can run it.
+        NotDecided: locked mode without a valid stored decision. NoBackend: no backend can run the problem.
     """
     request = Request.of(problem)
-    known = request.silicon, problem, None, None
-    decision = _decided.get(known)
+    key = request.silicon, problem, None, None
+    decision = _decided.get(key)
     if decision is not None:
         return decision
-    decision = decide_by_mode(_Steps(request))
+    decision = decide_by_mode(_DeviceSteps(request))
     if not decision.choice:
-        raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
+        raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
     if decision.source in ("learned", "heuristic"):
         _counts[decision.source] += 1
     logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
-    if not unsettled(problem.device):  # what a capture could not measure, the next eager call can
-        _decided[known] = decision
+    if not cannot_measure(problem.device):  # the next plain call can measure
+        _decided[key] = decision
     return decision
 
 
-def traced(problem: Problem) -> Decision:
-    """The decision for a call that is traced, transformed or watched: the static choice among the backends that a graph
-    can be made of. Nothing is measured or kept.
+def decision_while_traced(problem: Problem) -> Decision:
+    """The decision for a traced, transformed or intercepted call: the static choice among traceable backends.
+
+    Nothing is measured or remembered.
 
     Raises:
-        NotDecided: locked mode, and nothing that holds is stored. NoBackend: none can be traced on this problem.
+        NotDecided: locked mode without a valid stored decision. NoBackend: no backend can be traced on this problem.
     """
-    with _disable_current_modes():  # what backends keep is about plain tensors
+    with _disable_current_modes():  # tables that backends cache must hold plain tensors
         request, setting = Request.of(problem), mode()
-        steps = _Steps(request)
+        steps = _DeviceSteps(request)
         known = _decided.get((request.silicon, problem, None, None))
         if known is None and setting == "locked" and steps.stored() is None:
-            steps.refused()
-        decision = unmeasured.static(request, [_traceable(each, problem) for each in request.candidates])
+            steps.locked_miss()
+        decision = unmeasured.static_decision(request, [_traceable(each, problem) for each in request.candidates])
         if not decision.choice:
-            raise NoBackend(unmeasured.no_backend(problem, decision.candidates))
-        if known is None and setting == "tune" and steps.kept is None:
+            raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
+        if known is None and setting == "tune" and steps.on_disk is None:
             note_missed(cache_folder(), request.plain)
     _counts["heuristic"] += 1
     logger.info("%s: %s, while it is traced", problem, decision.choice)
@@ -115,7 +117,7 @@ def traced(problem: Problem) -> Decision:
 
 
 def check_traceable(problem: Problem, decision: Decision) -> None:
-    """Raise NoBackend where no graph can be made of the backend that is forced."""
+    """Raise NoBackend if the decision's backend cannot be traced on this problem."""
     if not traceable(registry.load(decision.choice), problem):
         raise NoBackend(
             f"{decision.choice} cannot be traced on {problem}: {_UNTRACEABLE}; "
@@ -130,208 +132,214 @@ def _traceable(each: Candidate, problem: Problem) -> Candidate:
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
-    """The ways to a decision on one device. `explained`: nothing is measured, counted or noted."""
+class _DeviceSteps:
+    """The steps to a decision on one device. With `explained`, nothing is measured, counted or written."""
 
     request: Request
     explained: bool = False
 
     @cached_property
-    def kept(self) -> look_up.Found | None:
+    def on_disk(self) -> look_up.StoredDecision | None:
         budget_ms = settings.budget_ms() if mode() == "tune" and not self.explained else -1.0
         return look_up.look_up(self.request, budget_ms)
 
     @cached_property
-    def said(self) -> Prediction | None:
-        """What neighbours say."""
-        return evidence.predict(self.request)
+    def prediction(self) -> Prediction | None:
+        """The learned choice, from measured neighbours."""
+        return evidence.predict_for(self.request)
 
     def stored(self) -> Decision | None:
-        """In locked mode what was chosen must be what was measured. That others have changed does not matter, and where
-        it lacks the memory for now, the best of what was measured stands in for it.
-        """
-        kept = self.kept
-        if kept is None or not (kept.holds_locked if mode() == "locked" else kept.holds):
-            return None
-        return self._taken(kept)
+        """The stored decision if it is valid.
 
-    def refused(self) -> Decision:
-        why = "nothing is decided"
-        if self.kept is not None:
-            decided = titled(*self.kept.decision.chosen)
-            why = f"{decided}, as was decided, has another version now, or nothing measured can run"
+        In locked mode rows of other candidates may be outdated, and if the choice cannot run now, the fastest measured
+        candidate replaces it.
+        """
+        stored = self.on_disk
+        if stored is None or not (stored.is_valid_locked if mode() == "locked" else stored.is_valid):
+            return None
+        return self._use(stored)
+
+    def locked_miss(self) -> Decision:
+        why = "no decision is stored"
+        if self.on_disk is not None:
+            decided = titled(*self.on_disk.decision.chosen)
+            why = f"the stored choice {decided} has another version now, or no measured candidate can run"
         if not self.explained:
-            command = "run 'attn-dispatch profile' on it first, or another mode"
+            command = "run 'attn-dispatch profile' on it first, or use another mode"
             raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.request.problem}; {command}")
         text, found = f"locked mode, and {why}: `attn-dispatch profile` measures it", self.request.candidates
         rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=text) for c in found)
         return self.request.decision(None, "heuristic", rows)
 
     def measured(self) -> Decision | None:
-        """Neighbours of nearly the same size that are sure; else a trial, where that is allowed."""
-        kept, said = self.kept, None
-        if self.explained or (kept is not None and not kept.changed):
+        """A confident prediction from a problem of nearly the same size, else a trial if one is allowed."""
+        stored, prediction = self.on_disk, None
+        if self.explained or (stored is not None and not stored.changed):
             return None
-        if kept is None:
-            said = self.said
-            if said is not None and said.in_bucket and said.confidence >= SURE:
-                return unmeasured.predicted(self.request, said)
-        if not _may_measure(self.request.problem):
+        if stored is None:
+            prediction = self.prediction
+            if prediction is not None and prediction.in_bucket and prediction.confidence >= MIN_CONFIDENCE:
+                return unmeasured.learned_decision(self.request, prediction)
+        if not _trial_allowed(self.request.problem):
             note_missed(cache_folder(), self.request.plain)
             return None
         start = time.perf_counter()
-        first = None if said is None else (said.backend, said.order)
-        decision = measure(self.request, settings.budget_ms() / 1e3, kept, first)
-        _pace.spend(time.perf_counter() - start)
+        first = None if prediction is None else (prediction.backend, prediction.order)
+        decision = measure(self.request, settings.budget_ms() / 1e3, stored, first)
+        _rate_limit.add(time.perf_counter() - start)
         if decision is None:
-            again = _Steps(Request.of(self.request.problem))  # what failed in the trial may be in quarantine now
+            again = _DeviceSteps(Request.of(self.request.problem))  # the trial may have quarantined backends
             return again.predicted() or again.static()
-        keep(self.request.problem, decision)
+        store_measured(self.request.problem, decision)
         return decision
 
     def predicted(self) -> Decision | None:
-        """What of the stored one still holds; else what neighbours say."""
-        if self.kept is not None and self.kept.choice is not None:
-            return self._taken(self.kept)
-        return None if self.said is None else unmeasured.predicted(self.request, self.said)
+        """The best candidate of the stored decision that is still valid, else the learned choice."""
+        if self.on_disk is not None and self.on_disk.choice is not None:
+            return self._use(self.on_disk)
+        return None if self.prediction is None else unmeasured.learned_decision(self.request, self.prediction)
 
     def static(self) -> Decision:
-        return unmeasured.static(self.request)
+        return unmeasured.static_decision(self.request)
 
-    def _taken(self, kept: look_up.Found) -> Decision:
-        return _told(kept) if self.explained else _taken(kept)
+    def _use(self, stored: look_up.StoredDecision) -> Decision:
+        return _adjusted(stored) if self.explained else _from_store(stored)
 
 
-def _taken(kept: look_up.Found) -> Decision:
-    """Go by what is stored, as far as it holds."""
-    decision = kept.decision
+def _from_store(stored: look_up.StoredDecision) -> Decision:
+    """Count the stored decision, report a replaced choice, and adjust the decision to the current candidates."""
+    decision = stored.decision
     _counts["loaded" if decision.source == "measured" else "shipped"] += 1
-    if kept.choice is not None and kept.choice != decision.chosen:
-        decided, able = titled(*decision.chosen), titled(*kept.choice)
-        logger.warning("%s cannot run now as was decided, %s can: %s", decided, able, printable(decision.title))
-    elif not kept.changed and decision.environment != environment_now():
-        decision = look_up.refresh(decision)
-    return _told(look_up.Found(decision, kept.choice, kept.changed))
+    if stored.choice is not None and stored.choice != decision.chosen:
+        decided, able = titled(*decision.chosen), titled(*stored.choice)
+        logger.warning(
+            "the stored choice %s cannot run now, %s runs instead: %s", decided, able, printable(decision.title)
+        )
+    elif not stored.changed and decision.environment != current_environment():
+        decision = look_up.with_current_environment(decision)
+    return _adjusted(look_up.StoredDecision(decision, stored.choice, stored.changed))
 
 
-def _told(kept: look_up.Found) -> Decision:
-    """The decision with the candidate that runs now, and what of it no longer holds said in its rows."""
-    rows = tuple(_row_told(row, kept) for row in kept.decision.candidates)
-    backend, order = kept.choice or ("", "")
-    return msgspec.structs.replace(kept.decision, choice=backend, order=order, candidates=rows)
+def _adjusted(stored: look_up.StoredDecision) -> Decision:
+    """The decision with the candidate that runs now as its choice, and outdated rows marked."""
+    rows = tuple(_adjusted_row(row, stored) for row in stored.decision.candidates)
+    backend, order = stored.choice or ("", "")
+    return msgspec.structs.replace(stored.decision, choice=backend, order=order, candidates=rows)
 
 
-def _row_told(row: Row, kept: look_up.Found) -> Row:
-    if row.id == kept.choice:
+def _adjusted_row(row: Row, stored: look_up.StoredDecision) -> Row:
+    if row.id == stored.choice:
         row = msgspec.structs.replace(row, status="chosen")
     elif row.status == "chosen":
         row = msgspec.structs.replace(row, status="slower")
-    if row.id in kept.changed and row.median_ms is not None:
+    if row.id in stored.changed and row.median_ms is not None:
         text = f"measured with version {row.version}, which has changed"
         row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
     return row
 
 
 def _with_drift(request: Request, decision: Decision) -> Decision:
-    """What live calls took is noted on disk only, by whichever process saw it."""
-    kept = look_up.read(request) if decision.source == "measured" else None
-    if kept is None or kept.created != decision.created:
+    """Add drift from the stored decision: any process may have recorded it there."""
+    stored = look_up.read_stored(request) if decision.source == "measured" else None
+    if stored is None or stored.created != decision.created:
         return decision
-    return msgspec.structs.replace(decision, drift=kept.drift)
+    return msgspec.structs.replace(decision, drift=stored.drift)
 
 
-def _as_of_now(decision: Decision, found: list[Candidate]) -> Decision:
-    """With the candidates that are ruled out by now, and those that were not there then."""
-    kept = {row.id: row for row in decision.candidates}
-    rows = [_row_now(each, kept.pop(each.id, None), decision.chosen) for each in found]
-    # A backend that refuses has one row alone, which is about all its orders.
+def _with_current_candidates(decision: Decision, found: list[Candidate]) -> Decision:
+    """The decision with rows for the current candidates: ruled out since, or new."""
+    rows_by_id = {row.id: row for row in decision.candidates}
+    rows = [_current_row(each, rows_by_id.pop(each.id, None), decision.chosen) for each in found]
+    # A backend that refuses has a single row for all its orders.
     out = {each.name: each.row for each in found if each.row is not None}
-    for name, row in kept.items():
+    for name, row in rows_by_id.items():
         now = out.get(row.backend) if name != decision.chosen else None
         rows.append(row if now is None else msgspec.structs.replace(now, order=row.order))
     return msgspec.structs.replace(decision, candidates=tuple(rows))
 
 
-def _row_now(each: Candidate, kept: Row | None, choice: Name) -> Row:
+def _current_row(each: Candidate, row: Row | None, choice: CandidateId) -> Row:
     if each.row is not None and each.id != choice:
-        # What it was quarantined for on this very problem says more than that it is.
-        told = kept is not None and kept.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
-        return kept if told and kept is not None else each.row
-    reason = "was not there then"
-    if kept is not None and kept.status in ("over_memory", "quarantined", "unsupported", "not_installed"):
-        reason = f"could not run then: {kept.reason}"
-        kept = None
-    return kept or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)
+        # The stored reason, from this very problem, is more specific than that of the quarantine.
+        specific = row is not None and row.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
+        return row if specific and row is not None else each.row
+    reason = "was not available when this was decided"
+    if row is not None and row.status in ("over_memory", "quarantined", "unsupported", "not_installed"):
+        reason = f"could not run when this was decided: {row.reason}"
+        row = None
+    return row or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)
 
 
-def _may_measure(problem: Problem) -> bool:
-    """Whether a trial can be made now, and this minute's time for trials is not spent."""
-    if unsettled(problem.device):
+def _trial_allowed(problem: Problem) -> bool:
+    """Whether timing is possible now and $ATTN_DISPATCH_TRIAL_SECONDS of this minute are not used up; logs why not."""
+    if cannot_measure(problem.device):
         logger.warning("not measured while a graph is captured or traced, or inside torch.func: %s", problem)
         return False
-    if not _pace.allows(settings.trial_seconds()):
+    if not _rate_limit.allows(settings.trial_seconds()):
         logger.info("not measured: trials took %g s of this minute already: %s", settings.trial_seconds(), problem)
         return False
     return True
 
 
 def measure(
-    request: Request, budget_s: float | None, kept: look_up.Found | None, first: Name | None = None
+    request: Request, budget_s: float | None, stored: look_up.StoredDecision | None, first: CandidateId | None = None
 ) -> Decision | None:
-    """Measure; what changed alone, where a decision is there to start from. Arguments as for `tuner.decide`."""
-    from attn_dispatch.tuning import tuner  # what measures is loaded when there is something to measure
+    """Run a trial; with `stored`, of its changed candidates only. Arguments as for `tuner.run_trial`."""
+    from attn_dispatch.tuning import tuner  # loaded only when something is measured
 
-    prior, changed = (None, None) if kept is None else (kept.decision, kept.changed or None)
-    with undisturbed(request.problem.device), _own_randomness(request.problem):
-        return tuner.decide(request, budget_s, prior=prior, changed=changed, first=first)
+    prior, changed = (None, None) if stored is None else (stored.decision, stored.changed or None)
+    with isolated(request.problem.device), preserved_rng(request.problem):
+        return tuner.run_trial(request, budget_s, prior=prior, changed=changed, first=first)
 
 
-def keep(problem: Problem, decision: Decision) -> None:
-    """Store a new measurement and go by it in this process."""
+def store_measured(problem: Problem, decision: Decision) -> None:
+    """Store a new measurement and use it in this process."""
     Store(cache_folder()).put(decision)
-    evidence.note(decision)
+    evidence.add(decision)
     _decided[decision.silicon, problem, None, None] = decision
     _counts["measured"] += 1
 
 
-def measured_anew(problem: Problem, decision: Decision) -> None:
-    """`keep` by request: what was forced in part goes by it from now on too."""
-    for known in [known for known in _decided if known[:2] == (decision.silicon, problem)]:
-        del _decided[known]
-    keep(problem, decision)
+def replace_measured(problem: Problem, decision: Decision) -> None:
+    """Like `store_measured`, and drop remembered decisions of partly forced calls, which it may change."""
+    for key in [key for key in _decided if key[:2] == (decision.silicon, problem)]:
+        del _decided[key]
+    store_measured(problem, decision)
 
 
-def force(problem: Problem, backend: str | None, order: str | None) -> Decision:
-    """The decision for a backend, an order or both, whatever is stored; nothing is measured. Of several candidates that
-    are left, the one decided on, else the fastest that was measured, else the static choice; the same one throughout a
-    process.
+def forced_decision(problem: Problem, backend: str | None, order: str | None) -> Decision:
+    """The decision for a forced backend, order or both; nothing is measured.
+
+    Of several candidates: the one decided on, else the fastest measured, else the static choice; the same one
+    throughout a process.
 
     Raises:
-        InvalidInput: there is no such backend. NoBackend: none can run it so. BackendFailed: it cannot say.
+        InvalidInput: there is no such backend or order. NoBackend: no candidate can run the problem.
+        BackendFailed: the backend raised when asked whether it can.
     """
-    unmeasured.check(backend, order)
+    unmeasured.check_names(backend, order)
     request = Request.of(problem)
-    known = request.silicon, problem, backend, order
-    decision = _decided.get(known)
+    key = request.silicon, problem, backend, order
+    decision = _decided.get(key)
     if decision is None:
-        decision, error = _forced(request, backend, order)
+        decision, error = _forced_among(request, backend, order)
         if error is not None:
             raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {error!r}") from error
         if not decision.choice:
-            raise NoBackend(unmeasured.no_backend(problem, decision.candidates, backend, order))
-        if len(decision.candidates) > 1 and not unsettled(problem.device):
-            _decided[known] = decision
+            raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
+        if len(decision.candidates) > 1 and not cannot_measure(problem.device):
+            _decided[key] = decision
     _counts["forced"] += 1
     logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
     return decision
 
 
-def _forced(request: Request, backend: str | None, order: str | None) -> tuple[Decision, Exception | None]:
-    """What was measured, here or in another process, is asked for where it can make a difference."""
-    found, error = unmeasured.left_by(request, backend, order)
+def _forced_among(request: Request, backend: str | None, order: str | None) -> tuple[Decision, Exception | None]:
+    """The forced decision and the backend's error; reads the measured decision if several candidates can run."""
+    found, error = unmeasured.forced_candidates(request, backend, order)
     measured = None
     if sum(each.row is None for each in found) > 1:
         measured = _decided.get((request.silicon, request.problem, None, None))
         if measured is None and mode() != "off":
-            measured = look_up.read(request)
-    return unmeasured.forced(request, found, measured), error
+            measured = look_up.read_stored(request)
+    return unmeasured.decision_among(request, found, measured), error

@@ -1,8 +1,8 @@
-"""Drift: whether live calls still take what was measured. Off unless $ATTN_DISPATCH_SENTINEL is a share above 0.
+"""Drift check: compares times of live calls with the stored ones. Off unless $ATTN_DISPATCH_SENTINEL is above 0.
 
-That share of the calls of a measured problem is timed. Where the 95 % interval of their median leaves the stored one by
-more than a tenth, the decision is marked; `inspect` shows it, and `profile` measures it again. Only calls without
-gradients are watched: what was measured of the others includes a backward pass, which attend() does not see.
+That share of the calls of a measured problem is timed. Where the 95 % interval of their median lies more than a tenth
+outside the stored interval, the decision is marked; `inspect` shows it, and `profile` measures it again. Only calls
+without gradients are timed: measurements with gradients include a backward pass, which attend() does not run.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from attn_dispatch.store.folder import Store
 from attn_dispatch.text import titled
 from attn_dispatch.tuning.intervals import median_interval
 
-SAMPLES = 25  #: the latest that are judged
-MARGIN = 0.10  #: what a call in the midst of a program may differ from one in a trial
-FIRST = 3  #: timed calls that are passed over: they may build something
+SAMPLES = 25  #: latest timed calls that are compared
+DRIFT_MARGIN = 0.10  #: relative difference allowed between a call in a program and one in a trial
+WARMUP_CALLS = 3  #: timed calls that are ignored: they may compile or plan
 
 Run = Callable[..., Any]
 
 
-def watched(run: Run, problem: Problem, decision: Decision) -> Run:
-    """The same, timed now and then, where the sentinel is on and there is a measurement to compare with."""
+def sampled(run: Run, problem: Problem, decision: Decision) -> Run:
+    """`run`, with a share of its calls timed if the check is on and a measurement exists to compare with."""
     share = sentinel_share()
     row = next((row for row in decision.candidates if row.id == decision.chosen), None)
     known = row is not None and None not in (row.median_ms, row.low_ms, row.high_ms)
     if share <= 0 or problem.needs_grad or decision.source != "measured" or row is None or not known:
         return run
-    return _Watch(run, problem, decision, row, share)
+    return _SampledRun(run, problem, decision, row, share)
 
 
-class _Watch:
+class _SampledRun:
     def __init__(self, run: Run, problem: Problem, decision: Decision, row: Row, share: float) -> None:
         self._run, self._problem, self._decision, self._row, self._share = run, problem, decision, row, share
-        self._random = random.Random(0)  # its own: the program's random numbers stay as they are
-        self._seen: deque[float] = deque(maxlen=SAMPLES)
-        self._left_out = FIRST
+        self._random = random.Random(0)  # a separate generator: the program's random numbers stay the same
+        self._samples_ms: deque[float] = deque(maxlen=SAMPLES)
+        self._warmup_left = WARMUP_CALLS
         self._marked = decision.drift is not None
 
     def __call__(self, *args: Any, **tensors: Any) -> Any:
@@ -61,16 +61,16 @@ class _Watch:
         return result
 
     def _note(self, call_ms: float) -> None:
-        if self._left_out:
-            self._left_out -= 1
+        if self._warmup_left:
+            self._warmup_left -= 1
             return
-        self._seen.append(call_ms)
-        if len(self._seen) == SAMPLES and drifted(list(self._seen), self._row):
+        self._samples_ms.append(call_ms)
+        if len(self._samples_ms) == SAMPLES and drifted(list(self._samples_ms), self._row):
             self._mark()
 
     def _mark(self) -> None:
         self._marked = True
-        samples = list(self._seen)
+        samples = list(self._samples_ms)
         interval, median_ms = median_interval(samples), statistics.median(samples)
         drift = Drift(
             median_ms=median_ms,
@@ -80,7 +80,7 @@ class _Watch:
             seen=datetime.now(UTC).isoformat(timespec="microseconds"),
         )
         logger.warning(
-            "%s takes %.3g ms, %.3g were measured: %s",
+            "%s takes %.3g ms, the stored decision has %.3g ms: %s",
             titled(*self._row.id),
             median_ms,
             self._row.median_ms,
@@ -97,8 +97,8 @@ class _Watch:
 
 
 def drifted(samples_ms: list[float], row: Row) -> bool:
-    """Whether the samples' 95 % interval lies outside the stored one, and a tenth beyond it."""
+    """Whether the 95 % interval of the samples' median lies outside the stored one by more than `DRIFT_MARGIN`."""
     assert row.low_ms is not None
     assert row.high_ms is not None
     interval = median_interval(samples_ms)
-    return interval.low > row.high_ms * (1 + MARGIN) or interval.high < row.low_ms * (1 - MARGIN)
+    return interval.low > row.high_ms * (1 + DRIFT_MARGIN) or interval.high < row.low_ms * (1 - DRIFT_MARGIN)

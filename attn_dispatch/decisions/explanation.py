@@ -1,4 +1,4 @@
-"""What was decided for a call and why: as data, and as a table that a person can read."""
+"""The explanation of a decision: as data, and as a readable table."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from attn_dispatch.store.decision import Decision, Drift, Row
 from attn_dispatch.text import align, gib, milliseconds, printable
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
-LEFT = {0, 1, 7}  #: columns of words
-SLOW_START = 10  #: times the median; a first call that took longer is remarked on
+LEFT = {0, 1, 7}  #: left-aligned columns
+SLOW_START = 10  #: ratio of first call to median from which the table mentions the first call
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateReport:
-    """One backend in one order. Times in milliseconds: `low_ms` and `high_ms` are the 95 % interval of the median,
-    `first_ms` that of the call that was checked, with all that is built once: plans, masks, kernels. `error` is the
-    largest absolute error of out, unit-normal inputs, against float64. `ratio` is the time over the chosen one's,
-    paired round by round, `ratio_low` and `ratio_high` its 99 % interval; `break_even` the calls after which a dearer
-    first call is paid back; `cold_ms` the time with a cold L2 cache, `host_ms` what the host takes to start the work,
-    both on CUDA only. `status` is one of `chosen, slower, tie, not_installed, unsupported,
-    over_memory, failed, incorrect, quarantined, not_measured`; `reason` says why.
+    """One candidate: a backend in one order. Times in milliseconds.
+
+    `low_ms` and `high_ms` are the 95 % interval of the median, `first_ms` the checked first call including one-time
+    work (plans, masks, kernels). `error` is the largest absolute error of out against float64 for unit-normal inputs.
+    `ratio` is the time / the chosen one's, paired by round, `ratio_low` and `ratio_high` its 99 % interval;
+    `break_even` the calls after which a more expensive first call is recovered; `cold_ms` the time with a cold L2
+    cache, `host_ms` the host's time to launch the work, both on CUDA only. `status` is one of `chosen, slower, tie,
+    not_installed, unsupported, over_memory, failed, incorrect, quarantined, not_measured`; `reason` says why.
     """
 
     backend: str
@@ -50,7 +51,7 @@ class CandidateReport:
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """What live calls took: median and 95 % interval in milliseconds, of how many, and when (UTC)."""
+    """Times of live calls that drifted: median and 95 % interval in ms, number of samples, time of detection (UTC)."""
 
     median_ms: float
     low_ms: float
@@ -68,9 +69,9 @@ class Explanation:
     """Which backend and order run a call.
 
     `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where attend()
-    raises instead. `key` names the decision in the store. `problem` and `device` are for reading. A learned choice has
-    a `confidence`, the chance that it is the fastest, and the keys of the decisions it rests on, `evidence`. `drift` is
-    what live calls took, in milliseconds, where that left what was measured.
+    raises instead. `key` names the decision in the store. `problem` and `device` are readable titles. A learned choice
+    has a `confidence`, the probability that it is the fastest, and `evidence`, the keys of the decisions it is
+    predicted from. `drift` holds the times of live calls if they left the measured interval.
     """
 
     choice: str | None
@@ -86,7 +87,7 @@ class Explanation:
 
     @classmethod
     def of(cls, decision: Decision, source: str | None = None) -> Explanation:
-        """Of a stored decision."""
+        """The explanation of a decision."""
         rows = tuple(CandidateReport.of(row) for row in decision.candidates)
         device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
         return cls(
@@ -151,7 +152,7 @@ def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
 
 
 def _first_call(candidate: CandidateReport) -> str:
-    """What was built once and is no part of the median, where that is much."""
+    """The first call's time where one-time work makes it much longer than the median, else empty."""
     first_ms, median_ms = candidate.first_ms, candidate.median_ms
     slow = first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms
     return f"first call {milliseconds(first_ms)}" if slow and first_ms is not None else ""

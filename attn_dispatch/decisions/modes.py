@@ -1,4 +1,4 @@
-"""What each mode allows: one order of steps from what is stored to the static choice, for one device and for ranks."""
+"""The modes: which steps lead to a decision, and in which order; shared by one device and ranks."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from attn_dispatch.store.decision import Decision
 
 
 class Steps(Protocol):
-    """The ways to a decision about one problem; each returns None where it leads to none."""
+    """The steps to a decision about one problem; each returns None if it finds none."""
 
     def stored(self) -> Decision | None:
-        """What is stored, where it can be gone by as it is."""
+        """The stored decision, if it is valid."""
 
-    def refused(self) -> Decision:  # pyright: ignore[reportReturnType]
-        """Nothing stored can be gone by in locked mode. Raises NotDecided, unless it is only explained."""
+    def locked_miss(self) -> Decision:  # pyright: ignore[reportReturnType]
+        """Handles locked mode without a valid stored decision: raises NotDecided, unless the call only explains."""
 
     def measured(self) -> Decision | None:
-        """What a trial finds now."""
+        """The decision of a trial run now."""
 
     def predicted(self) -> Decision | None:
-        """What is known without a trial."""
+        """A decision from evidence without a trial."""
 
     def static(self) -> Decision:  # pyright: ignore[reportReturnType]
-        """The static choice; without a choice where there is none."""
+        """The static choice; its `choice` is empty if no candidate can run."""
 
 
 def decide_by_mode(steps: Steps, *, force: bool = False) -> Decision:
-    """The decision that $ATTN_DISPATCH_MODE leads to; with `force`, a trial whatever is stored and whatever the mode.
+    """The decision by $ATTN_DISPATCH_MODE; with `force`, a trial regardless of mode and stored decision.
 
     Raises:
-        NotDecided: see `Steps.refused`.
+        NotDecided: see `Steps.locked_miss`.
     """
     setting = "tune" if force else mode()
     if setting == "off":
         return steps.static()
     found = None if force else steps.stored()
     if found is None and setting == "locked":
-        return steps.refused()
+        return steps.locked_miss()
     if found is None and setting == "tune":
         found = steps.measured()
     return found or steps.predicted() or steps.static()

@@ -1,4 +1,4 @@
-"""Observers of the problems that calls meet: how a run is recorded."""
+"""Observers are called with the problem of each attend() call; `record` uses them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _observers: list[Callable[[Problem], None]] = []
 
 
 def notify(problem: Problem) -> None:
-    """Hand a problem to every observer."""
+    """Call every observer with a problem."""
     for observer in _observers:
         observer(problem)
 
 
 @contextmanager
 def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
-    """Call `observer` with each problem that is met meanwhile, at least once."""
+    """Call `observer` with each problem of a call inside the block, at least once per problem."""
     with lock:
         _observers.append(observer)
         process_state.forget(process_state.ROUTES)

@@ -1,4 +1,4 @@
-"""The state of PyTorch that a call must respect: capture, random numbers, traces."""
+"""State of PyTorch that a trial must respect: CUDA graph capture, traces, random numbers, modes."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from attn_dispatch.spec.problem import Problem
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may be timed."""
+    """Whether a CUDA graph is being captured; nothing can be timed then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _own_randomness(problem: Problem) -> AbstractContextManager[None]:
-    """The caller's random numbers go on as if there had been no trial.
+def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
+    """Restore the state of the random number generators after a trial with dropout.
 
-    Only for dropout: the generator is the whole process's, and numbers that other threads draw meanwhile come again.
+    Only with dropout: the generator belongs to the process, so numbers that other threads draw meanwhile repeat.
     """
     if not problem.dropout_p:
         return nullcontext()
     return torch.random.fork_rng([problem.device] if problem.device.type == "cuda" else [])
 
 
-def unsettled(device: torch.device) -> bool:
-    """Whether calls are captured, traced or transformed, so that nothing can be timed: the next plain one decides."""
-    return capturing(device) or tracing.amid()
+def cannot_measure(device: torch.device) -> bool:
+    """Whether calls are captured, traced or transformed, so that nothing can be timed."""
+    return capturing(device) or tracing.is_traced()
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Keep a trial and its caller apart: autocast, inference mode, saved-tensor hooks (as checkpointing sets them) and
-    the default device and torch's dispatch modes do not reach the trial.
+def isolated(device: torch.device) -> Iterator[None]:
+    """Run a trial without the caller's autocast, inference mode, saved-tensor hooks (set by checkpointing), default
+    device and dispatch modes.
     """
 
-    def as_it_is(tensor: Tensor) -> Tensor:
+    def identity(tensor: Tensor) -> Tensor:
         return tensor
 
     with (
         torch.autocast(device.type, enabled=False),
         torch.inference_mode(False),
-        torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
+        torch.autograd.graph.saved_tensors_hooks(identity, identity),
         torch.device("cpu"),
         _disable_current_modes(),
     ):

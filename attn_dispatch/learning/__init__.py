@@ -1,4 +1,4 @@
-"""Sizes that were never measured: predictions from measured neighbours, thresholds of orders, regret.
+"""Predictions for sizes that were never measured, from measured neighbours; thresholds of orders; regret.
 
 Imports tuning, store, spec and the ground.
 Public: nothing.

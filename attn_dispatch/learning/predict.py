@@ -1,8 +1,7 @@
-"""A choice for a problem that was never measured, from what was measured near it. No torch here.
+"""Predicts the fastest candidate of a problem that was never measured, from measured neighbours. No torch here.
 
-For every two candidates the logarithm of the ratio of their times is a smooth function over octaves of sizes, known at
-the nearest evidence up to noise; `kriging` says what it is at the problem, and how uncertain. A crossover lies where it
-is zero. The choice is the candidate whose least lead over the others is greatest.
+For each pair of candidates the log of the ratio of their times is modelled as a smooth function of the sizes, observed
+with noise at the nearest decisions; `kriging` estimates it, with its uncertainty, at the problem.
 """
 
 from __future__ import annotations
@@ -16,49 +15,47 @@ from typing import Any
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
 from attn_dispatch.spec.groups import group_of
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 
-NEAREST = 16  #: pieces of evidence that a choice rests on, at most
-WALK = 1000  #: pieces of evidence that are looked at for them, at most
-SPREAD = 0.3  #: a piece of evidence is passed over that lies nearer than this share of its distance to a nearer one
-MARGIN = 1.02  #: a rival that is faster by no more than this does not make a choice wrong
-NOISE = 0.03  #: relative standard deviation of a median, at least
-FEW = 2  #: rounds; a median of no more of them is one of ROUGH
-ROUGH = 0.1
-OUTDATED = 0.15  #: of what another version of a backend took, to what this one takes
-HEAVY = 0.05  #: a weight from which on a piece of evidence is named
-UNSEEN = 0.5  #: a candidate of which nothing is known near here makes the others this share as certain
+MAX_NEIGHBOURS = 16  #: decisions used for one prediction
+MAX_SEARCHED = 1000  #: nearest decisions among which the neighbours are selected
+MIN_SEPARATION = 0.3  #: least distance between two neighbours / distance to the problem; nearer ones are redundant
+NEAR_BEST = 1.02  #: time of a choice / the fastest time up to which the choice counts as right
+NOISE = 0.03  #: least relative standard deviation of a median
+NOISY_ROUNDS = 2  #: medians of at most this many rounds have at least NOISY_MEDIAN_SD
+NOISY_MEDIAN_SD = 0.1
+OUTDATED_NOISE = 0.15  #: relative standard deviation between the times of two versions of a backend
+MIN_WEIGHT = 0.05  #: weight in the estimate from which a decision is cited as evidence
+UNKNOWN_FACTOR = 0.5  #: scales the confidence where a candidate has no row near the problem
 
 TIMED = {"chosen", "slower", "tie"}
-KNOWN = {"failed", "incorrect", "quarantined", "not_measured"}
-WRONG = {"incorrect", "quarantined"}
-FOREIGN = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ArithmeticError)
-
-Name = tuple[str, str]  #: backend and order
+WITHOUT_TIME = {"failed", "incorrect", "quarantined", "not_measured"}
+WRONG_RESULTS = {"incorrect", "quarantined"}
+# Raised where a stored problem is damaged or of an unknown kind.
+PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A learned choice.
 
-    `confidence` is the probability that no candidate is more than 2 % faster: one less the sum, over the rivals, of
-    the probability that this one is. Each is that of a normal variable with the predicted lead's mean and deviation,
-    which grows with the distance from the evidence. `evidence` are the keys of the decisions it rests on, the
-    weightiest first; `ratios` predicted times over that of the choice; `in_bucket` whether a decision of the
-    problem's bucket, with the backend's version of now, is among the nearest.
+    `confidence` is the probability that no candidate is more than 2 % faster: 1 less the sum of the probabilities of
+    each other candidate to be so (normal distributions of the log ratios). `evidence` are the keys of the decisions
+    with the largest weights, sorted by weight; `ratios` the predicted times / the time of the choice; `in_bucket`
+    whether a neighbour in the problem's bucket timed the choice in the backend's current version.
     """
 
     backend: str
     order: str
     confidence: float
     evidence: tuple[str, ...]
-    ratios: dict[Name, float]
+    ratios: dict[CandidateId, float]
     in_bucket: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What one decision knows of a candidate. `noise` is the standard deviation of `log_ms`."""
+class LogTime:
+    """The log of a candidate's median time in one decision. `noise` is its standard deviation."""
 
     log_ms: float
     noise: float
@@ -66,63 +63,65 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A decision as evidence: where it lies, and when it is asked, what it knows of the candidates."""
+class EvidencePoint:
+    """A decision with the coordinates of its problem; times and failures by candidate, computed on first use."""
 
     key: str
-    place: tuple[float, ...]
+    coordinates: tuple[float, ...]
     problem: Mapping[str, Any]
     rows: tuple[Row, ...]
 
     @cached_property
-    def seen(self) -> dict[Name, Seen]:
-        """Those that were timed."""
-        return {(row.backend, row.order): _seen(row) for row in self.rows if is_timed(row)}
+    def times(self) -> dict[CandidateId, LogTime]:
+        """The timed candidates."""
+        return {(row.backend, row.order): _log_time(row) for row in self.rows if is_timed(row)}
 
     @cached_property
-    def known(self) -> frozenset[Name]:
-        """Those that came to nothing."""
-        return frozenset((row.backend, row.order) for row in self.rows if row.status in KNOWN)
+    def untimed(self) -> frozenset[CandidateId]:
+        """The candidates that failed or were not measured."""
+        return frozenset((row.backend, row.order) for row in self.rows if row.status in WITHOUT_TIME)
 
     @cached_property
-    def wrong(self) -> frozenset[tuple[Name, str | None]]:
-        """Those with wrong results, by version."""
-        return frozenset(((row.backend, row.order), row.version) for row in self.rows if row.status in WRONG)
+    def incorrect(self) -> frozenset[tuple[CandidateId, str | None]]:
+        """The candidates with wrong results, by version."""
+        return frozenset(((row.backend, row.order), row.version) for row in self.rows if row.status in WRONG_RESULTS)
 
 
 class Evidence:
-    """Decisions of one silicon, made ready once, for many predictions."""
+    """Decisions of one silicon, indexed by group for many predictions."""
 
     def __init__(self, decisions: Iterable[Decision] = ()) -> None:
-        self.groups: dict[str, dict[str, Point]] = {}
+        self.groups: dict[str, dict[str, EvidencePoint]] = {}
         for decision in decisions:
             self.add(decision)
 
     def add(self, decision: Decision) -> None:
-        """Take one more, or the newer one of the same key. What is no problem or timed nothing is passed over."""
+        """Add a decision, or replace the decision of the same key. One with an invalid problem is ignored."""
         try:
-            place, group = features(decision.problem), group_for(decision)
-        except FOREIGN:
+            coordinates, group = features(decision.problem), group_for(decision)
+        except PROBLEM_ERRORS:
             return
-        if not all(map(math.isfinite, place)):
+        if not all(map(math.isfinite, coordinates)):
             return
-        point = Point(decision.key, place, decision.problem, decision.candidates)
+        point = EvidencePoint(decision.key, coordinates, decision.problem, decision.candidates)
         self.groups.setdefault(group, {})[decision.key] = point
 
-    def near(self, place: tuple[float, ...], group: str, able: Collection[Name], without: str | None) -> list[Point]:
-        """The nearest that timed a candidate which is able, the nearest first, not all on one heap."""
-        # A pattern that lacks a size is in the group all the same.
-        points = [point for point in self.groups.get(group, {}).values() if len(point.place) == len(place)]
-        distances = [math.dist(point.place, place) for point in points]
-        found: list[Point] = []
-        walk = (i for i in sorted(range(len(points)), key=distances.__getitem__)[:WALK])
-        for index in walk:
-            point, apart = points[index], SPREAD * distances[index]
-            if point.key == without or point.seen.keys().isdisjoint(able):
+    def neighbours(
+        self, coordinates: tuple[float, ...], group: str, able: Collection[CandidateId], exclude: str | None
+    ) -> list[EvidencePoint]:
+        """The nearest decisions that timed a candidate of `able`, nearest first, at least `MIN_SEPARATION` apart."""
+        # Patterns of one group may have different numbers of sizes.
+        points = [point for point in self.groups.get(group, {}).values() if len(point.coordinates) == len(coordinates)]
+        distances = [math.dist(point.coordinates, coordinates) for point in points]
+        found: list[EvidencePoint] = []
+        searched = (i for i in sorted(range(len(points)), key=distances.__getitem__)[:MAX_SEARCHED])
+        for index in searched:
+            point, min_distance = points[index], MIN_SEPARATION * distances[index]
+            if point.key == exclude or point.times.keys().isdisjoint(able):
                 continue
-            if all(math.dist(point.place, other.place) > apart for other in found):
+            if all(math.dist(point.coordinates, other.coordinates) > min_distance for other in found):
                 found.append(point)
-                if len(found) == NEAREST:
+                if len(found) == MAX_NEIGHBOURS:
                     break
         return found
 
@@ -130,156 +129,156 @@ class Evidence:
 def predict(
     problem: Mapping[str, Any],
     evidence: Iterable[Decision] | Evidence,
-    able: Collection[Name],
+    able: Collection[CandidateId],
     versions: Mapping[str, str | None] | None = None,
     *,
-    without: str | None = None,
+    exclude: str | None = None,
 ) -> Prediction | None:
-    """The candidate that is likely the fastest, of those that are able and were timed near the problem.
+    """Predict the fastest of the candidates in `able` that were timed near the problem.
 
     Args:
         problem: as `Problem.to_dict` writes it.
-        evidence: decisions of this silicon; those of other groups are passed over.
+        evidence: decisions of this silicon; decisions of other groups are ignored.
         able: (backend, order) of every candidate that can run the problem now.
-        versions: of the backends, now. What another version took is a prior: it counts, with more doubt.
-        without: the key of a decision that is not to be looked at.
+        versions: current version of each backend; times of another version count with more noise.
+        exclude: key of a decision that is not used.
 
     Returns:
-        None where no able candidate was timed in the problem's group.
+        None if no candidate of `able` was timed in the problem's group.
 
     Raises:
-        KeyError, TypeError, ValueError: `problem` is not one.
+        KeyError, TypeError, ValueError: `problem` is invalid.
     """
-    group, place = group_of(problem), features(problem)
-    ready = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
-    near = ready.near(place, group, able, without)
-    view = _View(problem, place, near, versions)
-    rivals = [name for name in sorted(set(able)) if view.can_win(name)]
-    if not rivals:
+    group, coordinates = group_of(problem), features(problem)
+    indexed = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
+    neighbours = indexed.neighbours(coordinates, group, able, exclude)
+    model = _Neighbours(problem, coordinates, neighbours, versions)
+    eligible = [name for name in sorted(set(able)) if model.is_eligible(name)]
+    if not eligible:
         return None
-    return view.choose(rivals, unseen=not all(view.knows(name) for name in able))
+    return model.choose(eligible, has_unknown=not all(model.has_row(name) for name in able))
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
-    """How much longer a rival takes: the logarithm of the ratio, its deviation, the weights of the evidence."""
+class LogRatio:
+    """log(another candidate's time / this one's): mean, standard deviation, weights of the decisions by key."""
 
     mean: float
     deviation: float
     weights: dict[str, float] = field(default_factory=dict)
 
-    def safety(self) -> float:
-        """The probability that the rival is not faster by more than the margin."""
-        return math.erfc(-(self.mean + math.log(MARGIN)) / self.deviation / math.sqrt(2)) / 2
+    def probability(self) -> float:
+        """The probability that the other candidate is not faster by more than `NEAR_BEST`."""
+        return math.erfc(-(self.mean + math.log(NEAR_BEST)) / self.deviation / math.sqrt(2)) / 2
 
 
-class _View:
-    """The nearest evidence, seen from a problem."""
+class _Neighbours:
+    """The candidates of a problem compared by its neighbours."""
 
     def __init__(
         self,
         problem: Mapping[str, Any],
-        place: tuple[float, ...],
-        near: list[Point],
+        coordinates: tuple[float, ...],
+        neighbours: list[EvidencePoint],
         versions: Mapping[str, str | None] | None,
     ) -> None:
         self.problem = problem
-        self.near = near
+        self.neighbours = neighbours
         self.versions = versions
-        places = [tuple(a - b for a, b in zip(point.place, place)) for point in near]
-        self.matrix = covariances(places)
-        self.right = [covariance(math.hypot(*each)) for each in places]
-        self.wrong = frozenset[tuple[Name, str | None]]().union(*(point.wrong for point in near))
-        self.leads: dict[tuple[Name, Name], Lead] = {}
+        offsets = [tuple(a - b for a, b in zip(point.coordinates, coordinates)) for point in neighbours]
+        self.matrix = covariances(offsets)
+        self.right = [covariance(math.hypot(*each)) for each in offsets]
+        self.incorrect = frozenset[tuple[CandidateId, str | None]]().union(*(point.incorrect for point in neighbours))
+        self.log_ratios: dict[tuple[CandidateId, CandidateId], LogRatio] = {}
 
-    def can_win(self, name: Name) -> bool:
-        """Timed by the nearest that knows of it, and not found wrong by any in the version of now."""
-        nearest = next((point for point in self.near if name in point.seen or name in point.known), None)
-        if nearest is None or name not in nearest.seen:
+    def is_eligible(self, name: CandidateId) -> bool:
+        """Whether the nearest decision with this candidate timed it, and no neighbour found its version incorrect."""
+        nearest = next((point for point in self.neighbours if name in point.times or name in point.untimed), None)
+        if nearest is None or name not in nearest.times:
             return False
-        version = nearest.seen[name].version if self.versions is None else self.versions.get(name[0])
-        return (name, version) not in self.wrong
+        version = nearest.times[name].version if self.versions is None else self.versions.get(name[0])
+        return (name, version) not in self.incorrect
 
-    def knows(self, name: Name) -> bool:
-        return any(name in point.seen or name in point.known for point in self.near)
+    def has_row(self, name: CandidateId) -> bool:
+        return any(name in point.times or name in point.untimed for point in self.neighbours)
 
-    def choose(self, rivals: list[Name], unseen: bool) -> Prediction:
-        chosen = self.champion(rivals)
-        leads = {other: self.lead(chosen, other) for other in rivals if other != chosen}
-        doubt = sum(1 - lead.safety() for lead in leads.values())
-        closest = min(leads.values(), key=Lead.safety, default=None)
+    def choose(self, eligible: list[CandidateId], has_unknown: bool) -> Prediction:
+        chosen = self.fastest(eligible)
+        ratios = {other: self.log_ratio(chosen, other) for other in eligible if other != chosen}
+        doubt = sum(1 - ratio.probability() for ratio in ratios.values())
+        closest = min(ratios.values(), key=LogRatio.probability, default=None)
         weights = {} if closest is None else closest.weights
-        heavy = sorted((key for key in weights if abs(weights[key]) >= HEAVY), key=lambda key: -abs(weights[key]))
+        cited = sorted((key for key in weights if abs(weights[key]) >= MIN_WEIGHT), key=lambda key: -abs(weights[key]))
         return Prediction(
             backend=chosen[0],
             order=chosen[1],
-            confidence=max(1 - doubt, 0.0) * (UNSEEN if unseen else 1.0),
-            evidence=tuple(heavy) or (next(point.key for point in self.near if chosen in point.seen),),
-            ratios={chosen: 1.0} | {other: math.exp(lead.mean) for other, lead in leads.items()},
+            confidence=max(1 - doubt, 0.0) * (UNKNOWN_FACTOR if has_unknown else 1.0),
+            evidence=tuple(cited) or (next(point.key for point in self.neighbours if chosen in point.times),),
+            ratios={chosen: 1.0} | {other: math.exp(ratio.mean) for other, ratio in ratios.items()},
             in_bucket=self.in_bucket(chosen),
         )
 
-    def champion(self, rivals: list[Name]) -> Name:
-        """Who beats all others; where each is beaten by someone, the last in a row of winners."""
-        first = next(point for point in self.near if not point.seen.keys().isdisjoint(rivals))
-        champion = min((name for name in rivals if name in first.seen), key=lambda name: first.seen[name].log_ms)
-        beaten: set[Name] = set()
+    def fastest(self, eligible: list[CandidateId]) -> CandidateId:
+        """The candidate predicted faster than all others; where predictions form a cycle, one of the cycle."""
+        first = next(point for point in self.neighbours if not point.times.keys().isdisjoint(eligible))
+        best = min((name for name in eligible if name in first.times), key=lambda name: first.times[name].log_ms)
+        slower: set[CandidateId] = set()
         while True:
-            rest = (name for name in rivals if name != champion and name not in beaten)
-            winner = next((name for name in rest if self.lead(champion, name).mean < 0), None)
-            if winner is None:
-                return champion
-            beaten.add(champion)
-            champion = winner
+            rest = (name for name in eligible if name != best and name not in slower)
+            faster = next((name for name in rest if self.log_ratio(best, name).mean < 0), None)
+            if faster is None:
+                return best
+            slower.add(best)
+            best = faster
 
-    def in_bucket(self, name: Name) -> bool:
+    def in_bucket(self, name: CandidateId) -> bool:
         where = bucket(self.problem)
-        current = (point for point in self.near if name in point.seen and not self.outdated(point, name))
+        current = (point for point in self.neighbours if name in point.times and not self.outdated(point, name))
         return any(bucket(point.problem) == where for point in current)
 
-    def lead(self, name: Name, other: Name) -> Lead:
-        if (name, other) not in self.leads:
-            self.leads[name, other] = self._lead(name, other)
-        return self.leads[name, other]
+    def log_ratio(self, name: CandidateId, other: CandidateId) -> LogRatio:
+        if (name, other) not in self.log_ratios:
+            self.log_ratios[name, other] = self._log_ratio(name, other)
+        return self.log_ratios[name, other]
 
-    def _lead(self, name: Name, other: Name) -> Lead:
-        """Of one candidate over another. Never timed together: the nearer one's, by nothing, with all the doubt."""
-        shared = [i for i, point in enumerate(self.near) if name in point.seen and other in point.seen]
+    def _log_ratio(self, name: CandidateId, other: CandidateId) -> LogRatio:
+        """Estimate from the decisions that timed both; with none, about 0 with the prior's deviation."""
+        shared = [i for i, point in enumerate(self.neighbours) if name in point.times and other in point.times]
         if not shared:
-            first = next(point for point in self.near if name in point.seen or other in point.seen)
-            return Lead(math.ulp(0.0) if name in first.seen else -math.ulp(0.0), math.sqrt(covariance(0.0)))
-        points = [self.near[i] for i in shared]
+            first = next(point for point in self.neighbours if name in point.times or other in point.times)
+            return LogRatio(math.ulp(0.0) if name in first.times else -math.ulp(0.0), math.sqrt(covariance(0.0)))
+        points = [self.neighbours[i] for i in shared]
         found = estimate(
             [[self.matrix[i][j] for j in shared[: n + 1]] for n, i in enumerate(shared)],
             [self.right[i] for i in shared],
-            [math.hypot(point.seen[name].noise, point.seen[other].noise) for point in points],
-            [point.seen[other].log_ms - point.seen[name].log_ms for point in points],
+            [math.hypot(point.times[name].noise, point.times[other].noise) for point in points],
+            [point.times[other].log_ms - point.times[name].log_ms for point in points],
         )
-        # All that an outdated backend's rows are off by, they may be off by together.
+        # The errors of an outdated backend's rows are fully correlated.
         aged = [sum(w for w, p in zip(found.weights, points) if self.outdated(p, each)) for each in (name, other)]
-        deviation = math.hypot(found.deviation, *(OUTDATED * share for share in aged))
-        return Lead(found.mean, deviation, {p.key: weight for p, weight in zip(points, found.weights)})
+        deviation = math.hypot(found.deviation, *(OUTDATED_NOISE * share for share in aged))
+        return LogRatio(found.mean, deviation, {p.key: weight for p, weight in zip(points, found.weights)})
 
-    def outdated(self, point: Point, name: Name) -> bool:
-        return self.versions is not None and point.seen[name].version != self.versions.get(name[0])
+    def outdated(self, point: EvidencePoint, name: CandidateId) -> bool:
+        return self.versions is not None and point.times[name].version != self.versions.get(name[0])
 
 
 def group_for(decision: Decision) -> str:
-    """The group that a decision says it is in, else that of its problem."""
+    """The group stored in a decision, else the group of its problem."""
     return getattr(decision, "group", None) or group_of(decision.problem)
 
 
 def is_timed(row: Row) -> bool:
-    """Whether a row says how long a candidate takes, in a number that can be true."""
+    """Whether a row has a valid median time."""
     value = row.median_ms
     return row.status in TIMED and isinstance(value, int | float) and 0 < value < math.inf
 
 
-def _seen(row: Row) -> Seen:
-    """The interval of a median is about four of its deviations wide; that of a few rounds says nothing."""
+def _log_time(row: Row) -> LogTime:
+    """Noise from the 95 % interval, about 4 standard deviations wide; too few rounds have none."""
     assert row.median_ms is not None
     rounds, low, high = getattr(row, "rounds", None), row.low_ms, row.high_ms
-    noise = ROUGH if rounds is not None and rounds <= FEW else NOISE
+    noise = NOISY_MEDIAN_SD if rounds is not None and rounds <= NOISY_ROUNDS else NOISE
     if low is not None and high is not None and 0 < low <= row.median_ms <= high < math.inf:
         noise = max(noise, math.log(high / low) / 4)
-    return Seen(math.log(row.median_ms), noise, row.version)
+    return LogTime(math.log(row.median_ms), noise, row.version)

@@ -1,7 +1,7 @@
-"""From what an order of tokens gained at measured lengths to "above N tokens", for lengths never measured. No torch.
+"""Thresholds: the sequence length from which a token order is faster, estimated from measured speed-ups. No torch here.
 
-An order pays at a length where the lower end of its gain is above 1. Its threshold is the length from which on it pays
-at all that were measured, so that no call is made slower by a win that was noise. "Never" is an answer too.
+An order pays at a length if the lower bound of its speed-up is above 1. Its threshold is the length from which on it
+pays at all measured lengths, so that noise at one length makes no call slower; it may be "never".
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
-from attn_dispatch.learning.gains import Gain, Series, apart, family_of, group_series
 from attn_dispatch.learning.predict import Evidence
+from attn_dispatch.learning.speedups import Speedup, SpeedupSeries, family_distance, family_of, group_series
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.tuning.intervals import MARGIN
 
-LEAST_LENGTHS = 2  #: that a threshold rests on
-REACH = 1.0  #: octaves of window and segments; what was measured farther away says nothing of a family
+MIN_LENGTHS = 2  #: measured lengths needed for a threshold
+MAX_DISTANCE = 1.0  #: octaves between families (window, segments) up to which a threshold is transferred
 
 
-class Verdict(IntEnum):
-    """Whether an order pays at a length. `OPEN`: it may, and loses no more than 2 % if it does not."""
+class Benefit(IntEnum):
+    """Whether an order pays at a length; `POSSIBLE`: undecided, and at most 2 % slower."""
 
-    NOT = 0
-    OPEN = 1
-    PAYS = 2
+    NONE = 0
+    POSSIBLE = 1
+    PROVEN = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """All that was measured at one length, by its worst: the gain is the geometric mean, the interval spans all."""
+class LengthSpeedup:
+    """All speed-ups measured at one length: geometric mean, the union of their intervals, the least benefit."""
 
     tokens: int
-    gain: float
+    factor: float
     low: float
     high: float
-    verdict: Verdict
+    benefit: Benefit
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """From how many tokens on an order pays in a family; `tokens` of None: never, as far as was measured.
+    """The number of tokens from which an order pays in a family; `tokens` is None if it never does.
 
-    `low` is the last length where it did not pay, None where there is none; `high` the first from which on it does,
-    None for never. `tokens` lies above `low` and at or below `high`, where the gain crosses 1 between them.
+    `low` is the last measured length where the order does not pay, None if there is none; `high` the first from which
+    on it pays, None for never. low < tokens <= high: `tokens` is where the speed-up crosses 1.
     """
 
     order: str
@@ -56,99 +56,100 @@ class Threshold:
     tokens: int | None
     low: int | None
     high: int | None
-    points: tuple[Gain, ...]
+    points: tuple[Speedup, ...]
 
     def pays(self, tokens: int) -> bool:
-        """Whether to take the order at this length."""
+        """Whether the order pays at this length."""
         return self.tokens is not None and tokens >= self.tokens
 
 
-def threshold(order: str, family: Mapping[str, Any], points: Iterable[Gain]) -> Threshold | None:
-    """What measured gains say of all lengths; None where they are of fewer than two.
+def threshold(order: str, family: Mapping[str, Any], points: Iterable[Speedup]) -> Threshold | None:
+    """Estimate the threshold from measured speed-ups; None with fewer than two lengths.
 
-    The longest must pay, and one of those from the threshold on by more than 2 %: less is no reason to change anything,
-    and a lucky interval must not be taken for a gain. A length that is open does not move the threshold; one where the
-    order does not pay moves it past.
+    The order must pay at the longest length, and by more than 2 % at one length from the threshold on: less is not
+    worth a change and may be noise. The threshold lies above every length with `Benefit.NONE`; lengths with
+    `Benefit.POSSIBLE` do not move it.
     """
-    points = tuple(sorted(filter(_is_sound, points), key=astuple))
+    points = tuple(sorted(filter(_is_valid, points), key=astuple))
     lengths = by_length(points)
-    if len(lengths) < LEAST_LENGTHS:
+    if len(lengths) < MIN_LENGTHS:
         return None
-    last_not = max((i for i, each in enumerate(lengths) if each.verdict == Verdict.NOT), default=-1)
-    tail = lengths[last_not + 1 :]
-    if lengths[-1].verdict != Verdict.PAYS or all(each.low <= 1 + MARGIN for each in tail):
+    last_without = max((i for i, each in enumerate(lengths) if each.benefit == Benefit.NONE), default=-1)
+    tail = lengths[last_without + 1 :]
+    if lengths[-1].benefit != Benefit.PROVEN or all(each.low <= 1 + MARGIN for each in tail):
         return Threshold(order, family, None, lengths[-1].tokens, None, points)
-    first = next(i for i, each in enumerate(lengths) if i > last_not and each.verdict == Verdict.PAYS)
-    path = lengths[max(last_not, 0) : first + 1]
+    first = next(i for i, each in enumerate(lengths) if i > last_without and each.benefit == Benefit.PROVEN)
+    path = lengths[max(last_without, 0) : first + 1]
     low = path[0].tokens if len(path) > 1 else None
     return Threshold(order, family, _crossing(path), low, path[-1].tokens, points)
 
 
-def by_length(points: Iterable[Gain]) -> list[Length]:
-    """What was measured at each length, the shortest first."""
-    found: defaultdict[int, list[Gain]] = defaultdict(list)
+def by_length(points: Iterable[Speedup]) -> list[LengthSpeedup]:
+    """The valid speed-ups combined by length, the shortest first."""
+    found: defaultdict[int, list[Speedup]] = defaultdict(list)
     for point in points:
-        if _is_sound(point):
+        if _is_valid(point):
             found[point.tokens].append(point)
-    return [_length(tokens, found[tokens]) for tokens in sorted(found)]
+    return [_at_length(tokens, found[tokens]) for tokens in sorted(found)]
 
 
-def threshold_of(series: Series) -> Threshold | None:
-    return threshold(series.order, series.family, series.gains)
+def threshold_of(series: SpeedupSeries) -> Threshold | None:
+    return threshold(series.order, series.family, series.speedups)
 
 
-def allowed(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evidence) -> set[str]:
-    """The orders worth choosing at a length that was never measured: the natural one, and those that pay there.
+def allowed_orders(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evidence) -> set[str]:
+    """The token orders to consider at a length that was never measured: natural order, and the orders that pay there.
 
-    What was measured in the problem's own family decides; where that is too little, that of the nearest, whose window
-    or segments are within a factor of about two; where there is none, nothing speaks for another order.
+    An order pays by the threshold of the problem's own family, else by that of the nearest family with a threshold,
+    at most `MAX_DISTANCE` away.
 
     Args:
         problem: as `Problem.to_dict` writes it.
-        evidence: decisions of this silicon; those of other groups are passed over.
+        evidence: decisions of this silicon; decisions of other groups are ignored.
 
     Raises:
-        KeyError, TypeError: `problem` is not one.
+        KeyError, TypeError: `problem` is invalid.
     """
     tokens, family = problem["q_len"], family_of(problem)
     if problem["k_len"] != tokens:
         return {NATURAL}
     nearest: dict[str, tuple[float, Threshold]] = {}
     for series in group_series(problem, evidence):
-        distance, found = apart(family, series.family), threshold_of(series)
-        if found is not None and distance <= min(REACH, nearest.get(series.order, (REACH,))[0]):
+        distance, found = family_distance(family, series.family), threshold_of(series)
+        if found is not None and distance <= min(MAX_DISTANCE, nearest.get(series.order, (MAX_DISTANCE,))[0]):
             nearest[series.order] = (distance, found)
     return {NATURAL} | {order for order, (_, found) in nearest.items() if found.pays(tokens)}
 
 
-def _is_sound(point: Gain) -> bool:
-    return 0 < point.low <= point.gain <= point.high < math.inf
+def _is_valid(point: Speedup) -> bool:
+    return 0 < point.low <= point.factor <= point.high < math.inf
 
 
-def _length(tokens: int, points: Sequence[Gain]) -> Length:
-    gain = math.exp(sum(math.log(point.gain) for point in points) / len(points))
+def _at_length(tokens: int, points: Sequence[Speedup]) -> LengthSpeedup:
+    factor = math.exp(sum(math.log(point.factor) for point in points) / len(points))
     low, high = min(point.low for point in points), max(point.high for point in points)
-    return Length(tokens, gain, low, high, min(map(_verdict, points)))
+    return LengthSpeedup(tokens, factor, low, high, min(map(_benefit, points)))
 
 
-def _verdict(point: Gain) -> Verdict:
+def _benefit(point: Speedup) -> Benefit:
     if point.low > 1:
-        return Verdict.PAYS
-    return Verdict.OPEN if point.low >= 1 - MARGIN and point.high >= 1 else Verdict.NOT
+        return Benefit.PROVEN
+    return Benefit.POSSIBLE if point.low >= 1 - MARGIN and point.high >= 1 else Benefit.NONE
 
 
-def _crossing(path: Sequence[Length]) -> int:
-    """Tokens where the gain rises past 1 for the last time; its lower end, where the gain is above 1 throughout."""
+def _crossing(path: Sequence[LengthSpeedup]) -> int:
+    """Tokens where the speed-up last rises past 1; where it is above 1 throughout, its lower bound."""
     if len(path) == 1:
         return path[0].tokens
-    last = _last_rise([(each.tokens, each.gain) for each in path])
-    found = _last_rise([(each.tokens, each.low) for each in path]) if last is None else last
+    last = _last_rise_past_1([(each.tokens, each.factor) for each in path])
+    found = _last_rise_past_1([(each.tokens, each.low) for each in path]) if last is None else last
     assert found is not None
     return min(max(math.ceil(found), path[0].tokens + 1), path[-1].tokens)
 
 
-def _last_rise(curve: Sequence[tuple[int, float]]) -> float | None:
-    for (a, before), (b, after) in reversed(list(pairwise(curve))):
+def _last_rise_past_1(points: Sequence[tuple[int, float]]) -> float | None:
+    """Tokens where the values last cross 1 upward, interpolated linearly in log-log; None if they do not."""
+    for (a, before), (b, after) in reversed(list(pairwise(points))):
         if before <= 1 < after:
             share = -math.log(before) / (math.log(after) - math.log(before))
             return a * math.pow(b / a, share)

@@ -78,7 +78,7 @@ class _GroupDecision:
     def stored(self) -> Decision | None:
         return self.ranks.stored()
 
-    def refused(self) -> Decision:
+    def locked_miss(self) -> Decision:
         raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {self.ranks.sharded.problem}")
 
     def measured(self) -> Decision | None:

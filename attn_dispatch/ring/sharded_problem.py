@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_dispatch.decisions.call import attend_alone
+from attn_dispatch.decisions.call import attend_on_device
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP, differentiable
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
@@ -118,7 +118,7 @@ class ShardedProblem:
         q, k, v = (ulysses.to_heads(x, transport, layout) for x in (q, k, v))
         error = None
         try:
-            out, lse = attend_alone(
+            out, lse = attend_on_device(
                 q,
                 k,
                 v,

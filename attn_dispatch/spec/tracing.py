@@ -32,7 +32,7 @@ def graphed(*tensors: Tensor) -> bool:
     )
 
 
-def amid(*tensors: Tensor) -> bool:
+def is_traced(*tensors: Tensor) -> bool:
     """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode."""
     return graphed(*tensors) or _transformed() or any(not isinstance(m, _HARMLESS) for m in _modes())
 

@@ -21,6 +21,8 @@ NEVER = datetime.min.replace(tzinfo=UTC)
 # OverflowError and ValueError: an integer too long to convert to a number or back.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
 
+CandidateId = tuple[str, str]  #: backend and order
+
 
 class Damaged(ValueError):
     """The bytes are not a valid decision; the message says why."""
@@ -62,7 +64,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     extra: dict[str, Any] = {}
 
     @property
-    def id(self) -> tuple[str, str]:
+    def id(self) -> CandidateId:
         """The candidate: backend and order."""
         return self.backend, self.order
 
@@ -105,7 +107,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     extra: dict[str, Any] = {}
 
     @property
-    def chosen(self) -> tuple[str, str]:
+    def chosen(self) -> CandidateId:
         """The chosen candidate: backend and order."""
         return self.choice, self.order
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from attn_dispatch.store.decision import NEVER, Decision, Drift, Row, canonical, time_of, to_plain
+from attn_dispatch.store.decision import NEVER, CandidateId, Decision, Drift, Row, canonical, time_of, to_plain
 
 RACED = ("chosen", "slower", "tie")  #: statuses that follow from a comparison with the chosen row
 UNTIMED = (*RACED, "not_measured")  #: statuses between which a row without times may change with the choice
-Name = tuple[str, str]  #: a candidate: backend and order
-Rows = dict[Name, Row]
+Rows = dict[CandidateId, Row]
 SortKey = tuple[datetime, bytes]
 
 
@@ -61,11 +60,11 @@ def _drift_key(decision: Decision) -> tuple[datetime, bool, datetime, bytes]:
     return time_of(decision.created), drift is not None, seen, canonical(drift)
 
 
-def _preferred(decision: Decision) -> Name:
+def _preferred(decision: Decision) -> CandidateId:
     return decision.preferred or (decision.choice, decision.order)
 
 
-def _name(row: Row) -> Name:
+def _name(row: Row) -> CandidateId:
     return row.backend, row.order
 
 
@@ -118,7 +117,7 @@ def _reconciled(header: Decision, rows: Rows) -> Decision:
     return replace(header, candidates=tuple(found), choice=choice[0], order=choice[1], preferred=preferred)
 
 
-def _rank(row: Row) -> tuple[bool, float, Name]:
+def _rank(row: Row) -> tuple[bool, float, CandidateId]:
     return (
         row.status != "chosen",
         row.median_ms if _is_timed(row) and row.median_ms is not None else math.inf,
@@ -126,7 +125,7 @@ def _rank(row: Row) -> tuple[bool, float, Name]:
     )
 
 
-def _choice(wanted: Name, rows: Rows) -> Name:
+def _choice(wanted: CandidateId, rows: Rows) -> CandidateId:
     timed = [(row.median_ms, name) for name, row in rows.items() if _is_timed(row) and row.median_ms is not None]
     if any(name == wanted for _, name in timed):
         return wanted

@@ -1,5 +1,5 @@
-"""Who could run a problem: every backend in every order that it offers, with its refusals and its need of memory, and
-the static choice among them.
+"""The candidates of a problem: every backend in every order that it offers, with refusals and needed memory; and the
+static choice among them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine, until
 from attn_dispatch.text import gib, one_line, printable, titled
 
-Name = tuple[str, str]  #: of a candidate: backend and order
-
-MEMORY_SHARE = 0.8  #: of what is free; the rest is for what the estimate cannot know
-LITTLE = 16 << 20  #: bytes that are not worth asking what is free, which takes longer than all else of a look-up
+MEMORY_SHARE = 0.8  #: share of the free memory that a candidate may need; the rest covers errors of the estimate
+UNCHECKED_BYTES = 16 << 20  #: below this, free memory is not read: that would dominate a look-up
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend in an order, and either the row that rules it out or None. `needed_bytes`: workspace and results."""
+    """A backend in an order; `row` rules it out unless None. `needed_bytes` is workspace plus results."""
 
     backend: Backend
     order: str
@@ -47,30 +45,30 @@ class Candidate:
         return self.backend.name
 
     @property
-    def id(self) -> Name:
+    def id(self) -> CandidateId:
         return self.name, self.order
 
     @property
     def title(self) -> str:
-        """What it is called, and known by in a trial."""
+        """Its name in messages, and its key in the tables of a trial."""
         return titled(*self.id)
 
     @property
-    def run_by(self) -> tuple[Backend, str]:
-        """What runs it: the backend, and the order that it is handed."""
+    def backend_and_order(self) -> tuple[Backend, str]:
+        """The arguments of `runner`."""
         return self.backend, self.order
 
-    def described(self, problem: Problem) -> str:
-        """The problem, and the order where it is not the natural one."""
+    def problem_title(self, problem: Problem) -> str:
+        """The problem as text, with the order unless it is natural."""
         return f"{problem}   {self.order} order" if self.order != NATURAL else str(problem)
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A problem that needs a decision. What is asked of it is asked once, where it is first needed.
+    """A problem that needs a decision; derived values are computed on first use.
 
     Args:
-        silicon: the fingerprint of the machine that runs it, or of all ranks' machines.
+        silicon: fingerprint of the machine that runs it, or of all ranks' machines.
     """
 
     problem: Problem
@@ -78,12 +76,12 @@ class Request:
 
     @classmethod
     def of(cls, problem: Problem) -> Request:
-        """For the machine that the problem's device is in."""
+        """A request for the machine of the problem's device."""
         return cls(problem, silicon(problem.device))
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The problem in plain values."""
+        """The problem as `Problem.to_dict` returns it."""
         return self.problem.to_dict()
 
     @cached_property
@@ -92,34 +90,32 @@ class Request:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        """Every backend in its orders, the preferred first, with refusals, quarantine and its need against the memory
-        that is free.
-        """
+        """Every backend in its orders, by preference; ruled out by refusals, quarantine or too little free memory."""
         free = available_bytes(self.problem.device)
-        return [each for backend in registry.backends() for each in self._of(backend, free)]
+        return [each for backend in registry.backends() for each in self._candidates_of(backend, free)]
 
     @property
     def able(self) -> list[Candidate]:
-        """Those that can run it."""
+        """The candidates that can run."""
         return [each for each in self.candidates if each.row is None]
 
-    def beside(self, taken: int) -> list[Candidate]:
-        """The candidates where so many bytes are taken besides a backend's workspace and results."""
+    def candidates_with(self, reserved_bytes: int) -> list[Candidate]:
+        """The candidates, where `reserved_bytes` must fit in addition to a candidate's own bytes."""
         free = available_bytes(self.problem.device)
-        return [_within(each, each.needed_bytes + taken, free) for each in self.candidates]
+        return [_checked_memory(each, each.needed_bytes + reserved_bytes, free) for each in self.candidates]
 
     def can_run(self, name: str, order: str) -> bool:
-        """Whether this is a candidate that can run now; the other backends are not loaded.
+        """Whether this candidate exists and can run now; other backends are not loaded.
 
         Raises:
             InvalidInput: there is no such backend.
         """
-        return any(each.order == order and each.row is None for each in self._of(registry.load(name), None))
+        return any(each.order == order and each.row is None for each in self._candidates_of(registry.load(name), None))
 
-    def decision(self, chosen: Name | None, source: str, rows: Iterable[Row], **more: Any) -> Decision:
-        """A decision that is made now, the only place where one is; `more` are fields of `Decision`."""
+    def decision(self, chosen: CandidateId | None, source: str, rows: Iterable[Row], **more: Any) -> Decision:
+        """Make a decision, created now; `more` are further fields of `Decision`."""
         backend, order = chosen or ("", "")
-        given = {"provenance": provenance(self.problem.device), "created": now(), **more}
+        given = {"provenance": provenance(self.problem.device), "created": utc_now(), **more}
         return Decision(
             **self.address._asdict(),
             title=str(self.problem),
@@ -131,39 +127,39 @@ class Request:
             **given,
         )
 
-    def _of(self, backend: Backend, free: int | None) -> list[Candidate]:
-        """One for each order; one alone of a backend that refuses, and does not know its orders then."""
+    def _candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
+        """One candidate per order; a single one, in natural order, of a backend that refuses."""
         problem = self.problem
         try:
             refusals = list(backend.refusals(problem))
-            why = refused(refusals)
+            why = status_and_reason(refusals)
             workspace = 0 if refusals else operator.index(backend.workspace_bytes(problem))
             if workspace < 0:
                 raise ValueError(f"{workspace} bytes")
             orders = () if refusals else orders_of(backend, problem)
-        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
+        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
             reason = f"refusals, workspace_bytes or orders: {one_line(error)}"
             return [ruled_out(backend, NATURAL, "failed", reason)]
         if not orders:
-            why = why if refusals else ("unsupported", "offers itself in no order")
+            why = why if refusals else ("unsupported", "offers no order")
             return [ruled_out(backend, NATURAL, *why)]
         version = registry.version_of(backend)
-        held, needed = self._quarantined(backend, version), workspace + problem.result_bytes
-        if held is not None:
-            return [ruled_out(backend, order, "quarantined", held) for order in orders]
+        quarantined, needed = self._quarantine_reason(backend, version), workspace + problem.result_bytes
+        if quarantined is not None:
+            return [ruled_out(backend, order, "quarantined", quarantined) for order in orders]
         if free is None:
-            free = available_bytes(problem.device) if needed > LITTLE else sys.maxsize
+            free = available_bytes(problem.device) if needed > UNCHECKED_BYTES else sys.maxsize
         found = (Candidate(backend, order, version, None, workspace, needed) for order in orders)
-        return [_within(each, needed, free) for each in found]
+        return [_checked_memory(each, needed, free) for each in found]
 
-    def _quarantined(self, backend: Backend, version: str | None) -> str | None:
-        """Why this version is kept out, or None. The last resort never is: there is nothing else to fall back on."""
+    def _quarantine_reason(self, backend: Backend, version: str | None) -> str | None:
+        """Why this version is quarantined, or None. The last resort never is: a fallback must remain."""
         if backend.name == registry.LAST_RESORT:
             return None
-        kept = Quarantine(cache_folder(), self.silicon)
-        if not kept.entries():
+        quarantine = Quarantine(cache_folder(), self.silicon)
+        if not quarantine.entries():
             return None
-        entry = kept.find(backend.name, version, self.address.group)
+        entry = quarantine.find(backend.name, version, self.address.group)
         if entry is None:
             return None
         what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
@@ -171,41 +167,41 @@ class Request:
 
 
 def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:
-    """A candidate that cannot run, and why."""
-    return _without(Candidate(backend, order, registry.version_of(backend)), status, reason)
+    """A candidate that cannot run, with its status and reason."""
+    return _with_reason(Candidate(backend, order, registry.version_of(backend)), status, reason)
 
 
-def _without(each: Candidate, status: str, reason: str) -> Candidate:
+def _with_reason(each: Candidate, status: str, reason: str) -> Candidate:
     row = Row(backend=each.name, order=each.order, status=status, reason=printable(reason), version=each.version)
     return Candidate(each.backend, each.order, each.version, row)
 
 
-def _within(each: Candidate, needed: int, free: int) -> Candidate:
-    """Ruled out, where it needs more bytes than it may take of those that are free."""
+def _checked_memory(each: Candidate, needed: int, free: int) -> Candidate:
+    """The candidate, ruled out if it needs more than `MEMORY_SHARE` of the free bytes."""
     if each.row is not None or needed <= MEMORY_SHARE * free:
         return each
     reason = f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
-    return _without(each, "over_memory", reason)
+    return _with_reason(each, "over_memory", reason)
 
 
-def refused(refusals: Sequence[Refusal]) -> tuple[str, str]:
-    """A row's status and reason."""
+def status_and_reason(refusals: Sequence[Refusal]) -> tuple[str, str]:
+    """The status and reason of a row for these refusals."""
     codes = {refusal.code for refusal in refusals}
     status = next((code for code in ("not_installed", "over_memory") if code in codes), "unsupported")
     return status, "; ".join(refusal.text for refusal in refusals)
 
 
-def heuristic(found: Sequence[Candidate]) -> Candidate | None:
-    """The static choice: the first in the order of preference that can run, in natural order if any can."""
+def static_choice(found: Sequence[Candidate]) -> Candidate | None:
+    """The static choice: the first candidate by preference that can run, in natural order if possible."""
     able = [candidate for candidate in found if candidate.row is None]
     return min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
 
 
-def environment_now() -> str:
-    """The fingerprint of what is installed and registered now."""
+def current_environment() -> str:
+    """The fingerprint of the installed and registered backends and their environment."""
     return environment({backend.name: registry.version_of(backend) for backend in registry.registered()})
 
 
-def now() -> str:
-    """The time in UTC, as decisions and rows note it."""
+def utc_now() -> str:
+    """The current UTC time in the format of decisions and rows."""
     return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -130,7 +130,7 @@ class Gate:
             BackendFailed: the device is lost, and no other candidate can run in this process.
             NoReference: there is too little memory to evaluate the expected results.
         """
-        version, where, title = candidate.version, self.address.silicon, candidate.described(self.problem)
+        version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)
         needed = candidate.needed_bytes
         try:
             with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
@@ -184,7 +184,7 @@ class Gate:
         return cases[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else cases
 
     def _taken_by(self, candidate: Candidate) -> list[HardCase]:
-        return [case for case in self._cases if not case.refused_by(*candidate.run_by)]
+        return [case for case in self._cases if not case.refused_by(*candidate.backend_and_order)]
 
     def _hard_case_failures(self, candidate: Candidate) -> tuple[list[str], float]:
         """Run the hard cases due; their failures, and the seconds per operation in the slowest one."""
@@ -195,7 +195,7 @@ class Gate:
         for case in self._cases_for(candidate):
             limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
             start = time.perf_counter()
-            found = self._guarded(partial(case.run, *candidate.run_by), limit_s)
+            found = self._guarded(partial(case.run, *candidate.backend_and_order), limit_s)
             took_s = time.perf_counter() - start
             rate = max(rate, took_s / work(candidate, case.problem))
             # Compiling for a hard case takes as long as for the problem itself, so it counts in the budget.
@@ -216,11 +216,11 @@ class Gate:
         with reference():
             oracle = Oracle.of(make(cases[min(1, len(cases) - 1)].problem))
         limit_s = timeout_s() + 10 * first_call_ms(candidate, oracle.example.problem) / 1e3
-        first = self._guarded(partial(oracle.run, *candidate.run_by), limit_s)["out"]
+        first = self._guarded(partial(oracle.run, *candidate.backend_and_order), limit_s)["out"]
         known = first.clone()
         with torch.no_grad():
             oracle.example.v.neg_()
-        second = self._guarded(partial(oracle.run, *candidate.run_by), limit_s)["out"]
+        second = self._guarded(partial(oracle.run, *candidate.backend_and_order), limit_s)["out"]
         if not torch.equal(first, known):
             return ["a second call changed the result of the first"]
         found = oracle.check({"out": -second})  # attention is linear in v
@@ -235,7 +235,7 @@ class Gate:
         def run() -> tuple[dict[str, torch.Tensor], int | None, float]:
             synchronize(device)
             start = time.perf_counter()
-            result, peak = memory.peak_bytes(lambda: self._oracle.run(*candidate.run_by), device)
+            result, peak = memory.peak_bytes(lambda: self._oracle.run(*candidate.backend_and_order), device)
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 
@@ -287,7 +287,7 @@ class Gate:
             kind=kind,
             scope=scope,
             reason=reason,
-            title=candidate.described(self.problem),
+            title=candidate.problem_title(self.problem),
         )
         Quarantine(cache_folder(), self.address.silicon).add(entry)
 

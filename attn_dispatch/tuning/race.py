@@ -59,7 +59,7 @@ class Race:
             self.rounds = Rounds({only: intervals.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
             return
         guard.end_idle_threads()  # they would occupy cores during the timing
-        calls = {name: example.call(*candidate.run_by) for name, candidate in racing.items()}
+        calls = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
         self.rounds = self._time(calls, remaining_s)
         rival = self._promising_rival()
         if rival is not None and self.budget_s is not None:
@@ -128,7 +128,7 @@ class Race:
         """A crash marker for one candidate, paused except while that candidate is being sampled."""
         candidate = self.runners[name][0]
         where, version = self.request.silicon, candidate.version
-        title = candidate.described(self.problem)
+        title = candidate.problem_title(self.problem)
         with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()) as marker:
             marker.pause()
             yield marker

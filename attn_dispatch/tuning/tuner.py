@@ -1,9 +1,8 @@
-"""From a problem to a decision: refusals, memory, the gate, timing in turns. Every failure is data. A candidate is a
-backend in an order of tokens.
+"""Runs a trial: candidates pass the gate, race in rounds, and the result is a decision. Failures become rows.
 
-The incumbent, which is the stored decision or else the static choice, is always a candidate. It runs first, unless
-another has so much less to do that there might be no time left for it; only a significant win replaces it (see
-`choice`). With a decision to start from, only what changed is measured again, beside the best of what did not.
+The incumbent is the prior decision's choice, else the static choice. It runs first, unless another candidate needs far
+less work and might otherwise get no time; only a significant win replaces it (see `choice`). With a prior decision only
+changed candidates are measured again, with the best unchanged one for comparison.
 """
 
 from __future__ import annotations
@@ -20,48 +19,48 @@ from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import choice, intervals
-from attn_dispatch.tuning.candidates import Candidate, Name, Request, environment_now, heuristic, now
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, utc_now
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
 from attn_dispatch.tuning.oracle import NoReference, reference
 from attn_dispatch.tuning.race import ENOUGH_ROUNDS, Race
 
-FAR_LESS = 4  #: times less work than the static choice's, from which a candidate is tried before it
-GENEROUS = 2.0  #: how many times the incumbent's rate a candidate is believed capable of, before it is tried
+LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
+RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
 
 
-def decide(
+def run_trial(
     request: Request,
     budget_s: float | None,
     *,
     prior: Decision | None = None,
-    changed: Collection[Name] | None = None,
-    first: Name | None = None,
+    changed: Collection[CandidateId] | None = None,
+    first: CandidateId | None = None,
 ) -> Decision | None:
-    """Measure and choose.
+    """Measure the candidates of a problem and choose.
 
     Args:
-        budget_s: seconds that trials may take; None for no limit. Working out what results should be, and what a
-            backend does once on a machine, come on top.
-        prior: the decision so far. Its choice is the incumbent; rows of candidates that are not measured are kept.
-        changed: with `prior`, the candidates to measure, beside the best of the others; None for all.
-        first: who is tried first where there is no `prior`, by default the static choice: of a problem that takes
-            long, the first may be the only one that there is time for.
+        budget_s: seconds that the trial may take; None for no limit. Reference results and a backend's `prepare` are
+            not included.
+        prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
+        changed: with `prior`, the candidates to measure, with the best of the others; None for all.
+        first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
+            that the budget suffices for.
 
     Returns:
-        The decision, or None where nothing could be measured: no candidate, or no memory for a trial (said once).
+        The decision, or None if nothing could be measured: no candidate, or no memory for a trial (warned once).
 
     Raises:
         BackendFailed: a candidate left the device unusable.
     """
-    # The reference works on a few widened rows: the example is all that is held beside one candidate's call.
+    # The reference computes a few rows at a time: besides a candidate's call, only the example needs memory.
     problem = request.problem
-    found = request.beside(example_bytes(problem))
+    found = request.candidates_with(example_bytes(problem))
     first = first if prior is None else prior.chosen
-    runners = _runners(problem, found, prior, changed, first)
+    runners = _to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
     trial = _Trial(request, found, runners, budget_s, prior)
@@ -69,42 +68,42 @@ def decide(
         trial.run()
         chosen = trial.choose()
     except NoReference as error:
-        say_once(f"not measured, for want of memory to check results: {printable(str(problem))} ({error})")
+        say_once(f"not measured, too little memory to check results: {printable(str(problem))} ({error})")
         chosen = None
     if chosen is None:
-        memory.release(problem.device)  # only here, where the error does not hold what was worked out any more
+        memory.release(problem.device)  # only here: in the handler the exception still references tensors
     trial.release()
     return None if chosen is None else trial.decision(chosen)
 
 
-def _runners(
+def _to_measure(
     problem: Problem,
     found: list[Candidate],
     prior: Decision | None,
-    changed: Collection[Name] | None,
-    first: Name | None,
+    changed: Collection[CandidateId] | None,
+    first: CandidateId | None,
 ) -> list[Candidate]:
-    """Who is measured: the first, then those with the least work, since they are likely to win."""
+    """The candidates to measure, in order: the first, then by increasing work, as less work is likely faster."""
     able = {candidate.id: candidate for candidate in found if candidate.row is None}
     names = set(able)
     if prior is not None and changed is not None:
-        names &= {*changed, prior.chosen, *_anchor(prior, able.keys() - set(changed))}
-    there = [able[name] for name in able if name in names]
-    first_one = next((each for each in there if each.id == first), None) or heuristic(there)
-    rest = sorted((each for each in there if each is not first_one), key=lambda each: flops(each, problem) or 0)
-    if prior is None and first is None and first_one is not None and _is_far_less(rest, first_one, problem):
-        first_one, rest = rest[0], [first_one, *rest[1:]]
-    return rest if first_one is None else [first_one, *rest]
+        names &= {*changed, prior.chosen, *_best_unchanged(prior, able.keys() - set(changed))}
+    measurable = [able[name] for name in able if name in names]
+    leading = next((each for each in measurable if each.id == first), None) or static_choice(measurable)
+    rest = sorted((each for each in measurable if each is not leading), key=lambda each: flops(each, problem) or 0)
+    if prior is None and first is None and leading is not None and _has_far_less_work(rest, leading, problem):
+        leading, rest = rest[0], [leading, *rest[1:]]
+    return rest if leading is None else [leading, *rest]
 
 
-def _is_far_less(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
-    """Whether the least work of the others is a small part of the first one's, which might leave them no time."""
+def _has_far_less_work(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
+    """Whether the least work of the others is at most 1 / `LESS_WORK_FACTOR` of the first one's."""
     least, whole = (flops(rest[0], problem) if rest else None), flops(first, problem)
-    return bool(least and whole and least * FAR_LESS <= whole)
+    return bool(least and whole and least * LESS_WORK_FACTOR <= whole)
 
 
-def _anchor(prior: Decision, names: Collection[Name]) -> list[Name]:
-    """The best of what did not change: what is measured anew has its ratio to this one, taken in the same minute."""
+def _best_unchanged(prior: Decision, names: Collection[CandidateId]) -> list[CandidateId]:
+    """The fastest unchanged candidate, measured again so that ratios to it are paired."""
     timed = [row for row in prior.candidates if row.id in names and row.median_ms is not None]
     best = min(timed, key=lambda row: (row.id != prior.chosen, row.median_ms), default=None)
     return [] if best is None else [best.id]
@@ -112,10 +111,10 @@ def _anchor(prior: Decision, names: Collection[Name]) -> list[Name]:
 
 @dataclass
 class _Trial:
-    """One trial; its tables are by the candidates' titles."""
+    """One trial; all tables are keyed by candidate title."""
 
     request: Request
-    found: list[Candidate]
+    candidates: list[Candidate]
     runners: list[Candidate]
     budget_s: float | None
     prior: Decision | None
@@ -123,8 +122,8 @@ class _Trial:
     outside_s: float = 0.0
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
-    prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: by backend
-    beside: tuple[Problem, ...] = ()  #: other problems that candidates were run on
+    prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: keyed by backend
+    case_problems: tuple[Problem, ...] = ()  #: problems of the hard cases
     race: Race | None = None
     chosen: Candidate | None = None
 
@@ -140,55 +139,56 @@ class _Trial:
         for candidate in self.runners:
             if candidate.title in self.rows:
                 continue
-            reason, need_s = self._too_long(candidate, gate)
+            reason, need_s = self._reason_to_skip(candidate, gate)
             if reason:
                 self.rows[candidate.title] = _row(candidate, "not_measured", reason, need_ms=_finite(_ms(need_s)))
                 continue
             before_s = gate.outside_s
             self._admit(candidate, gate)
             self.outside_s += gate.outside_s - before_s
-        self.beside = gate.case_problems
+        self.case_problems = gate.case_problems
         del gate
         self._race(example)
 
     def release(self) -> None:
-        """Drop what the trial left behind; not what the chosen backend took long to make and is about to need."""
+        """Clear the backends' tables for the trial's problems, except the chosen backend's for this one."""
         for backend in {candidate.name: candidate.backend for candidate in self.runners}.values():
             try:
-                self._clear(backend)
-            except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not take the call along
-                say_once(f"{backend.name} does not let go of what it keeps: {one_line(error)}")
+                self._clear_tables(backend)
+            except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
+                say_once(f"{backend.name} failed to clear its tables: {one_line(error)}")
 
-    def _clear(self, backend: Backend) -> None:
+    def _clear_tables(self, backend: Backend) -> None:
         forget, release = (getattr(backend, each, None) for each in ("forget", "release"))
         if forget is not None:
-            won = self.chosen is not None and backend.name == self.chosen.name
-            for problem in (*self.beside, *[self.problem] * (not won)):
+            is_chosen = self.chosen is not None and backend.name == self.chosen.name
+            for problem in (*self.case_problems, *[self.problem] * (not is_chosen)):
                 forget(problem)
         elif release is not None:
             release()
 
-    def _pacemaker(self) -> Candidate | None:
-        """Of those admitted, the one that ran first."""
+    def _first_admitted(self) -> Candidate | None:
+        """The admitted candidate that ran first."""
         return next((candidate for candidate in self.runners if candidate.title in self.admitted), None)
 
     def _incumbent(self) -> str | None:
-        """Who is replaced only by a significant win: what was decided before, else the static choice."""
-        admitted = [candidate for candidate in self.found if candidate.title in self.admitted]
+        """The title of the incumbent: the prior choice, else the static choice, among the admitted."""
+        admitted = [candidate for candidate in self.candidates if candidate.title in self.admitted]
         decided = next((each for each in admitted if self.prior is not None and each.id == self.prior.chosen), None)
-        incumbent = decided or heuristic(admitted)
+        incumbent = decided or static_choice(admitted)
         return None if incumbent is None else incumbent.title
 
     def _remaining_s(self) -> float | None:
         spent = time.perf_counter() - self.start - self.outside_s
         return None if self.budget_s is None else self.budget_s - spent
 
-    def _too_long(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
-        """Why a candidate is not tried, and the seconds that it would have needed: what it builds first, or its
-        arithmetic alone, would take the rest of the budget.
+    def _reason_to_skip(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
+        """Why a candidate is skipped, with the seconds it would need; empty if it is not.
+
+        It is skipped if its one-time work or its estimated calls would exceed the rest of the budget.
         """
-        pacemaker, remaining = self._pacemaker(), self._remaining_s()
-        if remaining is None or pacemaker is None:
+        first, remaining = self._first_admitted(), self._remaining_s()
+        if remaining is None or first is None:
             return "", 0.0
         left_s = max(remaining, 0.0)
         first_s = gate.builds_ms(candidate) / 1e3
@@ -197,22 +197,22 @@ class _Trial:
                 f"its first calls, the checks' too, take about {first_s:.3g} s more than later ones, with "
                 f"{left_s:.3g} s of the budget left: `attn-dispatch profile --full` measures it"
             ), first_s
-        work = [flops(each, self.problem) for each in (candidate, pacemaker)]
+        work = [flops(each, self.problem) for each in (candidate, first)]
         if work[0] is None or not work[1]:
             return "", 0.0
         ratio = work[0] / work[1]
-        least_s = self.admitted[pacemaker.title].call_ms / 1e3 * ratio / GENEROUS
-        need_s = first_s + least_s * GENEROUS * ENOUGH_ROUNDS
+        least_s = self.admitted[first.title].call_ms / 1e3 * ratio / RATE_FACTOR
+        need_s = first_s + least_s * RATE_FACTOR * ENOUGH_ROUNDS
         if least_s > left_s:
             return (
-                f"{ratio:.3g} times {pacemaker.title}'s work: at least {least_s:.3g} s at {GENEROUS:g} times its "
+                f"{ratio:.3g} times {first.title}'s work: at least {least_s:.3g} s at {RATE_FACTOR:g} times its "
                 f"rate, with {left_s:.3g} s of the budget left"
             ), need_s
         rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
-        if ratio > GENEROUS and rounds_s + least_s > left_s:
+        if ratio > RATE_FACTOR and rounds_s + least_s > left_s:
             return (
-                f"{ratio:.3g} times {pacemaker.title}'s work, and the {left_s:.3g} s that are left of the budget are "
-                f"needed to tell the others apart"
+                f"{ratio:.3g} times {first.title}'s work, and the {left_s:.3g} s left of the budget are needed to "
+                f"compare the others"
             ), need_s
         return "", 0.0
 
@@ -230,19 +230,19 @@ class _Trial:
             error=found.error,
         )
         if found.quarantined or found.status == "incorrect":
-            self._keep_out(candidate, found.reason)
+            self._quarantine_other_orders(candidate, found.reason)
 
-    def _keep_out(self, culprit: Candidate, reason: str) -> None:
-        """A quarantine is of a version: what is wrong in one order is trusted in no other."""
-        for candidate in self.found:
+    def _quarantine_other_orders(self, culprit: Candidate, reason: str) -> None:
+        """Rule out the culprit's other orders too: the quarantine is of its version."""
+        for candidate in self.candidates:
             others = candidate.row is None and candidate is not culprit
             if others and candidate.name == culprit.name != registry.LAST_RESORT:
                 self.admitted.pop(candidate.title, None)
-                text = f"kept out with {culprit.title}: {reason}"
+                text = f"quarantined with {culprit.title}: {reason}"
                 self.rows[candidate.title] = _row(candidate, "quarantined", text)
 
     def _prepare(self, candidate: Candidate, gate: Gate) -> Rejected | None:
-        """What is done once on a machine is no part of this problem's budget."""
+        """Run the backend's `prepare` once per trial, outside the budget; its rejection, if it failed."""
         prepare = getattr(candidate.backend, "prepare", None)
         if prepare is None or candidate.name in self.prepared:
             return self.prepared.get(candidate.name)
@@ -257,7 +257,7 @@ class _Trial:
         incumbent = self._incumbent()
         if incumbent is None:
             return
-        admitted = [each for each in self.found if each.title in self.admitted]
+        admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         self.race = Race(self.request, runners, incumbent, self.budget_s)
         self.race.run(example, self._remaining_s())
@@ -274,27 +274,27 @@ class _Trial:
             self._final_rows(),
             budget_ms=None if self.budget_s is None else _finite(self.budget_s * 1e3),
             elapsed_ms=_ms(time.perf_counter() - self.start),
-            environment=environment_now(),
+            environment=current_environment(),
         )
 
     def _final_rows(self) -> Iterator[Row]:
         assert self.race is not None
         earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
         failures, left_out = self.race.rounds.failures, self.race.left_out()
-        for candidate in self.found:
-            name = candidate.title
-            if name in failures:
-                yield _row(candidate, "failed", one_line(failures[name]))
-            elif name in self.race.outcomes:
-                yield self._timed(candidate, self.race.outcomes[name], self.race.rounds.timings[name])
-            elif name in left_out:
-                yield self._left_out(candidate, left_out[name])
-            elif name in self.rows:
-                yield self._persistent(self.rows[name], earlier.get(candidate.id))
+        for candidate in self.candidates:
+            title = candidate.title
+            if title in failures:
+                yield _row(candidate, "failed", one_line(failures[title]))
+            elif title in self.race.outcomes:
+                yield self._timed(candidate, self.race.outcomes[title], self.race.rounds.timings[title])
+            elif title in left_out:
+                yield self._left_out(candidate, left_out[title])
+            elif title in self.rows:
+                yield self._with_doubled_need(self.rows[title], earlier.get(candidate.id))
             elif candidate.row is not None:
                 yield candidate.row
             else:
-                yield self._kept(earlier.get(candidate.id), candidate, self.race)
+                yield self._earlier_row(earlier.get(candidate.id), candidate, self.race)
 
     def _timed(self, candidate: Candidate, outcome: choice.Outcome, timing: intervals.Timing) -> Row:
         admitted = self.admitted[candidate.title]
@@ -319,7 +319,7 @@ class _Trial:
         )
 
     def _left_out(self, candidate: Candidate, ratio: float) -> Row:
-        """One cold call, with all that is built once, is no measure of the calls to come."""
+        """The row of a candidate with a first call only: it includes one-time work and is no measurement."""
         admitted = self.admitted[candidate.title]
         return _row(
             candidate,
@@ -330,17 +330,17 @@ class _Trial:
             error=admitted.error,
         )
 
-    def _persistent(self, row: Row, earlier: Row | None) -> Row:
-        """What was put off again is thought to need twice as long: it is not tried for ever."""
+    def _with_doubled_need(self, row: Row, earlier: Row | None) -> Row:
+        """Double the estimated need of a candidate skipped again, so that later trials stop retrying it."""
         if row.need_ms is None or earlier is None or earlier.need_ms is None:
             return row
         return msgspec.structs.replace(row, need_ms=max(row.need_ms, 2 * earlier.need_ms))
 
-    def _kept(self, row: Row | None, candidate: Candidate, race: Race) -> Row:
-        """A row that was not measured again, told against what is chosen now."""
+    def _earlier_row(self, row: Row | None, candidate: Candidate, race: Race) -> Row:
+        """The prior row of a candidate not measured again, compared with the chosen one's times."""
         assert self.chosen is not None
         if row is None:
-            return _row(candidate, "not_measured", "was not there when the trial began")
+            return _row(candidate, "not_measured", "was not available when the trial began")
         if row.status not in ("chosen", "slower", "tie") or row.low_ms is None:
             return row
         best = race.rounds.timings[self.chosen.title]
@@ -356,7 +356,7 @@ def _row(candidate: Candidate, status: str, reason: str, **measured: float | Non
         reason=printable(reason),
         version=candidate.version,
         workspace_bytes=candidate.workspace_bytes,
-        measured=now(),
+        measured=utc_now(),
         **measured,  # type: ignore[arg-type]
     )
 

@@ -263,7 +263,7 @@ def compiled(of: Problem) -> tuple[Example, Oracle]:
         pytest.skip("; ".join(reasons))
     example = make(of)
     gate = Oracle.of(example)
-    with torch_state.undisturbed(of.device):  # as a trial runs it
+    with torch_state.isolated(of.device):  # as a trial runs it
         assert gate.check(gate.run(flex)).failures == ()
     assert flex.first_call_ms(of) == 0
     return example, gate

@@ -1,4 +1,4 @@
-"""attend() and explain(): what a call takes, what comes out, and what is said when it cannot be run."""
+"""attend() and explain(): arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, forg
 pytestmark = pytest.mark.usefixtures("little_time")
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def test_lse_in_each_dtype() -> None:
@@ -41,7 +41,7 @@ def test_lse_in_each_dtype() -> None:
 
 
 @pytest.mark.parametrize("seq_lens", [None, torch.tensor([9])], ids=["plain", "masked"])
-def test_the_other_layout(seq_lens: Tensor | None) -> None:
+def test_layout_bhnd(seq_lens: Tensor | None) -> None:
     q, k, v = qkv()
     options: dict[str, Any] = {"is_causal": True, "return_lse": True, "seq_lens": seq_lens}
     out, lse = attend(q, k, v, **options)
@@ -52,7 +52,7 @@ def test_the_other_layout(seq_lens: Tensor | None) -> None:
     assert counted(measured=1)
 
 
-def test_masks_are_of_the_call_and_not_of_the_route() -> None:
+def test_masks_belong_to_the_call_and_not_to_the_route() -> None:
     q, k, v = qkv()
     for length in (16, 3, 9):
         out = attend(q, k, v, seq_lens=torch.tensor([length]))
@@ -63,7 +63,7 @@ def test_masks_are_of_the_call_and_not_of_the_route() -> None:
     assert counted(measured=1)
 
 
-def test_what_is_no_result_is_said() -> None:
+def test_an_invalid_result_is_reported() -> None:
     register(Plugin(change=lambda out, lse: (out,)))
     with pytest.raises(BackendFailed, match="planted returned a tuple, neither out nor"):
         attend(*qkv(), backend="planted")
@@ -90,7 +90,7 @@ def test_any_sequence_of_branches(branches: Callable[[], tuple[Iterable[int], It
         assert torch.equal(attend(q, k, v, segment_lengths=lengths, dilation_rates=rates), expected)
         routes.append(len(dispatch._routes))
     assert counted(measured=1)
-    assert routes[0] == routes[1], "a call that was met leaves nothing behind"
+    assert routes[0] == routes[1], "a repeated call adds no route"
 
 
 def test_one_branch_may_be_a_number() -> None:
@@ -111,15 +111,15 @@ def test_meta_tensors_are_explained_and_not_run() -> None:
 @pytest.mark.parametrize(
     "bad", [torch.zeros(1, 16, 2, 8).to_sparse(), None, np.zeros((1, 16, 2, 8))], ids=["sparse", "none", "numpy"]
 )
-def test_wrong_tensors_are_wrong_input(bad: Any) -> None:
+def test_invalid_tensors(bad: Any) -> None:
     q, k, v = qkv()
     for tensors in ((bad, k, v), (q, bad, v), (q, k, bad)):
         with pytest.raises(InvalidInput):
             attend(*tensors)
 
 
-def test_wrong_input_stands_alone() -> None:
-    """What went wrong inside, looking for a route, is not the user's."""
+def test_invalid_input_has_no_exception_context() -> None:
+    """Exceptions while searching a route are not shown to the caller."""
     with pytest.raises(InvalidInput) as raised:
         attend(*qkv(), seq_lens=[1, 2])  # type: ignore[arg-type]
     assert raised.value.__cause__ is None
@@ -145,8 +145,8 @@ def test_a_forced_backend_runs(backend: str, set_mode: Callable[[str], None]) ->
     assert not cache_folder().exists()
 
 
-def test_the_natural_order_is_accepted_alone() -> None:
-    """By the order of preference, since nothing is measured for it; once something is, by that."""
+def test_natural_order_alone_can_be_forced() -> None:
+    """Nothing is measured: the static choice runs, or the fastest measured candidate once there is one."""
     q, k, v = qkv()
     assert close(attend(q, k, v, order="natural"), formula(q, k, v, Dense())[0])
     assert counted(forced=1)
@@ -202,10 +202,10 @@ def test_an_exchange_without_ranks(call: Callable[..., Any], backend: str | None
     assert str(raised.value) == text
 
 
-def test_no_backend_at_all() -> None:
+def test_no_backend() -> None:
     shared = replace(Problem.of(*qkv()), ranks=2)
     with pytest.raises(NoBackend) as raised:
-        decide.decide(shared)
+        decide.decision_for(shared)
     lines = str(raised.value).splitlines()
     assert [line.strip().split(":")[0] for line in lines[2:]] == BUILT_IN
     assert all("sharded over 2" in line for line in lines[2:])
@@ -215,7 +215,7 @@ def test_no_backend_at_all() -> None:
     assert found.order is None
 
 
-# --- what explain says ------------------------------------------------------------------------------------------------
+# --- explain ----------------------------------------------------------------------------------------------------------
 
 
 def test_explain_runs_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A call is a hit where it is like one that was made before, in all that a decision can depend on."""
+"""A call uses a stored route only if it equals an earlier call in everything that a decision depends on."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Other(Tensor):
     """A subclass that changes nothing."""
 
 
-class Seen:
-    """A backend that keeps the problems it is run with."""
+class Recorder:
+    """A backend that records the problems it is run with."""
 
     name = "seen"
 
@@ -46,15 +46,15 @@ class Seen:
 
 
 @pytest.fixture
-def seen() -> Seen:
-    backend = Seen()
+def seen() -> Recorder:
+    backend = Recorder()
     register(backend)
     return backend
 
 
 @pytest.fixture(params=["guards", "attributes"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With what PyTorch's compiler compares tensors by, and where that is missing."""
+def comparison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How tensors are compared: by the guards of PyTorch's compiler, or by attributes where those are missing."""
     if request.param == "attributes":
         monkeypatch.setattr(tensor_match, "_guards_work", lambda: False)
     return str(request.param)
@@ -129,22 +129,22 @@ def padded(x: Tensor) -> Tensor:
     return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
 
 
-def wanting(x: Tensor) -> Tensor:
+def requiring_grad(x: Tensor) -> Tensor:
     return x.clone().requires_grad_()
 
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "strides": padded,
-    "gradient": wanting,
+    "gradient": requiring_grad,
     "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
     "subclass": lambda x: x.as_subclass(Other),
 }
 
 
-@pytest.mark.usefixtures("how")
-def test_every_setting_has_its_route(seen: Seen) -> None:
-    """Each is met amid the others, and again: the route must be its own, and the second time a hit."""
-    q, k, v = (wanting(x) for x in qkv())
+@pytest.mark.usefixtures("comparison")
+def test_every_setting_has_its_route(seen: Recorder) -> None:
+    """Calls with each setting, mixed with the others and repeated: each needs its own route, then reuses it."""
+    q, k, v = (requiring_grad(x) for x in qkv())
     expected: dict[str, Problem] = {}
     for _ in range(2):
         for name, change in {"plain": nullcontext, **SETTINGS}.items():
@@ -158,8 +158,8 @@ def test_every_setting_has_its_route(seen: Seen) -> None:
     assert expected["threads"] is not expected["plain"]
 
 
-@pytest.mark.usefixtures("how")
-def test_every_argument_has_its_route(seen: Seen) -> None:
+@pytest.mark.usefixtures("comparison")
+def test_every_argument_has_its_route(seen: Recorder) -> None:
     tensors = qkv()
     expected: dict[str, Problem] = {}
     for _ in range(2):
@@ -170,16 +170,16 @@ def test_every_argument_has_its_route(seen: Seen) -> None:
             assert expected.setdefault(name, seen.problems[-1]) is seen.problems[-1], f"{name} was no hit"
 
 
-def test_the_layout_is_told_apart(seen: Seen) -> None:
+def test_each_layout_has_its_route(seen: Recorder) -> None:
     tensors = [torch.randn(1, 4, 4, 8) for _ in range(3)]
     for layout in ("bnhd", "bhnd", "bnhd", "bhnd"):
         run(tensors, layout=layout)
         assert seen.problems[-1] == problem_of(tensors, layout=layout)
 
 
-@pytest.mark.usefixtures("how")
+@pytest.mark.usefixtures("comparison")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_each_tensor_is_looked_at(change: Callable[[Tensor], Tensor], seen: Seen) -> None:
+def test_each_tensor_is_compared(change: Callable[[Tensor], Tensor], seen: Recorder) -> None:
     tensors = list(qkv())
     for place in (None, 0, 1, 2, None):
         changed = [change(x) if place == i else x for i, x in enumerate(tensors)]
@@ -189,10 +189,10 @@ def test_each_tensor_is_looked_at(change: Callable[[Tensor], Tensor], seen: Seen
         assert seen.problems[-1] is seen.problems[-2]
 
 
-@pytest.mark.usefixtures("how")
+@pytest.mark.usefixtures("comparison")
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_what_is_wrong_stays_wrong_after_a_hit(place: int, seen: Seen) -> None:
-    """Another shape, dtype or device of one tensor alone is no valid call, and must not pass as one."""
+def test_invalid_tensors_are_refused_after_a_hit(place: int, seen: Recorder) -> None:
+    """A call where only one tensor has another shape, dtype or device is invalid, also after a valid one."""
     tensors = list(qkv())
     run(tensors)
     x = tensors[place]
@@ -218,7 +218,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_wrong_arguments_stay_wrong_after_a_hit(wrong: dict[str, Any], seen: Seen) -> None:
+def test_invalid_arguments_are_refused_after_a_hit(wrong: dict[str, Any], seen: Recorder) -> None:
     q, k, v = qkv()
     for good in ("seq_lens", "key_mask"):
         attend(q, k, v, backend="seen", **ARGUMENTS[good])
@@ -228,9 +228,9 @@ def test_wrong_arguments_stay_wrong_after_a_hit(wrong: dict[str, Any], seen: See
         attend(q, k, v, backend="seen", **wrong)
 
 
-@pytest.mark.usefixtures("how")
-def test_shapes_of_the_same_size(seen: Seen) -> None:
-    """As many entries, in another arrangement."""
+@pytest.mark.usefixtures("comparison")
+def test_shapes_of_the_same_size(seen: Recorder) -> None:
+    """Equally many elements in another shape."""
     shapes = [(1, 16, 2, 8), (2, 8, 2, 8), (1, 8, 4, 8), (1, 16, 4, 4), (1, 32, 1, 8)]
     for _ in range(2):
         for shape in shapes:
@@ -245,8 +245,8 @@ def test_shapes_of_the_same_size(seen: Seen) -> None:
             assert (seen.problems[-1].k_len, seen.problems[-1].kv_heads) == (length, heads)
 
 
-@pytest.mark.usefixtures("how")
-def test_a_tensor_changed_in_place(seen: Seen) -> None:
+@pytest.mark.usefixtures("comparison")
+def test_a_tensor_changed_in_place(seen: Recorder) -> None:
     tensors = qkv()
     run(tensors)
     for x in tensors:
@@ -265,8 +265,8 @@ def test_a_tensor_changed_in_place(seen: Seen) -> None:
     assert seen.problems[-1] == problem_of(tensors)
 
 
-@pytest.mark.usefixtures("how")
-def test_one_tensor_as_two(seen: Seen) -> None:
+@pytest.mark.usefixtures("comparison")
+def test_one_tensor_as_two_arguments(seen: Recorder) -> None:
     x, y, z = qkv()
     for q, k, v in ((x, x, x), (x, y, y), (x, y, x), (x, x, y), (x, y, z)):
         attend(q, k, v, backend="seen")
@@ -278,18 +278,18 @@ def test_one_tensor_as_two(seen: Seen) -> None:
     assert len(seen.problems) == met + 5
 
 
-@pytest.mark.usefixtures("how")
-def test_each_of_two_that_are_one_is_looked_at() -> None:
+@pytest.mark.usefixtures("comparison")
+def test_shared_tensors_are_compared_one_by_one() -> None:
     x, y, _ = qkv()
     for like in (tensor_match.fits(x, x, x), tensor_match.fits(x, y, y)):
         assert like(x, y, x)
-        for changed in (padded(x), wanting(x), x.double(), x.as_subclass(Other)):
+        for changed in (padded(x), requiring_grad(x), x.double(), x.as_subclass(Other)):
             assert not like(changed, y, y)
             assert not like(x, changed, y)
             assert not like(x, y, changed)
 
 
-def test_the_backend_is_told_apart(seen: Seen) -> None:
+def test_each_forced_backend_has_its_route(seen: Recorder) -> None:
     q, k, v = qkv()
     out = attend(q, k, v, backend="manual")
     assert attend(q, k, v, backend="seen") is q
@@ -298,29 +298,29 @@ def test_the_backend_is_told_apart(seen: Seen) -> None:
 
 
 def chain() -> int:
-    """How many routes there are, those beside others too."""
+    """The number of routes, with those chained to others."""
     total = 0
     for route in dispatch._routes.values():
         each: dispatch.Route | None = route
         while each is not None:
-            total, each = total + 1, each.beside
+            total, each = total + 1, each.next_route
     return total
 
 
-@pytest.mark.usefixtures("how")
-def test_no_endless_row_of_routes(seen: Seen) -> None:
-    """Storage that is cut out of ever wider rows has ever other strides."""
+@pytest.mark.usefixtures("comparison")
+def test_the_routes_of_a_signature_are_bounded(seen: Recorder) -> None:
+    """Slices of ever wider rows have ever new strides."""
     for _ in range(2):
-        for width in range(8, 8 + 2 * dispatch.MOST_LIKE):
+        for width in range(8, 8 + 2 * dispatch.MAX_CHAIN):
             q, k, v = (torch.randn(1, 4, 2, width)[..., :8] for _ in range(3))
             attend(q, k, v, backend="seen")
             assert seen.problems[-1] == Problem.of(q, k, v)
-            assert chain() <= dispatch.MOST_LIKE
+            assert chain() <= dispatch.MAX_CHAIN
 
 
-@pytest.mark.usefixtures("how")
-def test_inside_a_transform(seen: Seen) -> None:
-    """What vmap hands over looks like an ordinary tensor of one axis less."""
+@pytest.mark.usefixtures("comparison")
+def test_inside_a_transform(seen: Recorder) -> None:
+    """Inside vmap a tensor looks like an ordinary one with an axis less."""
     q, k, v = (x.expand(3, *x.shape) for x in qkv())
     for _ in range(2):
         attend(q[0], k[0], v[0], backend="seen")
@@ -331,10 +331,10 @@ def test_inside_a_transform(seen: Seen) -> None:
         assert seen.problems[-1].needs_grad
 
 
-@pytest.mark.usefixtures("how")
-def test_settings_are_of_a_thread(seen: Seen) -> None:
-    """Autocast and whether gradients are wanted are one thread's own."""
-    tensors = [wanting(x) for x in qkv()]
+@pytest.mark.usefixtures("comparison")
+def test_settings_are_read_per_thread(seen: Recorder) -> None:
+    """Autocast and grad mode are thread-local."""
+    tensors = [requiring_grad(x) for x in qkv()]
     found: dict[str, bool] = {}
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -347,8 +347,8 @@ def test_settings_are_of_a_thread(seen: Seen) -> None:
         assert found.pop("out")
 
 
-def test_the_first_call_leaves_the_settings_alone(seen: Seen) -> None:
-    """How it is found out whether autocast is seen."""
+def test_the_first_call_does_not_change_settings(seen: Recorder) -> None:
+    """The test whether the guards check autocast sets it temporarily."""
     with ExitStack() as stack:
         for enabled in (False, True, False):
             if enabled:
@@ -360,15 +360,15 @@ def test_the_first_call_leaves_the_settings_alone(seen: Seen) -> None:
             assert torch.is_autocast_enabled("cpu") is enabled
 
 
-def test_arguments_without_a_hash(seen: Seen) -> None:
-    """Such a call cannot be remembered, and is none the worse."""
+def test_arguments_without_a_hash(seen: Recorder) -> None:
+    """Such a call runs, but gets no route."""
     for _ in range(2):
         run(qkv(), return_lse=[])
     assert len(seen.problems) == 2
     assert not dispatch._routes
 
 
-# --- where the guards are missing or different ------------------------------------------------------------------------
+# --- missing or different guards --------------------------------------------------------------------------------------
 
 
 def always(answer: bool) -> Callable[..., Any]:
@@ -389,7 +389,7 @@ GUARDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("guards", GUARDS.values(), ids=GUARDS)
-def test_guards_are_tried_before_they_are_trusted(guards: Any, monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+def test_guards_are_tested_before_use(guards: Any, monkeypatch: pytest.MonkeyPatch, seen: Recorder) -> None:
     tensor_match._guards_work.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr("torch._C._dynamo.guards", guards)
@@ -410,5 +410,5 @@ def test_a_guard_that_does_not_see_autocast(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_there_are_guards_here() -> None:
-    """Else every hit takes twice as long: say so, if a new PyTorch has them no more."""
+    """Without guards every hit takes twice as long: fail if a new PyTorch lacks them."""
     assert tensor_match._guards_work()

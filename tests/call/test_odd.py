@@ -1,4 +1,4 @@
-"""Plug-ins that say odd things, crash late or keep what they returned, and calls from odd places."""
+"""Plug-ins with invalid answers, late crashes or reused results, and calls from forks, threads and torch.func."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there was no time for on a busy machine would be measured by the next call."""
+    """Enough budget on a busy machine: a candidate skipped for time would be measured by the next call."""
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
 
 
@@ -47,20 +47,20 @@ def planted_row() -> Any:
     return next(row for row in explain(*qkv()).candidates if row.backend == "planted")
 
 
-# --- odd answers ------------------------------------------------------------------------------------------------------
+# --- invalid answers --------------------------------------------------------------------------------------------------
 
 
 class Version(str):
-    """As torch's own."""
+    """A version as torch's own, a subclass of str."""
 
 
-class Untold(Exception):
+class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 def raising(*_: object) -> Any:
-    raise Untold
+    raise Unprintable
 
 
 ODD: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def test_odd_answers_do_not_reach_the_caller(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("budget", ["inf", "0", "1e300"])
-def test_budgets_without_end_or_beginning_are_kept(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_and_infinite_budgets(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
     monkeypatch.setattr(registry, "names", lambda: ("sdpa", "manual"))
     attend(*qkv())
@@ -116,15 +116,15 @@ def test_budgets_without_end_or_beginning_are_kept(budget: str, monkeypatch: pyt
     assert counted(loaded=1)
 
 
-def test_what_is_no_problem() -> None:
+def test_invalid_problems() -> None:
     with pytest.raises(InvalidInput, match="problems must be Problems"):
         profile(["dense"], progress=False)  # type: ignore[list-item]
 
 
-# --- for a while ------------------------------------------------------------------------------------------------------
+# --- temporary statuses -----------------------------------------------------------------------------------------------
 
 
-def test_what_lacked_memory_is_tried_when_there_is_some() -> None:
+def test_a_candidate_over_memory_is_measured_when_memory_is_free() -> None:
     backend = Planted()
     reasons = [Refusal("over_memory", "too much for now")]
     backend.refusals = lambda problem: reasons  # type: ignore[method-assign]
@@ -139,7 +139,7 @@ def test_what_lacked_memory_is_tried_when_there_is_some() -> None:
 
 
 @pytest.mark.parametrize("fault", [planted.wrong_out, planted.lies])
-def test_what_was_lifted_is_tried_again(fault: planted.Fault) -> None:
+def test_a_candidate_released_from_quarantine_is_measured_again(fault: planted.Fault) -> None:
     backend = Planted(fault)
     register(backend)
     attend(*qkv())
@@ -151,7 +151,7 @@ def test_what_was_lifted_is_tried_again(fault: planted.Fault) -> None:
     assert planted_row().status in ("chosen", "slower", "tie")
 
 
-# --- what was returned before -----------------------------------------------------------------------------------------
+# --- reused results ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -185,7 +185,7 @@ def test_results_that_are_shared_or_stale(kind: type[Keeper], said: str) -> None
     assert said in row.reason
 
 
-# --- crashes that come late -------------------------------------------------------------------------------------------
+# --- late crashes -----------------------------------------------------------------------------------------------------
 
 LATE = """
 import os, sys, torch
@@ -212,18 +212,18 @@ print(*(row.backend for row in rows if row.status == "quarantined"))
 
 @pytest.mark.parametrize("prepare", [False, True], ids=["race", "prepare"])
 def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
-    """Only the one whose turn it was is kept out."""
+    """Only the backend that ran is quarantined."""
 
     assert processes.run(LATE.format(prepare=prepare)).returncode < 0
     second = processes.run(LATE.format(prepare=prepare))
     assert (second.returncode, second.stdout.strip()) == (0, "planted"), second.stderr
 
 
-# --- odd places -------------------------------------------------------------------------------------------------------
+# --- forks, threads, torch.func ---------------------------------------------------------------------------------------
 
 
 def test_after_a_fork_while_another_thread_decides() -> None:
-    """The child has no such thread, and must not wait for it."""
+    """The thread does not exist in the child, which must not wait for its lock."""
     taken, over = threading.Event(), threading.Event()
 
     def decide() -> None:
@@ -256,7 +256,7 @@ def test_inside_torch_func_nothing_is_measured() -> None:
     assert counted(heuristic=1, measured=1)
 
 
-def test_other_threads_random_numbers_go_on() -> None:
+def test_random_numbers_of_other_threads_do_not_repeat() -> None:
     register(Drawing())
     torch.manual_seed(0)
     attend(*qkv())
@@ -266,7 +266,7 @@ def test_other_threads_random_numbers_go_on() -> None:
 
 
 class Drawing(Planted):
-    """Stands for another thread, that draws while a trial runs."""
+    """Simulates another thread that draws random numbers during a trial."""
 
     count = 0
 
@@ -276,7 +276,7 @@ class Drawing(Planted):
         return super().run(q, k, v, problem, **tensors)
 
 
-def test_memory_limits_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "0.5")
     before = resource.getrlimit(resource.RLIMIT_AS)
     register(Planted(planted.hangs))

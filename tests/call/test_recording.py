@@ -1,4 +1,4 @@
-"""record() writes down the problems that were met, and profile() settles them."""
+"""record() writes the problems of calls to a file, and profile() measures them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_distinct_problem_is_recorded_once(tmp_path: Path, set_mode: Callab
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_a_record_is_continued(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+def test_a_second_record_appends(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
     set_mode("predict")
     path = tmp_path / "met.jsonl"
     for pattern in (Dense(), Window(2, 2)):
@@ -61,7 +61,7 @@ def test_a_problem_is_recorded_before_it_fails(tmp_path: Path, set_mode: Callabl
     assert read_record(tmp_path / "met.jsonl") == [Problem.of(*qkv())]
 
 
-def test_a_record_within_a_record(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+def test_nested_records(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
     set_mode("predict")
     q, k, v = qkv()
     with record(tmp_path / "outer"):
@@ -74,7 +74,7 @@ def test_a_record_within_a_record(tmp_path: Path, set_mode: Callable[[str], None
 # --- profile ----------------------------------------------------------------------------------------------------------
 
 
-def test_profile_settles_what_was_recorded(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+def test_profile_measures_recorded_problems(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
     q, k, v = qkv()
     set_mode("predict")
     with record(tmp_path / "met.jsonl"):
@@ -94,7 +94,7 @@ def test_profile_settles_what_was_recorded(tmp_path: Path, set_mode: Callable[[s
     assert counted(loaded=2)
 
 
-def test_profile_measures_again_only_when_told_to() -> None:
+def test_profile_measures_again_only_if_forced() -> None:
     problems = [Problem.of(*qkv())]
     for force, measured in ((False, 1), (False, 1), (True, 2)):
         profile(problems, budget_s=0.3, progress=False, force=force)
@@ -109,11 +109,11 @@ def test_training_is_profiled_from_inference_mode() -> None:
     assert all(row.status != "failed" for row in found.candidates)
 
 
-def test_profile_of_nothing() -> None:
+def test_profile_without_problems() -> None:
     assert profile([], progress=False) == []
 
 
 @pytest.mark.parametrize("budget", [0, -1, math.nan])
-def test_profile_needs_time(budget: float) -> None:
+def test_profile_refuses_an_invalid_budget(budget: float) -> None:
     with pytest.raises(InvalidInput, match="budget_s must be a number > 0 or None"):
         profile([], budget_s=budget, progress=False)

@@ -1,4 +1,4 @@
-"""Calls amid what else torch does: autocast, its settings, autograd, checkpoints and torch.compile."""
+"""Calls with other features of torch: autocast, settings, autograd, checkpoints and torch.compile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert attend(q, k, v).dtype == torch.float32
 
 
-def test_autocast_leaves_float64_alone() -> None:
+def test_autocast_does_not_change_float64() -> None:
     q, k, v = qkv(dtype=torch.float64)
     expected = attend(q, k, v)
     with torch.autocast("cpu", torch.bfloat16):
@@ -53,7 +53,7 @@ def test_gradients_pass_through_autocast() -> None:
 
 
 def test_autocast_does_not_reach_the_trial() -> None:
-    """It would compute what should be in float32 in bfloat16, and correct backends would be thought wrong."""
+    """With it, float32 checks would run in bfloat16, and correct backends would be rejected."""
     with torch.autocast("cpu", torch.bfloat16):
         attend(*qkv())
         found = explain(*qkv())
@@ -63,7 +63,7 @@ def test_autocast_does_not_reach_the_trial() -> None:
 # --- settings of the caller -------------------------------------------------------------------------------------------
 
 
-def test_settings_that_make_another_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_part_of_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     attend(q, k, v)
     torch.set_float32_matmul_precision("medium")
@@ -83,7 +83,7 @@ def test_settings_that_make_another_problem(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_settings_of_the_newer_matmul_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it was used, torch refuses to answer by the older one."""
+    """After a call of it, torch refuses calls of the older interface."""
     code = (
         "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; from attn_dispatch import attend, explain;"
         "x = torch.randn(1, 8, 2, 4); attend(x, x, x); attend(x, x, x); print(explain(x, x, x).problem)"
@@ -103,8 +103,8 @@ def test_the_default_device_does_not_reach_the_trial() -> None:
     assert counted(measured=1)
 
 
-def test_a_trial_leaves_random_numbers_alone() -> None:
-    """A run that measures and one that does not must draw the same."""
+def test_a_trial_does_not_change_random_numbers() -> None:
+    """A run draws the same numbers with and without a trial."""
     q, k, v = qkv()
     drawn = []
     for _ in range(2):

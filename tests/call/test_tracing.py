@@ -1,4 +1,4 @@
-"""Calls that are traced into a graph, or seen by a dispatch mode: right for other inputs, and nothing is decided."""
+"""Calls traced into a graph or intercepted by a dispatch mode: right for other inputs, and nothing is decided."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def others() -> tuple[Tensor, ...]:
 
 @pytest.fixture(params=["unseen", "decided"])
 def decided(request: pytest.FixtureRequest) -> bool:
-    """Whether plain calls go to `native` already, the fastest here or not."""
+    """Whether plain calls already have a decision, for `native`."""
     found: bool = request.param == "decided"
     return found
 
@@ -67,7 +67,7 @@ def decided(request: pytest.FixtureRequest) -> bool:
 def settle(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Route plain calls by a decision for `native`."""
     with monkeypatch.context() as patch:
-        patch.setattr(decide, "decide", lambda problem: decide.force(problem, "native", None))
+        patch.setattr(decide, "decision_for", lambda problem: decide.forced_decision(problem, "native", None))
         attend(*qkv(), pattern)
         attend(*qkv(), pattern, return_lse=True)
     assert {route.backend.split()[0] for route in dispatch._routes.values()} == {"native"}
@@ -91,7 +91,7 @@ def test_a_graph_holds_for_other_inputs(
 
 @crossed(lambda pattern, tracer: {"tracer": tracer}, pattern=PATTERNS, tracer=tuple(TRACERS))
 def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
-    """Through lse too, traced with and without gradients."""
+    """Also through lse; traced with and without gradients."""
     for wanted in (False, True):
         inputs = [x.requires_grad_(wanted) for x in qkv()]
         for return_lse in (False, True):
@@ -105,7 +105,7 @@ def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
-def test_masks_of_other_values(tracer: str) -> None:
+def test_a_graph_holds_for_other_masks(tracer: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, key_mask: Tensor) -> Tensor:
         found: Tensor = attend(q, k, v, Window(4, 2), seq_lens=lens, key_mask=key_mask)
         return found
@@ -125,22 +125,22 @@ def test_a_forced_backend_that_cannot_be_traced(tracer: str) -> None:
 
 
 def test_dropout_cannot_be_traced() -> None:
-    with pytest.raises(NoBackend, match="no graph"):
+    with pytest.raises(NoBackend, match="would not be valid for other inputs"):
         make_fx(lambda q, k, v: attend(q, k, v, dropout_p=0.5))(*qkv())
 
 
-def test_sizes_that_are_symbols() -> None:
+def test_symbolic_sizes() -> None:
     with pytest.raises(InvalidInput, match="q must have sizes that are numbers"):
         make_fx(lambda q, k, v: attend(q, k, v), tracing_mode="symbolic")(*qkv())
 
 
-def test_locked_mode_holds_for_graphs(set_mode: Callable[[str], None]) -> None:
+def test_locked_mode_applies_to_graphs(set_mode: Callable[[str], None]) -> None:
     set_mode("locked")
     with pytest.raises(NotDecided):
         make_fx(lambda q, k, v: attend(q, k, v))(*qkv())
 
 
-def test_fake_tensors_leave_nothing_behind() -> None:
+def test_fake_tensors_leave_no_state() -> None:
     for pattern in PATTERNS:
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(x) for x in qkv()]
@@ -156,8 +156,8 @@ def test_fake_tensors_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_a_mode_that_counts(pattern: Pattern, decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators of PyTorch's are run, so that there is something to count; a forced backend is run."""
+def test_a_dispatch_mode_that_counts(pattern: Pattern, decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode sees PyTorch's operators; a forced backend runs."""
     if decided:
         settle(pattern, monkeypatch)
     with FlopCounterMode(display=False) as counter:
@@ -167,7 +167,7 @@ def test_a_mode_that_counts(pattern: Pattern, decided: bool, monkeypatch: pytest
     assert counters()["measured"] == 0
 
 
-def test_selective_checkpoints_are_plain_calls() -> None:
+def test_selective_checkpoints_are_measured_like_plain_calls() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
 
     def contexts() -> Any:

@@ -1,4 +1,4 @@
-"""When a call measures, when it looks up, and when a decision no longer holds: modes, budgets and the folder."""
+"""When a call measures and when it uses a stored decision: modes, budgets, the cache folder, stale decisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("little_time")
 # --- measured once ----------------------------------------------------------------------------------------------------
 
 
-def test_the_first_call_measures_and_the_second_looks_up() -> None:
+def test_the_first_call_measures_and_the_second_does_not() -> None:
     q, k, v = qkv()
     first = attend(q, k, v)
     assert counted(measured=1)
@@ -62,7 +62,7 @@ def test_a_second_process_does_not_measure() -> None:
     assert done.stderr == ""
 
 
-def test_threads_that_meet_a_problem_together_measure_it_once() -> None:
+def test_concurrent_threads_measure_a_problem_once() -> None:
     q, k, v = qkv(24)
     start = Barrier(4)
 
@@ -78,7 +78,7 @@ def test_threads_that_meet_a_problem_together_measure_it_once() -> None:
     assert close(found[0], formula(q, k, v, Dense(is_causal=True))[0])
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(
+def test_calls_run_with_an_unwritable_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -109,7 +109,7 @@ def test_predict_never_measures(set_mode: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["predict", "locked"])
-def test_what_was_measured_is_used(mode: str, set_mode: Callable[[str], None]) -> None:
+def test_a_stored_decision_is_used(mode: str, set_mode: Callable[[str], None]) -> None:
     q, k, v = qkv()
     out = attend(q, k, v)
     forget()
@@ -130,18 +130,18 @@ def test_locked_raises_on_a_miss(set_mode: Callable[[str], None]) -> None:
     assert not cache_folder().exists()
     found = explain(q, k, v, is_causal=True)
     assert (found.choice, found.order) == (None, None)
-    assert "locked mode, and nothing is decided" in str(found)
+    assert "locked mode, and no decision is stored" in str(found)
     assert attend(q, k, v, is_causal=True, backend="manual").shape == q.shape
 
 
-def test_off_touches_no_disk(set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_does_not_use_the_store(set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     attend(q, k, v)
     forget()
     set_mode("off")
 
     def touched(*args: object) -> None:
-        raise AssertionError("the store was asked")
+        raise AssertionError("the store was used")
 
     monkeypatch.setattr(Store, "get", touched)
     monkeypatch.setattr(Store, "put", touched)
@@ -157,14 +157,14 @@ def test_off_makes_no_folder(set_mode: Callable[[str], None]) -> None:
     assert not cache_folder().exists()
 
 
-def test_profile_has_nowhere_to_write_when_off(set_mode: Callable[[str], None]) -> None:
+def test_profile_needs_a_mode_other_than_off(set_mode: Callable[[str], None]) -> None:
     set_mode("off")
     with pytest.raises(InvalidInput, match="touches no disk"):
         profile([], progress=False)
 
 
 @pytest.mark.parametrize("mode", ["fast", "TUNE", " tune"])
-def test_a_wrong_mode(mode: str, set_mode: Callable[[str], None]) -> None:
+def test_an_invalid_mode(mode: str, set_mode: Callable[[str], None]) -> None:
     set_mode(mode)
     with pytest.raises(InvalidInput) as raised:
         attend(*qkv())
@@ -172,7 +172,7 @@ def test_a_wrong_mode(mode: str, set_mode: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize("budget", ["-1", "soon", "nan", "1s"])
-def test_a_wrong_budget(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_budget(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
     with pytest.raises(InvalidInput) as raised:
         attend(*qkv())
@@ -180,16 +180,16 @@ def test_a_wrong_budget(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("budget", ["0", "", "1e2"])
-def test_budgets_that_will_do(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_budgets(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
     attend(*qkv())
     assert counted(measured=1)
 
 
-# --- decisions that do not hold now -----------------------------------------------------------------------------------
+# --- stale decisions --------------------------------------------------------------------------------------------------
 
 
-def test_a_plugin_that_is_gone_or_renewed_makes_decisions_stale(set_mode: Callable[[str], None]) -> None:
+def test_a_removed_or_upgraded_plugin_makes_decisions_stale(set_mode: Callable[[str], None]) -> None:
     plugin = Plugin()
     register(plugin)
     q, k, v = qkv()
@@ -212,7 +212,7 @@ def test_a_plugin_that_is_gone_or_renewed_makes_decisions_stale(set_mode: Callab
     assert explain(q, k, v).choice == found.choice
 
 
-def test_a_choice_that_refuses_by_now_is_not_taken(set_mode: Callable[[str], None]) -> None:
+def test_a_choice_that_now_refuses_is_replaced(set_mode: Callable[[str], None]) -> None:
     plugin = Plugin()
     register(plugin)
     q, k, v = qkv()
@@ -225,7 +225,7 @@ def test_a_choice_that_refuses_by_now_is_not_taken(set_mode: Callable[[str], Non
     assert found.choice in BUILT_IN
 
 
-def test_a_decision_that_cannot_run_now_is_kept(set_mode: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_decision_that_cannot_run_now_stays_on_disk(set_mode: Callable[[str], None], tmp_path: Path) -> None:
     plugin = Plugin()
     register(plugin)
     q, k, v = qkv()

@@ -1,4 +1,4 @@
-"""Only what changed is measured again: upgrades, new and lost backends, and what there was no time for."""
+"""Only changed candidates are measured again: upgraded, new and removed backends, and those skipped for time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.planted import Planted
 from tests.support.virtual_clock import VirtualClock
 
 MS = 1e-3
-BUDGET_MS = 3000.0  #: enough to measure all of them on a busy machine; a race that is resolved takes a tenth of it
+BUDGET_MS = 3000.0  #: enough to measure all candidates on a busy machine; a resolved race takes a tenth of it
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Paced(Planted):
-    """The reference, that takes as long as it is told."""
+class TimedBackend(Planted):
+    """The reference backend, whose calls take `takes_s` on a virtual clock."""
 
     takes_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -47,197 +47,197 @@ class Paced(Planted):
         return super().run(q, k, v, problem, **tensors)
 
 
-class House:
-    """Backends of ours alone, which come, go and change; `restart` is what a new process would know."""
+class Installed:
+    """A registry of planted backends that are added, removed and upgraded; `restart` simulates a new process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.backends: dict[str, Paced] = {}
+        self.by_name: dict[str, TimedBackend] = {}
         self.clock = VirtualClock()
         virtual_clock.install(self.clock, monkeypatch)
-        monkeypatch.setattr(registry, "names", lambda: tuple(self.backends))
+        monkeypatch.setattr(registry, "names", lambda: tuple(self.by_name))
         for name, takes_ms in (("a", 4), ("b", 6), ("c", 7)):
             self.add(name, takes_ms)
 
     def add(self, name: str, takes_ms: float, edition: str = "1") -> None:
         registry._added.pop(name, None)
-        backend = Paced(name=name, edition=edition, takes_s=takes_ms * MS, clock=self.clock)
-        registry._added[name] = self.backends[name] = backend
+        backend = TimedBackend(name=name, edition=edition, takes_s=takes_ms * MS, clock=self.clock)
+        registry._added[name] = self.by_name[name] = backend
 
     def remove(self, name: str) -> None:
-        del registry._added[name], self.backends[name]
+        del registry._added[name], self.by_name[name]
 
     def restart(self) -> None:
         forget()
-        for backend in self.backends.values():
+        for backend in self.by_name.values():
             backend.calls = 0
 
     def called(self) -> set[str]:
-        return {name for name, backend in self.backends.items() if backend.calls > 1}
+        return {name for name, backend in self.by_name.items() if backend.calls > 1}
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    """After its first call, in a new process."""
-    found = House(monkeypatch)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Three backends with a measured decision, in a new process."""
+    found = Installed(monkeypatch)
     attend(*qkv())
-    assert kept().choice == "a"
-    assert all(row.median_ms is not None for row in kept().candidates)
+    assert stored().choice == "a"
+    assert all(row.median_ms is not None for row in stored().candidates)
     found.restart()
     return found
 
 
-def kept() -> Decision:
+def stored() -> Decision:
     ((_, decision),) = Store(cache_folder()).all()
     return decision
 
 
 def row(name: str) -> Row:
-    return next(row for row in kept().candidates if row.backend == name)
+    return next(row for row in stored().candidates if row.backend == name)
 
 
-def test_nothing_changed(house: House) -> None:
+def test_nothing_changed(installed: Installed) -> None:
     attend(*qkv())
     assert counted(loaded=1)
-    assert house.called() == set()
+    assert installed.called() == set()
 
 
-def test_an_upgrade_that_is_faster(house: House) -> None:
+def test_an_upgrade_that_is_faster(installed: Installed) -> None:
     before = row("c")
-    house.add("b", 1, "2")
+    installed.add("b", 1, "2")
     attend(*qkv())
     assert counted(measured=1)
-    assert house.called() == {"a", "b"}
+    assert installed.called() == {"a", "b"}
     assert explain(*qkv()).choice == "b"
     assert (row("b").version, row("b").status) == ("2", "chosen")
     assert (row("c").measured, row("c").median_ms, row("c").status) == (before.measured, before.median_ms, "slower")
 
 
-def test_an_upgrade_that_is_slower(house: House) -> None:
-    """What was chosen lost its measurement: it is held against the best of the others."""
-    house.add("a", 30, "2")
+def test_an_upgrade_that_is_slower(installed: Installed) -> None:
+    """The choice is outdated: it is measured again with the best of the others."""
+    installed.add("a", 30, "2")
     attend(*qkv())
-    assert house.called() == {"a", "b"}
+    assert installed.called() == {"a", "b"}
     assert explain(*qkv()).choice == "b"
     assert (row("a").version, row("a").status) == ("2", "slower")
 
 
-def test_an_upgrade_that_changes_nothing(house: House) -> None:
-    house.add("c", 7, "2")
+def test_an_upgrade_that_changes_nothing(installed: Installed) -> None:
+    installed.add("c", 7, "2")
     attend(*qkv())
-    assert house.called() == {"a", "c"}
+    assert installed.called() == {"a", "c"}
     assert explain(*qkv()).choice == "a"
-    house.restart()
+    installed.restart()
     attend(*qkv())
     assert counted(loaded=1)
 
 
-def test_one_more(house: House) -> None:
-    house.add("d", 1)
+def test_a_new_backend(installed: Installed) -> None:
+    installed.add("d", 1)
     attend(*qkv())
-    assert house.called() == {"a", "d"}
+    assert installed.called() == {"a", "d"}
     assert explain(*qkv()).choice == "d"
-    assert {row.backend for row in kept().candidates} == {"a", "b", "c", "d"}
+    assert {row.backend for row in stored().candidates} == {"a", "b", "c", "d"}
 
 
-def test_one_less_is_decided_anew_from_what_is_stored(house: House) -> None:
-    house.remove("a")
+def test_a_removed_choice_is_replaced_from_the_stored_rows(installed: Installed) -> None:
+    installed.remove("a")
     attend(*qkv())
     assert counted(loaded=1)
-    assert house.called() == set()
+    assert installed.called() == set()
     assert explain(*qkv()).choice == "b"
-    assert row("a").status == "chosen", "the process that still has it finds its decision as it was"
+    assert row("a").status == "chosen", "a process that still has the backend finds the decision unchanged"
 
 
-def test_two_programs_with_other_plug_ins_do_not_measure_in_turns(house: House) -> None:
-    """Each adds its row to the decision once."""
-    house.remove("c")
-    house.add("d", 16)
+def test_programs_with_different_plug_ins_measure_once_each(installed: Installed) -> None:
+    """Each program adds its row to the decision once."""
+    installed.remove("c")
+    installed.add("d", 16)
     attend(*qkv())
     assert counted(measured=1)
     for gone, there in (("d", "c"), ("c", "d")):
-        house.restart()
-        house.remove(gone)
-        house.add(there, 7)
+        installed.restart()
+        installed.remove(gone)
+        installed.add(there, 7)
         attend(*qkv())
         assert counted(loaded=1)
 
 
-def test_stale_rows_are_priors_where_nothing_is_measured(house: House, set_mode: Callable[[str], None]) -> None:
+def test_stale_rows_are_priors_in_predict_mode(installed: Installed, set_mode: Callable[[str], None]) -> None:
     set_mode("predict")
-    house.add("a", 4, "2")
-    house.add("c", 7, "2")
+    installed.add("a", 4, "2")
+    installed.add("c", 7, "2")
     attend(*qkv())
-    assert house.called() == set()
+    assert installed.called() == set()
     found = explain(*qkv())
-    assert found.choice == "b", "the best of what is known as it is now"
+    assert found.choice == "b", "the best of the rows that are valid now"
     reasons = {candidate.backend: candidate.reason for candidate in found.candidates}
     assert "measured with version 1, which has changed" in reasons["a"]
     assert "measured with version 1, which has changed" in reasons["c"]
     assert reasons["b"] == ""
 
 
-def test_locked_with_another_version(house: House, set_mode: Callable[[str], None]) -> None:
+def test_locked_with_another_version(installed: Installed, set_mode: Callable[[str], None]) -> None:
     set_mode("locked")
-    house.add("c", 7, "2")
+    installed.add("c", 7, "2")
     attend(*qkv())
     assert counted(loaded=1)
     forget()
-    house.add("a", 4, "2")
-    with pytest.raises(NotDecided, match="a, as was decided, has another version now"):
+    installed.add("a", 4, "2")
+    with pytest.raises(NotDecided, match="the stored choice a has another version now"):
         attend(*qkv())
 
 
 @pytest.mark.parametrize(("need_ms", "tried"), [(BUDGET_MS - 1, True), (BUDGET_MS + 1, False)])
-def test_what_there_was_no_time_for(need_ms: float, tried: bool, house: House) -> None:
-    """It is measured as soon as the budget would do."""
+def test_a_candidate_skipped_for_time(need_ms: float, tried: bool, installed: Installed) -> None:
+    """It is measured as soon as the budget suffices."""
     rows = tuple(
         Row(backend="b", order="natural", status="not_measured", version="1", need_ms=need_ms, measured=later())
         if row.backend == "b"
         else row
-        for row in kept().candidates
+        for row in stored().candidates
     )
-    Store(cache_folder()).put(msgspec.structs.replace(kept(), candidates=rows, created=later()))
-    house.add("b", 1)
+    Store(cache_folder()).put(msgspec.structs.replace(stored(), candidates=rows, created=later()))
+    installed.add("b", 1)
     attend(*qkv())
-    assert ("b" in house.called()) == tried
+    assert ("b" in installed.called()) == tried
 
 
 def problem() -> Problem:
     return problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))
 
 
-def test_profile_measures_what_drifted_and_what_it_is_told_to(house: House) -> None:
+def test_profile_measures_drifted_and_forced_decisions(installed: Installed) -> None:
     profile([problem()], budget_s=3.0, progress=False)
-    assert house.called() == set()
+    assert installed.called() == set()
     drift = Drift(median_ms=1.0, low_ms=0.9, high_ms=1.1, samples=25, seen=later())
-    Store(cache_folder()).amend(kept(), drift=drift)
-    house.restart()
+    Store(cache_folder()).amend(stored(), drift=drift)
+    installed.restart()
     profile([problem()], budget_s=3.0, progress=False)
-    assert house.called() == {"a", "b", "c"}
-    assert kept().drift is None
-    house.restart()
+    assert installed.called() == {"a", "b", "c"}
+    assert stored().drift is None
+    installed.restart()
     profile([problem()], budget_s=3.0, progress=False, force=True)
-    assert house.called() == {"a", "b", "c"}
+    assert installed.called() == {"a", "b", "c"}
 
 
-def test_other_surroundings_and_the_same_versions(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked at once; then it holds for them too."""
+def test_another_environment_with_the_same_versions(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidates are compared once; then the decision is valid in the new environment."""
     monkeypatch.setenv("CUDA_HOME", "/elsewhere")
-    before = kept().environment
+    before = stored().environment
     attend(*qkv())
     assert counted(loaded=1)
-    assert kept().environment != before
+    assert stored().environment != before
     asked: list[object] = []
     monkeypatch.setattr(Request, "candidates", property(asked.append))
-    house.restart()
+    installed.restart()
     attend(*qkv())
     assert counted(loaded=1)
     assert asked == []
 
 
-def test_a_decision_never_changes_in_a_process_unless_asked(house: House) -> None:
+def test_within_a_process_only_profile_changes_a_decision(installed: Installed) -> None:
     attend(*qkv())
-    house.add("b", 1, "2")
+    installed.add("b", 1, "2")
     attend(*qkv())
     attend(*qkv()[:2], qkv()[2].clone().transpose(1, 2).contiguous().transpose(1, 2))  # another problem
     assert status(explain(*qkv()), "a") == "chosen"

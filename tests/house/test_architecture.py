@@ -50,7 +50,7 @@ TORCH_FREE = (
     "cli",
     "decisions.explanation",
     "learning.features",
-    "learning.gains",
+    "learning.speedups",
     "learning.kriging",
     "learning.predict",
     "learning.regret",

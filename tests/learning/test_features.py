@@ -1,4 +1,4 @@
-"""Distances between problems, buckets, and what a smooth function is taken to be between the places it was seen."""
+"""Distances between problems, buckets of sizes, group titles, and the kriging estimate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn_dispatch.learning.features import KV_GROUPS, LSE, PRECISION, STRIDES, bucket, features
+from attn_dispatch.learning.features import (
+    KV_GROUPS_DISTANCE,
+    LSE_DISTANCE,
+    PRECISION_DISTANCE,
+    STRIDES_DISTANCE,
+    bucket,
+    features,
+)
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
 from attn_dispatch.spec.groups import SIZES, group_of, title
 from tools.lib.planted import PROBLEM, problem_at
@@ -21,7 +28,7 @@ GRID: dict[str, Any] = {"kind": "Neighborhood", "grid": [32, 32], "window": [13,
 GRID |= {"is_causal": [False, False], "edges": "clip"}
 
 
-def away(**changes: Any) -> float:
+def distance(**changes: Any) -> float:
     """Octaves between a problem and the same with changes."""
     return math.dist(features(PROBLEM), features({**PROBLEM, **changes}))
 
@@ -34,17 +41,17 @@ def away(**changes: Any) -> float:
         ({"q_len": 2048, "k_len": 512}, math.sqrt(2)),
         ({"batch": 8}, 3),
         ({"batch": 4, "heads": 1, "kv_heads": 1}, 0),
-        ({"kv_heads": 1}, 2 * KV_GROUPS),
-        ({"return_lse": True}, LSE),
-        ({"matmul_precision": "high"}, PRECISION),
+        ({"kv_heads": 1}, 2 * KV_GROUPS_DISTANCE),
+        ({"return_lse": True}, LSE_DISTANCE),
+        ({"matmul_precision": "high"}, PRECISION_DISTANCE),
         ({"strides": ["bnhd", "nhd", "bnh"]}, 0),
-        ({"strides": ["bhnd", "bnhd", "bnhd"]}, STRIDES / 3),
-        ({"strides": ["bnhd+gaps+unaligned"] * 3}, STRIDES * math.sqrt(2)),
+        ({"strides": ["bhnd", "bnhd", "bnhd"]}, STRIDES_DISTANCE / 3),
+        ({"strides": ["bnhd+gaps+unaligned"] * 3}, STRIDES_DISTANCE * math.sqrt(2)),
     ],
     ids=str,
 )
 def test_distances(changes: dict[str, Any], expected: float) -> None:
-    assert away(**changes) == pytest.approx(expected)
+    assert distance(**changes) == pytest.approx(expected)
 
 
 def test_sizes_of_a_pattern_weigh_as_one() -> None:
@@ -60,7 +67,7 @@ def test_an_open_window_reaches_all_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["q_len", "batch", "pattern", "head_dim", "strides"])
-def test_what_is_no_problem(name: str) -> None:
+def test_invalid_problems_are_refused(name: str) -> None:
     with pytest.raises(KeyError):
         features({key: value for key, value in PROBLEM.items() if key != name})
     with pytest.raises((TypeError, ValueError, KeyError)):
@@ -98,7 +105,7 @@ def test_a_bucket_is_a_quarter_of_an_octave() -> None:
     ],
     ids=str,
 )
-def test_whatever_differs_besides_is_another_bucket(changes: dict[str, Any]) -> None:
+def test_any_other_difference_is_another_bucket(changes: dict[str, Any]) -> None:
     assert bucket({**PROBLEM, **changes}) != bucket(PROBLEM)
 
 
@@ -134,7 +141,7 @@ def test_title(changes: dict[str, Any], expected: str) -> None:
     assert title({**PROBLEM, **changes}) == expected
 
 
-def test_titles_tell_groups_apart() -> None:
+def test_titles_of_groups_differ() -> None:
     patterns = [PROBLEM["pattern"], DILATED, WINDOW, {**WINDOW, "right": 1}, GRID, {**GRID, "dilation": [2, 2]}]
     problems = [{**PROBLEM, "pattern": pattern} for pattern in patterns]
     assert len(set(map(title, problems))) == len(set(map(group_of, problems))) == len(patterns)
@@ -143,54 +150,54 @@ def test_titles_tell_groups_apart() -> None:
 # --- kriging ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_algebra() -> None:
+def test_the_estimate_equals_the_dense_solution() -> None:
     chance = random.Random(0)
-    places = [[chance.uniform(-3, 3) for _ in range(3)] for _ in range(9)]
-    values, noises = [0.1 * math.sin(sum(place)) for place in places], [0.05] * 9
-    matrix, right = covariances(places), [covariance(math.hypot(*place)) for place in places]
+    points = [[chance.uniform(-3, 3) for _ in range(3)] for _ in range(9)]
+    values, noises = [0.1 * math.sin(sum(point)) for point in points], [0.05] * 9
+    matrix, right = covariances(points), [covariance(math.hypot(*point)) for point in points]
     found = estimate(matrix, right, noises, values)
     whole = np.array([[matrix[max(i, j)][min(i, j)] for j in range(9)] for i in range(9)]) + 0.05**2 * np.eye(9)
-    assert np.array(values) @ np.linalg.solve(whole, values) / 9 < 1  # nothing is rougher than assumed
+    assert np.array(values) @ np.linalg.solve(whole, values) / 9 < 1  # the misfit does not scale the noise
     weights = np.linalg.solve(whole, right)
     np.testing.assert_allclose(found.weights, weights, rtol=1e-9)
     assert found.mean == pytest.approx(weights @ values)
     assert found.deviation == pytest.approx(math.sqrt(covariance(0) - weights @ right))
 
 
-def seen(*pairs: tuple[float, float], noise: float = 0.01) -> tuple[float, float]:
-    """The mean and the deviation at 0, of values at places on a line."""
-    places = [[place] for place, _ in pairs]
-    right = [covariance(abs(place)) for place, _ in pairs]
-    found = estimate(covariances(places), right, [noise] * len(pairs), [value for _, value in pairs])
+def estimated(*pairs: tuple[float, float], noise: float = 0.01) -> tuple[float, float]:
+    """Mean and standard deviation at 0, from (point, value) pairs on a line."""
+    points = [[point] for point, _ in pairs]
+    right = [covariance(abs(point)) for point, _ in pairs]
+    found = estimate(covariances(points), right, [noise] * len(pairs), [value for _, value in pairs])
     return found.mean, found.deviation
 
 
-def test_between_two_places_a_line() -> None:
-    mean, _ = seen((-0.5, -0.2), (0.5, 0.4))
+def test_interpolation_is_nearly_linear() -> None:
+    mean, _ = estimated((-0.5, -0.2), (0.5, 0.4))
     assert mean == pytest.approx(0.1, abs=0.005)
 
 
-def test_beyond_them_the_slope_goes_on_a_little() -> None:
-    near, _ = seen((1, 0.1), (2, 0.3))
+def test_extrapolation_follows_the_slope_a_little() -> None:
+    near, _ = estimated((1, 0.1), (2, 0.3))
     assert -0.1 < near < 0.1
 
 
-def test_doubt_grows_with_distance_and_noise() -> None:
-    deviations = [seen((distance, 0.1))[1] for distance in (0, 0.5, 1, 2, 4, 8, 16)]
+def test_the_deviation_grows_with_distance_and_noise() -> None:
+    deviations = [estimated((distance, 0.1))[1] for distance in (0, 0.5, 1, 2, 4, 8, 16)]
     assert deviations == sorted(deviations)
     assert len(set(deviations)) == len(deviations)
-    assert seen((1, 0.1), noise=0.2)[1] > seen((1, 0.1), noise=0.1)[1]
+    assert estimated((1, 0.1), noise=0.2)[1] > estimated((1, 0.1), noise=0.1)[1]
 
 
-def test_values_that_scatter_are_doubted() -> None:
-    places = [i / 4 for i in range(-6, 7)]
-    smooth = seen(*((place, 0.1 * place) for place in places))
-    rough = seen(*((place, 0.1 * place + (-1) ** i * 0.5) for i, place in enumerate(places)))
+def test_scattered_values_raise_the_deviation() -> None:
+    points = [i / 4 for i in range(-6, 7)]
+    smooth = estimated(*((point, 0.1 * point) for point in points))
+    rough = estimated(*((point, 0.1 * point + (-1) ** i * 0.5) for i, point in enumerate(points)))
     assert rough[1] > 5 * smooth[1]
 
 
-def test_one_that_does_not_fit_is_smoothed_over() -> None:
-    around = [(place / 2, 0.1) for place in range(-5, 6)]
-    assert seen(*around)[0] == pytest.approx(0.1, abs=1e-3)
+def test_an_outlier_is_smoothed() -> None:
+    around = [(point / 2, 0.1) for point in range(-5, 6)]
+    assert estimated(*around)[0] == pytest.approx(0.1, abs=1e-3)
     around[5] = (0.0, -0.9)
-    assert seen(*around)[0] > -0.5
+    assert estimated(*around)[0] > -0.5

@@ -1,4 +1,4 @@
-"""A choice from what was measured near by: crossovers, who may be chosen, how sure it is, and how far from the best."""
+"""Choices predicted from neighbours: crossovers, eligible candidates, confidence and regret."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attn_dispatch.learning.predict import NEAREST, UNSEEN, Evidence, Prediction, predict
-from attn_dispatch.learning.regret import GroupRegret, Miss, regret, total
+from attn_dispatch.learning.predict import MAX_NEIGHBOURS, UNKNOWN_FACTOR, Evidence, Prediction, predict
+from attn_dispatch.learning.regret import GroupRegret, HeldOutChoice, leave_one_out, total
 from attn_dispatch.store.decision import Decision
 from tools.checks.trust_learned import planted
 from tools.lib.planted import PROBLEM, Name, decision, measured, problem_at, surface, times_at
@@ -24,7 +24,7 @@ LENGTHS = tuple(round(2 ** (step / 2)) for step in range(12, 29))
 
 
 def times(length: int) -> dict[Name, float]:
-    """b starts with more and grows more slowly: it wins past CROSS."""
+    """Milliseconds; b has more overhead and grows more slowly: it is faster past CROSS."""
     return {A: (length / CROSS) ** 2, B: 0.6 + 0.4 * length / CROSS}
 
 
@@ -63,7 +63,7 @@ def test_a_crossover_between_batches() -> None:
     assert [each and each.backend for each in found] == ["a", "b"]
 
 
-def test_beyond_the_evidence_its_end_holds() -> None:
+def test_beyond_the_evidence_the_nearest_end_decides() -> None:
     evidence = crossing(*LENGTHS)
     assert choice(16, evidence).backend == "a"
     assert choice(1 << 20, evidence).backend == "b"
@@ -79,8 +79,8 @@ def test_confidence_falls_toward_the_crossover_and_away_from_the_evidence() -> N
     assert alone[-1] < 0.7
 
 
-def test_confidence_means_something() -> None:
-    """At each level that is claimed, about as many come true, on surfaces of every seed."""
+def test_confidence_is_calibrated() -> None:
+    """On synthetic surfaces the share of right choices matches the claimed confidence at every level."""
     found = planted(1, range(6), unseen=50)
     for part in ("leave_one_out", "unseen"):
         figures = found[part]
@@ -92,32 +92,32 @@ def test_confidence_means_something() -> None:
         assert level["hit"] > level["claimed"] - 3 * spread
 
 
-def test_the_surfaces_have_flips() -> None:
+def test_the_surfaces_have_several_fastest_backends() -> None:
     for seed in range(6):
         backends = surface(seed)
         found = [times_at(backends, problem_at(length)) for length in range(64, 16_384, 64)]
         assert len({min(each, key=each.__getitem__) for each in found}) >= 3
 
 
-# --- who may be chosen ------------------------------------------------------------------------------------------------
+# --- eligible candidates ----------------------------------------------------------------------------------------------
 
 
-def test_nothing_known_is_no_choice() -> None:
+def test_without_evidence_there_is_no_choice() -> None:
     evidence = crossing(512, 2048)
     assert predict(problem_at(1024), [], (A, B)) is None
     assert predict(problem_at(1024), evidence, ()) is None
     assert predict(problem_at(1024), evidence, (C,)) is None
     assert predict(problem_at(1024, dtype="bfloat16"), evidence, (A, B)) is None
-    assert predict(problem_at(512), evidence[:1], (A, B), without=evidence[0].key) is None
+    assert predict(problem_at(512), evidence[:1], (A, B), exclude=evidence[0].key) is None
 
 
-def test_only_what_is_able() -> None:
+def test_only_able_candidates_are_chosen() -> None:
     found = choice(4096, crossing(*LENGTHS), (A,))
     assert (found.backend, found.order) == A
     assert found.ratios == {A: 1.0}
 
 
-def test_orders_are_told_apart() -> None:
+def test_orders_are_separate_candidates() -> None:
     hilbert = ("a", "hilbert")
     evidence = [decision(problem_at(n), {A: 2.0, hilbert: 1.0}) for n in (512, 2048)]
     assert (choice(1024, evidence, (A, hilbert)).backend, choice(1024, evidence, (A, hilbert)).order) == hilbert
@@ -130,7 +130,7 @@ def test_only_timed_rows_are_evidence(status: str) -> None:
     assert choice(1024, evidence).backend == "a"
 
 
-def test_what_failed_nearest_is_not_chosen() -> None:
+def test_a_candidate_that_failed_nearest_is_not_chosen() -> None:
     far = decision(problem_at(256), {A: 2.0, B: 1.0})
     assert choice(2000, [far]).backend == "b"
     near = decision(problem_at(2048), {A: 2.0, B: None}, status={B: "failed"})
@@ -138,31 +138,31 @@ def test_what_failed_nearest_is_not_chosen() -> None:
     assert choice(300, [far, near]).backend == "b"
 
 
-def test_what_is_wrong_anywhere_near_is_not_chosen() -> None:
+def test_a_candidate_with_wrong_results_nearby_is_not_chosen() -> None:
     right = decision(problem_at(1024), {A: 2.0, B: 1.0})
     wrong = decision(problem_at(1088), {A: 2.0, B: None}, status={B: "incorrect"})
     assert choice(1000, [right, wrong]).backend == "a"
     assert choice(1000, [right, wrong], versions={"a": "1", "b": "1"}).backend == "a"
-    # A version that was never found wrong.
+    # Version 2 was never found wrong.
     assert choice(1000, [right, wrong], versions={"a": "1", "b": "2"}).backend == "b"
 
 
-def test_a_newcomer_halves_the_confidence() -> None:
+def test_a_candidate_without_evidence_halves_the_confidence() -> None:
     evidence = crossing(*LENGTHS)
     known, newcomer = choice(4000, evidence), choice(4000, evidence, (A, B, C))
     assert newcomer.backend == known.backend
-    assert UNSEEN == 0.5
-    assert newcomer.confidence == pytest.approx(UNSEEN * known.confidence)
+    assert UNKNOWN_FACTOR == 0.5
+    assert newcomer.confidence == pytest.approx(UNKNOWN_FACTOR * known.confidence)
 
 
-def test_never_timed_together() -> None:
+def test_candidates_never_timed_together() -> None:
     evidence = [decision(problem_at(512), {A: 5.0}), decision(problem_at(4096), {B: 1.0})]
     assert choice(600, evidence).backend == "a"
     assert choice(4000, evidence).backend == "b"
     assert choice(600, evidence).confidence == pytest.approx(0.5, abs=0.02)
 
 
-def test_in_a_circle_one_is_chosen() -> None:
+def test_of_a_cycle_one_is_chosen() -> None:
     evidence = [
         decision(problem_at(1000), {A: 1.0, B: 2.0}),
         decision(problem_at(1001), {B: 1.0, C: 2.0}),
@@ -174,7 +174,7 @@ def test_in_a_circle_one_is_chosen() -> None:
 # --- versions, buckets, evidence --------------------------------------------------------------------------------------
 
 
-def test_another_version_is_a_prior() -> None:
+def test_another_version_lowers_the_confidence() -> None:
     evidence = [decision(problem_at(n), {A: 1.3, B: 1.0}) for n in LENGTHS]
     now, older = (choice(1000, evidence, versions={"a": "1", "b": b}) for b in ("1", "2"))
     assert older.backend == now.backend == "b"
@@ -182,14 +182,14 @@ def test_another_version_is_a_prior() -> None:
     assert choice(1000, evidence).confidence == now.confidence
 
 
-@pytest.mark.parametrize("doubtful", [{"rounds": 1}, {"low_ms": 0.7, "high_ms": 1.5}])
-def test_a_doubtful_median_is_doubted(doubtful: dict[str, float]) -> None:
+@pytest.mark.parametrize("noisy", [{"rounds": 1}, {"low_ms": 0.7, "high_ms": 1.5}])
+def test_a_noisy_median_lowers_the_confidence(noisy: dict[str, float]) -> None:
     def confidence(**more: float) -> float:
         found = decision(problem_at(1024), {A: 1.2, B: 1.0})
         rows = tuple(replace(row, rounds=9) for row in found.candidates)
         return choice(1024, [replace(found, candidates=(rows[0], replace(rows[1], **more)))]).confidence
 
-    assert confidence(**doubtful) < confidence()
+    assert confidence(**noisy) < confidence()
     assert confidence(low_ms=0.99, high_ms=1.01) == confidence()
 
 
@@ -197,28 +197,28 @@ def test_in_bucket() -> None:
     evidence = crossing(1024)
     assert choice(1100, evidence).in_bucket
     assert not choice(1300, evidence).in_bucket
-    assert not choice(1020, evidence).in_bucket  # very near, but another's
+    assert not choice(1020, evidence).in_bucket  # very near, but in another bucket
     assert not choice(1100, evidence, versions={"a": "2", "b": "2"}).in_bucket
     found = predict(problem_at(1024, return_lse=True), evidence, (A, B))
     assert found is not None
     assert not found.in_bucket
 
 
-def test_the_evidence_is_named() -> None:
+def test_the_evidence_is_cited() -> None:
     evidence = crossing(*LENGTHS)
     keys = {each.problem["q_len"]: each.key for each in evidence}
     found = choice(1100, evidence)
     assert set(found.evidence) <= set(keys.values())
-    assert len(found.evidence) <= NEAREST
+    assert len(found.evidence) <= MAX_NEIGHBOURS
     assert {found.evidence[0], found.evidence[1]} == {keys[1024], keys[1448]}
 
 
-def test_one_heap_does_not_hide_the_other_side() -> None:
-    heap = [decision(problem_at(n), {A: 1.0, B: 1.1}) for n in range(1000, 1100)]
+def test_a_cluster_does_not_hide_evidence_on_the_other_side() -> None:
+    cluster = [decision(problem_at(n), {A: 1.0, B: 1.1}) for n in range(1000, 1100)]
     other = decision(problem_at(3000), {A: 4.0, B: 1.0})
-    assert choice(1500, heap).backend == "a"
-    assert choice(1500, [*heap, other]).backend == "b"
-    assert choice(1010, [*heap, other]).backend == "a"
+    assert choice(1500, cluster).backend == "a"
+    assert choice(1500, [*cluster, other]).backend == "b"
+    assert choice(1010, [*cluster, other]).backend == "a"
 
 
 def test_evidence_can_be_added_to() -> None:
@@ -248,42 +248,42 @@ def test_regret_by_hand() -> None:
         decision(problem_at(1000), {A: 9.0, B: 1.0}, silicon="cpu-other"),  # alone, too
     ]
     here, there = (
-        [group for group in regret(decisions) if group.silicon == silicon]
+        [group for group in leave_one_out(decisions) if group.silicon == silicon]
         for silicon in (decisions[0].silicon, "cpu-other")
     )
     half, full = here
     assert [group.title for group in here] == ["bfloat16 d64 Dense() forward", "float32 d64 Dense() forward"]
-    assert (half.count, half.alone, half.mean, half.p95, half.worst) == (0, 1, None, None, None)
-    assert (full.count, full.alone, full.hits) == (3, 0, 2)
-    assert sorted(miss.regret for miss in full.misses) == pytest.approx([0, 0, 0.25])
+    assert (half.count, half.unpredicted, half.mean, half.p95, half.worst) == (0, 1, None, None, None)
+    assert (full.count, full.unpredicted, full.hits) == (3, 0, 2)
+    assert sorted(choice.regret for choice in full.choices) == pytest.approx([0, 0, 0.25])
     assert full.mean == pytest.approx(0.25 / 3)
     assert full.worst is not None
     assert (full.worst.key, full.worst.backend) == (decisions[2].key, "a")
-    assert [(group.count, group.alone) for group in there] == [(0, 1)]
-    assert (total([*here, *there]).count, total([*here, *there]).alone) == (3, 2)
+    assert [(group.count, group.unpredicted) for group in there] == [(0, 1)]
+    assert (total([*here, *there]).count, total([*here, *there]).unpredicted) == (3, 2)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 1), (10, 10), (20, 19), (21, 20), (100, 95)])
 def test_p95(count: int, expected: int) -> None:
-    misses = tuple(Miss("", "", "", float(value), 0.5) for value in range(count, 0, -1))
-    assert GroupRegret("", "", "", misses, 0).p95 == expected
+    choices = tuple(HeldOutChoice("", "", "", float(value), 0.5) for value in range(count, 0, -1))
+    assert GroupRegret("", "", "", choices, 0).p95 == expected
 
 
 def test_regret_of_nothing() -> None:
-    assert regret([]) == []
-    assert regret([decision(problem_at(64), {A: 1.0})]) == []
+    assert leave_one_out([]) == []
+    assert leave_one_out([decision(problem_at(64), {A: 1.0})]) == []
     assert total([]).to_dict()["mean"] is None
 
 
-def test_what_is_no_problem_is_passed_over() -> None:
+def test_invalid_problems_are_skipped() -> None:
     foreign = decision({"batch": 1, "strides": ["bnhd"]}, {A: 1.0, B: 2.0})
-    assert regret([foreign, foreign]) == []
+    assert leave_one_out([foreign, foreign]) == []
     assert choice(1024, [foreign, *crossing(512)]).backend == "a"
     endless = replace(crossing(512)[0], problem={**PROBLEM, "q_len": math.inf})
     assert predict(problem_at(1024), [endless], (A, B)) is None
 
 
-# --- whatever the evidence --------------------------------------------------------------------------------------------
+# --- any evidence -----------------------------------------------------------------------------------------------------
 
 NAMES = [A, B, C, ("a", "hilbert")]
 STATUSES = ["chosen", "slower", "tie", "failed", "incorrect", "quarantined", "not_measured", "over_memory", "odd"]
@@ -323,7 +323,7 @@ def foreign(problem: Mapping[str, Any]) -> Decision:
     able=st.sets(st.sampled_from(NAMES)),
     versions=st.none() | st.fixed_dictionaries({"a": st.sampled_from(["1", "2"])}),
 )
-def test_whatever_the_evidence_the_choice_is_able(
+def test_with_any_evidence_the_choice_is_able(
     problem: dict[str, Any], evidence: list[Decision], able: set[Name], versions: dict[str, str | None] | None
 ) -> None:
     found = predict(problem, evidence, able, versions)
@@ -334,8 +334,8 @@ def test_whatever_the_evidence_the_choice_is_able(
         assert found.ratios[found.backend, found.order] == 1.0
         assert found.evidence
         assert set(found.evidence) <= {each.key for each in evidence}
-    for group in regret(evidence):
-        assert all(miss.regret >= 0 for miss in group.misses)
+    for group in leave_one_out(evidence):
+        assert all(choice.regret >= 0 for choice in group.choices)
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,4 +1,4 @@
-"""From calls that are measured to the order of calls that never were: the whole way, with one planted backend."""
+"""End to end: measured lengths decide the token order at other lengths, with one planted backend."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def qkv(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Neighborhood]:
     return q, k, v, Neighborhood((rows, columns), (3,))
 
 
-def test_lengths_on_either_side_of_what_was_learned(
+def test_the_learned_threshold_decides_other_lengths(
     monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = Crossing()
@@ -67,9 +67,9 @@ def test_lengths_on_either_side_of_what_was_learned(
     assert counted(measured=len(SIDES))
 
     assert main(("inspect", "--thresholds", "--json")) == 0
-    ((told,),) = [list(each) for each in [json.loads(capsys.readouterr().out)["thresholds"]]]
-    assert (told["order"], told["verdict"]) == ("hilbert", "above")
-    assert SIDES[1] ** 2 < told["tokens"] <= SIDES[2] ** 2
+    ((entry,),) = [list(each) for each in [json.loads(capsys.readouterr().out)["thresholds"]]]
+    assert (entry["order"], entry["verdict"]) == ("hilbert", "above")
+    assert SIDES[1] ** 2 < entry["tokens"] <= SIDES[2] ** 2
 
     forget()
     set_mode("predict")

@@ -1,4 +1,4 @@
-"""From which length on an order of tokens pays: planted gains, what is passed over, and what a call may go by."""
+"""Thresholds of token orders: synthetic speed-ups, invalid points, and the orders allowed for a call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_dispatch.learning.gains import Gain, all_series
 from attn_dispatch.learning.predict import Evidence
-from attn_dispatch.learning.thresholds import Threshold, allowed, threshold, threshold_of
+from attn_dispatch.learning.speedups import Speedup, all_series
+from attn_dispatch.learning.thresholds import Threshold, allowed_orders, threshold, threshold_of
 from attn_dispatch.store.decision import Decision
 from tests.support.crossovers import HILBERT, LENGTHS, NATURAL, crossing, grid, measured, planted
 
@@ -25,18 +25,18 @@ def learned(decisions: list[Decision]) -> Threshold | None:
     return threshold_of(series)
 
 
-def points(*gains: tuple[int, float] | tuple[int, float, float, float]) -> list[Gain]:
-    """Lengths with gains known to within 1 %, or with the interval given."""
-    return [Gain(*each) if len(each) == 4 else Gain(*each, 0.99 * each[1], 1.01 * each[1]) for each in gains]
+def points(*factors: tuple[int, float] | tuple[int, float, float, float]) -> list[Speedup]:
+    """Speed-ups with an interval of 1 %, or with the interval given."""
+    return [Speedup(*each) if len(each) == 4 else Speedup(*each, 0.99 * each[1], 1.01 * each[1]) for each in factors]
 
 
-def told(*gains: tuple[int, float] | tuple[int, float, float, float]) -> tuple[int | None, int | None, int | None]:
-    found = threshold("hilbert", FAMILY, points(*gains))
+def limits(*factors: tuple[int, float] | tuple[int, float, float, float]) -> tuple[int | None, int | None, int | None]:
+    found = threshold("hilbert", FAMILY, points(*factors))
     assert found is not None
     return found.tokens, found.low, found.high
 
 
-# --- planted gains, with noise ----------------------------------------------------------------------------------------
+# --- synthetic speed-ups with noise -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1000, 3000, 10_000, 40_000])
@@ -52,108 +52,108 @@ def test_planted_crossovers_are_found_within_an_octave(tokens: int, slope: float
         assert abs(math.log2(found.tokens / tokens)) < 1
 
 
-@pytest.mark.parametrize("gain", [0.5, 0.9, 1.0])
-def test_what_never_wins_is_never_chosen(gain: float) -> None:
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0])
+def test_an_order_that_is_never_faster_has_no_threshold(factor: float) -> None:
     for seed in range(NEVER_SEEDS):
-        found = learned(planted(lambda n: gain, seed))
+        found = learned(planted(lambda n: factor, seed))
         assert found is not None
         assert (found.tokens, found.high, found.low) == (None, None, LENGTHS[-1])
 
 
-def test_what_always_wins_does_from_the_shortest_on() -> None:
+def test_an_order_that_is_always_faster_pays_from_the_shortest_length() -> None:
     for seed in range(20):
         found = learned(planted(lambda n: 1.2, seed))
         assert found is not None
         assert (found.tokens, found.low, found.high) == (LENGTHS[0], None, LENGTHS[0])
 
 
-def test_a_win_that_does_not_last_is_none() -> None:
+def test_an_order_that_is_slower_at_long_lengths_has_no_threshold() -> None:
     for seed in range(20):
         found = learned(planted(lambda n: 1.5 if n < 10_000 else 0.8, seed))
         assert found is not None
         assert found.tokens is None
 
 
-def test_no_length_measured_is_slower_for_it_by_more_than_noise() -> None:
-    """Wherever the order is taken, it was not seen to lose."""
+def test_no_measured_length_becomes_slower_by_more_than_noise() -> None:
+    """Where the order pays, its true speed-up is above 0.97."""
     for seed in range(20):
         chance = random.Random(seed)
-        gains = {n: math.exp(chance.gauss(0.05, 0.15)) for n in LENGTHS}
-        found = learned(planted(gains.__getitem__, seed))
+        factors = {n: math.exp(chance.gauss(0.05, 0.15)) for n in LENGTHS}
+        found = learned(planted(factors.__getitem__, seed))
         assert found is not None
-        assert all(gains[n] > 0.97 for n in LENGTHS if found.pays(n))
+        assert all(factors[n] > 0.97 for n in LENGTHS if found.pays(n))
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 
-def test_between_two_lengths_the_gain_is_straight() -> None:
-    assert told((1024, 0.8), (4096, 1 / 0.8)) == (2048, 1024, 4096)
-    assert told((1000, 0.5), (8000, 2**0.5)) == (4000, 1000, 8000)
+def test_between_two_lengths_the_factor_is_interpolated() -> None:
+    assert limits((1024, 0.8), (4096, 1 / 0.8)) == (2048, 1024, 4096)
+    assert limits((1000, 0.5), (8000, 2**0.5)) == (4000, 1000, 8000)
 
 
 @pytest.mark.parametrize(
-    ("gains", "expected"),
+    ("factors", "expected"),
     [
-        # a length that is open does not move the threshold, one where it loses moves it past
+        # POSSIBLE lengths do not move the threshold; it lies above those with NONE
         (((1, 1.5), (2, 1.2, 0.98, 1.3), (4, 1.5)), (1, None, 1)),
         (((1, 1.5), (2, 1.0, 0.979, 1.3), (4, 1.5)), (3, 2, 4)),
         (((1, 1.5), (2, 0.99, 0.985, 0.999), (4, 1.5)), (3, 2, 4)),
         (((1, 1.5), (2, 0.9), (4, 1.5), (8, 1.0, 0.99, 1.01), (16, 1.5)), (3, 2, 4)),
-        # never: the longest does not pay, or nothing from there on does by more than 2 %
+        # never: the longest does not pay, or no length from the threshold on pays by more than 2 %
         (((1, 1.5), (2, 1.5), (4, 1.1, 1.0, 1.2)), (None, 4, None)),
         (((1, 0.9), (2, 1.02, 1.01, 1.04), (4, 1.02, 1.02, 1.03)), (None, 4, None)),
         (((1, 0.9), (2, 1.02, 1.01, 1.04), (4, 1.03, 1.021, 1.04)), (2, 1, 2)),
         (((1, 1.5), (2, 0.9), (4, 1.015, 1.01, 1.02)), (None, 4, None)),
-        # open lengths before the first that pays: it may lie among them
+        # POSSIBLE lengths before the first that pays: the threshold may lie among them
         (((100, 0.9), (1000, 0.99, 0.985, 1.01), (10_000, 1.2)), (1128, 100, 10_000)),
         (((100, 0.9), (1000, 1.01, 0.985, 1.03), (10_000, 1.2)), (820, 100, 10_000)),
         (((1000, 1.01, 0.99, 1.03), (10_000, 1.2)), (1136, 1000, 10_000)),
-        # the last time that the gain rises past 1
+        # the last crossing counts
         (((100, 0.9), (1000, 1.01, 0.985, 1.03), (3000, 0.99, 0.985, 1.01), (10_000, 1.2)), (3195, 100, 10_000)),
-        # no crossing of the gain itself: that of its lower end
+        # the factor does not cross 1: its lower bound does
         (((100, 1.5, 0.5, 3.0), (10_000, 2.5, 2.0, 3.0)), (1000, 100, 10_000)),
     ],
 )
-def test_where_the_threshold_lies(gains: Any, expected: tuple[int | None, int | None, int | None]) -> None:
-    assert told(*gains) == expected
+def test_where_the_threshold_lies(factors: Any, expected: tuple[int | None, int | None, int | None]) -> None:
+    assert limits(*factors) == expected
 
 
 def test_two_lengths_are_needed() -> None:
     assert threshold("hilbert", FAMILY, []) is None
     assert threshold("hilbert", FAMILY, points((1024, 2.0), (1024, 1.9))) is None
-    assert told((1024, 2.0), (1025, 2.0)) == (1024, None, 1024)
+    assert limits((1024, 2.0), (1025, 2.0)) == (1024, None, 1024)
 
 
-def test_a_length_measured_often_is_judged_by_its_worst() -> None:
-    assert told((1, 0.9), (2, 1.5), (2, 1.4), (4, 1.5)) == told((1, 0.9), (2, 1.45), (4, 1.5))
-    assert told((1, 0.9), (2, 1.5), (2, 0.95), (4, 1.5))[1:] == (2, 4)
-    assert told((1, 1.5), (4, 1.5), (4, 0.9))[0] is None
+def test_a_length_measured_twice_counts_by_its_least_benefit() -> None:
+    assert limits((1, 0.9), (2, 1.5), (2, 1.4), (4, 1.5)) == limits((1, 0.9), (2, 1.45), (4, 1.5))
+    assert limits((1, 0.9), (2, 1.5), (2, 0.95), (4, 1.5))[1:] == (2, 4)
+    assert limits((1, 1.5), (4, 1.5), (4, 0.9))[0] is None
     once = points((1, 0.9), (2, 1.1), (4, 1.5))
     assert threshold("hilbert", FAMILY, once * 3).tokens == threshold("hilbert", FAMILY, once).tokens  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
-def test_damaged_points_are_passed_over(bad: float) -> None:
+def test_damaged_points_are_skipped(bad: float) -> None:
     good = points((1024, 0.8), (4096, 1.25))
-    assert threshold("hilbert", FAMILY, [*good, Gain(8192, bad, bad, bad)]) is not None
-    with_bad = threshold("hilbert", FAMILY, [*good, Gain(8192, bad, 0.5, 0.6), Gain(2048, 1.0, bad, 1.0)])
+    assert threshold("hilbert", FAMILY, [*good, Speedup(8192, bad, bad, bad)]) is not None
+    with_bad = threshold("hilbert", FAMILY, [*good, Speedup(8192, bad, 0.5, 0.6), Speedup(2048, 1.0, bad, 1.0)])
     assert with_bad is not None
     assert (with_bad.tokens, with_bad.low, with_bad.high) == (2048, 1024, 4096)
     assert list(with_bad.points) == good
 
 
-def some_points() -> st.SearchStrategy[list[Gain]]:
+def some_points() -> st.SearchStrategy[list[Speedup]]:
     value = st.floats(0.5, 2.0)
     made = st.builds(
-        lambda n, *each: Gain(n, *(sorted(each)[i] for i in (1, 0, 2))), st.integers(1, 9), value, value, value
+        lambda n, *each: Speedup(n, *(sorted(each)[i] for i in (1, 0, 2))), st.integers(1, 9), value, value, value
     )
     return st.lists(made, max_size=12)
 
 
 @given(some_points(), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_the_order_of_points_does_not_matter(given_points: list[Gain], chance: random.Random) -> None:
+def test_the_order_of_points_does_not_matter(given_points: list[Speedup], chance: random.Random) -> None:
     found = threshold("hilbert", FAMILY, given_points)
     shuffled = chance.sample(given_points, len(given_points))
     assert threshold("hilbert", FAMILY, shuffled) == found
@@ -166,34 +166,34 @@ def test_the_order_of_points_does_not_matter(given_points: list[Gain], chance: r
     assert (found.low or 0) < found.tokens <= found.high
 
 
-# --- what a call goes by ----------------------------------------------------------------------------------------------
+# --- orders allowed for a call ----------------------------------------------------------------------------------------
 
 
 def test_allowed_above_the_threshold_only() -> None:
     decisions = planted(crossing(3000, 0.5))
     for evidence in (decisions, Evidence(decisions)):
-        assert allowed(grid(1500), evidence) == {"natural"}
-        assert allowed(grid(6000), evidence) == {"natural", "hilbert"}
-        assert allowed(grid(1 << 22, batch=4, heads=16), evidence) == {"natural", "hilbert"}
-    assert allowed(grid(6000), decisions[-1:]) == {"natural"}
-    assert allowed(grid(6000), []) == {"natural"}
-    assert allowed(grid(6000), planted(lambda n: 0.8)) == {"natural"}
-    assert allowed({**grid(6000), "q_len": 1}, decisions) == {"natural"}
-    assert allowed(grid(6000, dtype="bfloat16"), decisions) == {"natural"}
+        assert allowed_orders(grid(1500), evidence) == {"natural"}
+        assert allowed_orders(grid(6000), evidence) == {"natural", "hilbert"}
+        assert allowed_orders(grid(1 << 22, batch=4, heads=16), evidence) == {"natural", "hilbert"}
+    assert allowed_orders(grid(6000), decisions[-1:]) == {"natural"}
+    assert allowed_orders(grid(6000), []) == {"natural"}
+    assert allowed_orders(grid(6000), planted(lambda n: 0.8)) == {"natural"}
+    assert allowed_orders({**grid(6000), "q_len": 1}, decisions) == {"natural"}
+    assert allowed_orders(grid(6000, dtype="bfloat16"), decisions) == {"natural"}
 
 
-def test_a_family_that_was_not_measured_goes_by_the_nearest() -> None:
+def test_an_unmeasured_family_takes_the_threshold_of_the_nearest() -> None:
     wide = [measured(n, {NATURAL: 2.0, HILBERT: 1.0}, window=31) for n in LENGTHS]
     narrow = [measured(n, {NATURAL: 0.5, HILBERT: 1.0}, window=15) for n in LENGTHS]
     for decisions in (wide + narrow, narrow + wide):
-        assert allowed(grid(4096, window=27), decisions) == {"natural", "hilbert"}
-        assert allowed(grid(4096, window=17), decisions) == {"natural"}
-        assert allowed(grid(4096, window=61), decisions) == {"natural", "hilbert"}
-        assert allowed(grid(4096, window=127), decisions) == {"natural"}
+        assert allowed_orders(grid(4096, window=27), decisions) == {"natural", "hilbert"}
+        assert allowed_orders(grid(4096, window=17), decisions) == {"natural"}
+        assert allowed_orders(grid(4096, window=61), decisions) == {"natural", "hilbert"}
+        assert allowed_orders(grid(4096, window=127), decisions) == {"natural"}
     one_length = [measured(4096, {NATURAL: 2.0, HILBERT: 1.0}, window=17)]
-    assert allowed(grid(4096, window=17), narrow + one_length) == {"natural"}
+    assert allowed_orders(grid(4096, window=17), narrow + one_length) == {"natural"}
 
 
 def test_allowed_needs_a_problem() -> None:
     with pytest.raises(KeyError):
-        allowed({}, [])
+        allowed_orders({}, [])

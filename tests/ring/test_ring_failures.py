@@ -56,14 +56,14 @@ def planted_early(fault: Callable[[], object], name: str = "_forward_step") -> I
 @contextmanager
 def planted_alone(fault: Callable[[], object]) -> Iterator[None]:
     """Call `fault` before each call of a rank on the whole sequence of some heads."""
-    decide = decisions.decide
+    decide = decisions.decision_for
 
     def faulty(problem: Any) -> Any:
         fault()
         return decide(problem)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decisions, "decide", faulty)
+        patch.setattr(decisions, "decision_for", faulty)
         yield
 
 

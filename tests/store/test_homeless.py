@@ -55,7 +55,7 @@ def test_calls_run(
         else:
             assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
         assert explain(q, k, v).candidates
-    assert warnings() == [NO_HOME]
+    assert warnings() == [f"decisions and quarantined backends are not stored: {NO_HOME}"]
 
 
 def test_a_home_that_cannot_be_written(

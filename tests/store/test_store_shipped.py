@@ -103,10 +103,10 @@ def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
         "problem": problem.to_dict(),
     }
     ship(package, decision(choice="manual", candidates=rows("manual"), **common), silicon=where)
-    found = look_up.read(Request.of(problem))
+    found = look_up.read_stored(Request.of(problem))
     assert found is not None
     assert (found.choice, found.source) == ("manual", "shipped")
     Store(settings.cache_folder()).put(decision(choice="sdpa_mask", candidates=rows("sdpa_mask"), **common))
-    found = look_up.read(Request.of(problem))
+    found = look_up.read_stored(Request.of(problem))
     assert found is not None
     assert (found.choice, found.source) == ("sdpa_mask", "measured")

@@ -1,4 +1,4 @@
-"""Decisions at many lengths, measured where an order of tokens gains as much as it is told to at each."""
+"""Decisions at many lengths, with a given speed-up of a token order at each."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ def grid(tokens: int, window: int = 13, **more: Any) -> dict[str, Any]:
 
 @cache
 def samples(seed: int, tokens: int, name: str) -> tuple[float, ...]:
-    """Of a candidate that takes 1 ms."""
+    """Times in ms of a candidate that takes 1 ms."""
     chance = random.Random(f"{seed} {tokens} {name}")
     return tuple(math.exp(chance.gauss(0, NOISE)) for _ in range(ROUNDS))
 
 
 def measured(tokens: int, times: Mapping[tuple[str, str], float], seed: int = 0, **more: Any) -> Decision:
-    """The decision of a race with the natural candidate as the incumbent: intervals, ratios and verdicts as they are
-    stored.
-    """
+    """The decision of a race with the natural candidate as the incumbent, with intervals, ratios and statuses."""
     names = {f"{backend} {order}": (backend, order) for backend, order in times}
     timings = {
         text: Timing(tuple(times[name] * x for x in samples(seed, tokens, text)), 1.0) for text, name in names.items()
@@ -65,8 +63,8 @@ def _row(backend: str, order: str, timing: Timing, outcome: Any) -> Row:
     )
 
 
-def planted(gain: Curve, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[Decision]:
-    return [measured(n, {NATURAL: gain(n), HILBERT: 1.0}, seed) for n in lengths]
+def planted(speedup: Curve, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[Decision]:
+    return [measured(n, {NATURAL: speedup(n), HILBERT: 1.0}, seed) for n in lengths]
 
 
 def crossing(tokens: int, slope: float = 0.25) -> Curve:

@@ -27,8 +27,8 @@ NATURAL, HILBERT, RESIDUE = (("tiled", order) for order in ("natural", "hilbert"
 
 
 @dataclass
-class Paced(Planted):
-    """One without orders. `handed` is what came by keyword."""
+class TimedBackend(Planted):
+    """A backend without orders. `handed` are the keyword arguments of its calls."""
 
     takes_ms: float = 4
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -45,11 +45,11 @@ class Paced(Planted):
 
 
 @dataclass
-class Ordered(Paced):
-    """Takes as long as its order says, and is off by a hundredth in one of them."""
+class OrderedBackend(TimedBackend):
+    """A backend whose time depends on the order; its results in `wrong_in` are off by 1 %."""
 
     name: str = "tiled"
-    paces_ms: dict[str, float] = field(default_factory=lambda: {"natural": 6, "hilbert": 1, "residue": 9})
+    times_ms: dict[str, float] = field(default_factory=lambda: {"natural": 6, "hilbert": 1, "residue": 9})
     offered: Callable[[Problem], Any] = lambda problem: ("hilbert", "natural")
     all_orders: tuple[str, ...] = ("residue",)
     wrong_in: str = ""
@@ -67,7 +67,7 @@ class Ordered(Paced):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Any:
         order = tensors.get("order", "natural")
-        self.takes_ms = self.paces_ms[order]
+        self.takes_ms = self.times_ms[order]
         out, lse = super().run(q, k, v, problem, **tensors)
         return (out * 1.01 if order == self.wrong_in else out), lse
 
@@ -78,13 +78,13 @@ class Ordered(Paced):
         return {each.get("order") for each in self.handed}
 
 
-class House:
-    """One backend with orders and one without, alone; `restart` is what a new process would know."""
+class Installed:
+    """A registry of one backend with orders and one without; `restart` simulates a new process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = VirtualClock()
         virtual_clock.install(clock, monkeypatch)
-        self.other, self.tiled = Paced(name="other", clock=clock), Ordered(clock=clock)
+        self.other, self.tiled = TimedBackend(name="other", clock=clock), OrderedBackend(clock=clock)
         for backend in (self.other, self.tiled):
             registry._added[backend.name] = backend
         monkeypatch.setattr(registry, "names", lambda: ("other", "tiled"))
@@ -95,13 +95,13 @@ class House:
             backend.handed.clear()
 
 
-def kept() -> Decision:
+def stored() -> Decision:
     ((_, decision),) = Store(cache_folder()).all()
     return decision
 
 
 def rows() -> dict[tuple[str, str], Row]:
-    return {row.id: row for row in kept().candidates}
+    return {row.id: row for row in stored().candidates}
 
 
 def right(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:

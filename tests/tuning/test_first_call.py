@@ -1,4 +1,4 @@
-"""What a backend builds before its first result: when it is tried, what is kept of it, how it is told."""
+"""One-time work of a backend (plans, compilation): the budget, cleared tables and how the first call is shown."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Builder:
 
 @dataclass
 class Holder(Builder):
-    """One with `release` too."""
+    """A builder with `release`."""
 
     released: int = 0
 
@@ -95,7 +95,7 @@ class Holder(Builder):
 
 @dataclass
 class Once(Builder):
-    """One with something to do once on a machine."""
+    """A builder with `prepare`."""
 
     prepare_s: float = 0.0
     prepared: int = 0
@@ -121,13 +121,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
 
 
 def measured(budget_s: float | None) -> Decision:
-    decision = tuner.decide(Request.of(PROBLEM), budget_s)
+    decision = tuner.run_trial(Request.of(PROBLEM), budget_s)
     assert decision is not None
     return decision
 
 
 def dropped(builder: Builder) -> list[Problem]:
-    """Of the problem itself; what the checks ran on goes in any case."""
+    """The calls of `forget` with the problem itself; those of the hard cases always occur."""
     assert len(builder.dropped) >= 5
     return [problem for problem in builder.dropped if problem == PROBLEM]
 
@@ -136,7 +136,7 @@ def row(decision: Decision, name: str = "builder") -> Row:
     return next(each for each in decision.candidates if each.backend == name)
 
 
-# --- when it is tried -------------------------------------------------------------------------------------------------
+# --- the budget -------------------------------------------------------------------------------------------------------
 
 
 def test_not_tried_past_the_budget(alone: Alone) -> None:
@@ -154,13 +154,13 @@ def test_not_tried_past_the_budget(alone: Alone) -> None:
     assert told == "`attn-dispatch profile --full` measures it"
 
 
-def test_nothing_left_is_told_as_nothing(alone: Alone) -> None:
+def test_a_spent_budget_is_reported_as_zero(alone: Alone) -> None:
     alone(Builder("slow", sleep_s=0.05), Builder(first_s=15))
     assert ", with 0 s of the budget left" in row(measured(0.01)).reason
 
 
 def test_the_least_work_is_tried_first(alone: Alone) -> None:
-    """After the static choice: what costs the whole budget must not come before what is quick."""
+    """After the static choice, candidates run by increasing work, so that slow ones do not use up the budget."""
     tried: list[str] = []
 
     @dataclass
@@ -180,7 +180,7 @@ def test_the_least_work_is_tried_first(alone: Alone) -> None:
     assert [each.backend for each in decision.candidates] == ["static", "heavy", "light"]
 
 
-def test_what_is_done_once_is_not_in_the_budget(alone: Alone) -> None:
+def test_prepare_is_not_in_the_budget(alone: Alone) -> None:
     first, last = Once("first", prepare_s=0.5), Once("last")
     alone(first, last)
     decision = measured(0.4)
@@ -189,7 +189,7 @@ def test_what_is_done_once_is_not_in_the_budget(alone: Alone) -> None:
     assert row(decision, "first").first_ms == pytest.approx(CALL_S * 1e3)
 
 
-def test_what_cannot_be_done_once_is_a_failure(alone: Alone) -> None:
+def test_a_failed_prepare_is_a_failure(alone: Alone) -> None:
     broken = Once(prepare_s=-1)
     alone(Builder("manual"), broken)
     decision = measured(None)
@@ -199,27 +199,27 @@ def test_what_cannot_be_done_once_is_a_failure(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("budget_s", [None, 60.0])
-def test_tried_where_there_is_time(budget_s: float | None, alone: Alone) -> None:
+def test_measured_if_the_budget_suffices(budget_s: float | None, alone: Alone) -> None:
     builder = Builder(first_s=15)
     alone(Builder("manual"), builder)
     assert row(measured(budget_s)).status in ("chosen", "slower", "tie")
     assert builder.calls > 2
 
 
-def test_tried_once_it_is_built(alone: Alone) -> None:
+def test_measured_once_it_is_built(alone: Alone) -> None:
     builder = Builder(first_s=15, built={PROBLEM, *(case.problem for case in hard_cases(PROBLEM))})
     alone(Builder("manual"), builder)
     assert row(measured(1.0)).status in ("chosen", "slower", "tie")
 
 
-def test_the_first_is_always_tried(alone: Alone) -> None:
+def test_the_first_candidate_is_always_measured(alone: Alone) -> None:
     builder = Builder(first_s=15)
     alone(builder, Builder("manual"))
     assert row(measured(0.2)).median_ms is not None
     assert builder.calls > 0
 
 
-def test_a_wrong_first_leaves_its_place_to_the_next(alone: Alone) -> None:
+def test_after_a_wrong_first_candidate_the_next_is_the_first(alone: Alone) -> None:
     builder = Builder(first_s=15)
     alone(Builder("wrong", factor=2.0), builder, Builder("manual"))
     decision = measured(0.2)
@@ -227,7 +227,7 @@ def test_a_wrong_first_leaves_its_place_to_the_next(alone: Alone) -> None:
     assert row(decision).median_ms is not None
 
 
-def test_forced_it_runs() -> None:
+def test_a_forced_backend_runs_without_a_budget() -> None:
     builder = Builder(first_s=math.inf)
     registry.register(builder)
     q = torch.randn(1, 16, 2, 8)
@@ -235,18 +235,18 @@ def test_forced_it_runs() -> None:
     assert builder.calls == 1
 
 
-# --- what is kept of it -----------------------------------------------------------------------------------------------
+# --- cleared tables ---------------------------------------------------------------------------------------------------
 
 
-def test_the_loser_is_forgotten_and_the_winner_kept(alone: Alone) -> None:
+def test_tables_of_the_slower_are_cleared_and_of_the_chosen_kept(alone: Alone) -> None:
     winner, loser = Builder("winner"), Builder("loser", sleep_s=0.02, call_s=0.01)
     alone(winner, loser)
     assert measured(None).choice == "winner"
     assert (dropped(winner), dropped(loser)) == ([], [PROBLEM])
 
 
-def test_forget_goes_before_release(alone: Alone) -> None:
-    """Dropping everything would take along what other problems are routed to."""
+def test_forget_is_preferred_to_release(alone: Alone) -> None:
+    """`release` would clear tables of other problems too."""
     holder = Holder()
     alone(Builder("manual"), holder)
     decision = measured(None)
@@ -254,8 +254,8 @@ def test_forget_goes_before_release(alone: Alone) -> None:
     assert dropped(holder) == ([] if decision.choice == "builder" else [PROBLEM])
 
 
-def test_its_memory_is_not_the_compilers(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the figure is the process's: that of the call after."""
+def test_peak_memory_excludes_compilation(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU peak memory is that of the process, so that of the second call counts."""
     peaks = iter([1000, 777_777, 2000])
     monkeypatch.setattr("attn_dispatch.machine.memory.peak_bytes", lambda call, device: (call(), next(peaks)))
     alone(Builder("manual"), Builder(first_s=0.001))
@@ -263,8 +263,8 @@ def test_its_memory_is_not_the_compilers(alone: Alone, monkeypatch: pytest.Monke
     assert (row(decision, "manual").peak_bytes, row(decision).peak_bytes) == (1000, 2000)
 
 
-def test_what_is_built_first_says_nothing_of_the_rate(alone: Alone) -> None:
-    """The next candidate is held to the later calls of the one before it: forty of those fit the budget."""
+def test_one_time_work_does_not_count_for_the_rate(alone: Alone) -> None:
+    """The next candidate is compared with later calls of the previous one: forty of those fit the budget."""
     first, other = Builder("first", first_s=15, sleep_s=0.3), Builder("other")
     first.flops, other.flops = lambda problem: 1000, lambda problem: 40_000  # type: ignore[attr-defined]
     alone(first, other)
@@ -274,10 +274,8 @@ def test_what_is_built_first_says_nothing_of_the_rate(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize(("work", "first"), [(8_000, "short"), (2_000, "long")])
-def test_the_static_choice_does_not_take_the_time_of_what_has_far_less_to_do(
-    work: int, first: str, alone: Alone
-) -> None:
-    """The first one is tried whatever it takes; here that leaves no time for the other."""
+def test_a_candidate_with_far_less_work_runs_before_the_static_choice(work: int, first: str, alone: Alone) -> None:
+    """The first candidate always runs; here that leaves no time for the other."""
     long, short = Builder("long", call_s=0.8), Builder("short", call_s=0.8)
     long.flops, short.flops = lambda problem: work, lambda problem: 1000  # type: ignore[attr-defined]
     alone(long, short)
@@ -285,8 +283,8 @@ def test_the_static_choice_does_not_take_the_time_of_what_has_far_less_to_do(
     assert [each.backend for each in decision.candidates if each.first_ms is not None] == [first]
 
 
-def test_the_slowest_are_left_out_where_time_is_short(alone: Alone) -> None:
-    """The close ones get their rounds; what is far behind after the call that was checked does not take them."""
+def test_the_slowest_are_skipped_if_the_budget_is_short(alone: Alone) -> None:
+    """The close candidates get the rounds; those far slower in the checked call get none."""
     fast, close, far = Builder("fast", call_s=0.02), Builder("close", call_s=0.03), Builder("far", call_s=0.4)
     alone(close, fast, far)
     decision = measured(2.5)
@@ -297,8 +295,8 @@ def test_the_slowest_are_left_out_where_time_is_short(alone: Alone) -> None:
     assert min(row(decision, name).rounds or 0 for name in ("fast", "close")) >= 5
 
 
-def test_who_seems_faster_when_the_time_is_up_gets_a_little_more(alone: Alone) -> None:
-    """Three rounds cannot prove an eighth; a few more can."""
+def test_a_promising_candidate_extends_the_budget(alone: Alone) -> None:
+    """Three rounds cannot prove a difference of an eighth; a few more can."""
     slow, fast = Builder("slow", call_s=0.1), Builder("fast", call_s=0.088)
     alone(slow, fast)
     decision = measured(0.65)  # a checked call each, and three rounds
@@ -306,10 +304,10 @@ def test_who_seems_faster_when_the_time_is_up_gets_a_little_more(alone: Alone) -
     assert row(decision, "fast").rounds == row(decision, "slow").rounds == 4
 
 
-# --- how it is told ---------------------------------------------------------------------------------------------------
+# --- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_start_is_remarked_on(alone: Alone) -> None:
+def test_a_slow_first_call_is_shown(alone: Alone) -> None:
     alone(Builder(sleep_s=0.3))
     decision = measured(None)
     explanation = Explanation.of(decision)
@@ -330,12 +328,12 @@ def test_a_slow_start_is_remarked_on(alone: Alone) -> None:
     ],
 )
 def test_the_verdict(first_ms: float | None, reason: str, verdict: str) -> None:
-    """Told where it is more than ten times the median."""
+    """Shown if it is more than ten times the median."""
     report = CandidateReport("b", "natural", "slower", reason, 1.0, 0.9, 1.1, first_ms=first_ms)
     assert explained(report)[-1] == verdict
 
 
-def test_no_remark_without_a_median() -> None:
+def test_no_first_call_shown_without_a_median() -> None:
     assert explained(CandidateReport("b", "natural", "failed", "why", first_ms=5.0))[-1] == "failed: why"
 
 
@@ -344,7 +342,7 @@ def explained(report: CandidateReport) -> list[str]:
     return replace(plain, candidates=(report,)).rows()[0]
 
 
-def test_a_clock_too_coarse_to_show_a_call_leaves_nothing_out() -> None:
+def test_a_coarse_clock_skips_no_candidate() -> None:
     unseen_call: Any = (None, Admitted(0.0, 0.0, None, 0.0))
     race = Race(Request.of(PROBLEM), {"a": unseen_call, "b": unseen_call}, "a", 1.0)
     race._skip_slowest(0.5)

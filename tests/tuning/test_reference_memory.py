@@ -16,7 +16,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import hard_cases, oracle, tuner
-from attn_dispatch.tuning.candidates import Request, heuristic
+from attn_dispatch.tuning.candidates import Request, static_choice
 from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
 
@@ -63,13 +63,13 @@ def test_the_call_goes_on(
         assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
     assert calls[0] == first
     found = explain(q, k, v)
-    static = heuristic(Request.of(Problem.of(q, k, v, Dense())).candidates)
+    static = static_choice(Request.of(Problem.of(q, k, v, Dense())).candidates)
     assert static is not None
     assert (found.source, found.choice) == ("heuristic", static.name)
     assert Quarantine(cache_folder(), silicon("cpu")).entries() == []
     assert list(Store(cache_folder()).all()) == []
     (text,) = warnings()
-    assert text.startswith("not measured, for want of memory to check results: ")
+    assert text.startswith("not measured, too little memory to check results: ")
 
 
 def test_other_errors_of_the_reference_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

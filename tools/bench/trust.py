@@ -55,7 +55,7 @@ def storm(problems: int = MANY) -> dict[str, Any]:
         attend(q, q, q, is_causal=number // 2500 % 2 == 1, scale=0.5 if number >= 5000 else None)
     seconds = time.perf_counter() - start
     ways = {name: count - before[name] for name, count in counters().items()}
-    spent = sum(seconds for _, seconds in decide._pace._spent)
+    spent = sum(seconds for _, seconds in decide._rate_limit._trials)
     return {"problems": problems, "seconds": seconds, "last_minute_trial_seconds": spent, **ways}
 
 

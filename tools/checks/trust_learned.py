@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.learning.predict import Evidence, predict
-from attn_dispatch.learning.regret import GroupRegret, Miss, regret, total
+from attn_dispatch.learning.regret import GroupRegret, HeldOutChoice, leave_one_out, total
 from attn_dispatch.profiling import profile
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.shapes import problem_of
@@ -59,35 +59,35 @@ def figures(quick: bool = False) -> dict[str, Any]:
 def planted(per_octave: int, seeds: Iterable[int], unseen: int = 100) -> dict[str, Any]:
     """Five backends, each the best over some lengths, measured with 3 % noise."""
     left_out: list[GroupRegret] = []
-    misses: list[Miss] = []
+    choices: list[HeldOutChoice] = []
     for seed in seeds:
         backends = surface(seed)
         problems = [problem_at(length, batch) for length in lengths(OCTAVES, per_octave) for batch in BATCHES]
         decisions = measured(backends, problems, seed)
-        left_out += regret(decisions)
+        left_out += leave_one_out(decisions)
         evidence, chance = Evidence(decisions), random.Random(seed)
         for _ in range(unseen):
             problem = problem_at(round(2 ** chance.uniform(*OCTAVES)), chance.choice(UNSEEN_BATCHES))
-            misses.append(miss(problem, evidence, times_at(backends, problem)))
-    whole = GroupRegret("", "", "unseen", tuple(misses), 0)
+            choices.append(held_out_choice(problem, evidence, times_at(backends, problem)))
+    whole = GroupRegret("", "", "unseen", tuple(choices), 0)
     return {
         "per_octave": per_octave,
         "leave_one_out": summary(total(left_out)),
         "unseen": summary(whole),
-        "calibration": calibration(whole.misses),
+        "calibration": calibration(whole.choices),
     }
 
 
-def miss(problem: dict[str, Any], evidence: Evidence, times: dict[tuple[str, str], float]) -> Miss:
+def held_out_choice(problem: dict[str, Any], evidence: Evidence, times: dict[tuple[str, str], float]) -> HeldOutChoice:
     found = predict(problem, evidence, times)
     assert found is not None
     regret = times[found.backend, found.order] / min(times.values()) - 1
-    return Miss("", found.backend, found.order, regret, found.confidence)
+    return HeldOutChoice("", found.backend, found.order, regret, found.confidence)
 
 
-def calibration(misses: Iterable[Miss]) -> list[dict[str, Any]]:
+def calibration(choices: Iterable[HeldOutChoice]) -> list[dict[str, Any]]:
     """Claimed confidence against the share of right predictions, by confidence."""
-    known = list(misses)
+    known = list(choices)
     found = []
     for low, high in pairwise(CONFIDENCES):
         some = [each for each in known if low <= each.confidence < high]
@@ -125,7 +125,7 @@ def real(budget_s: float = REAL_BUDGET_S) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, cache(folder):
         profile(problems, budget_s=budget_s, progress=False)
         decisions: list[Decision] = [decision for _, decision in Store(Path(folder)).all()]
-    groups = regret(decisions)
+    groups = leave_one_out(decisions)
     whole = total(groups)
     return {
         "heads": HEADS,
@@ -133,7 +133,7 @@ def real(budget_s: float = REAL_BUDGET_S) -> dict[str, Any]:
         "budget_s": budget_s,
         "groups": [summary(group) for group in groups],
         "total": summary(whole),
-        "calibration": calibration(whole.misses),
+        "calibration": calibration(whole.choices),
     }
 
 

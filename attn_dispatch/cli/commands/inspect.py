@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     elif found:
         _print_groups(found)
     elif folder == settings.NOWHERE:
-        print(NO_HOME)
+        print(f"no decisions are stored: {NO_HOME}")
     elif not prefix:
         print(f"no decision is stored in {folder} yet; 'attn-dispatch profile --quick' measures some")
     if prefix and not found:

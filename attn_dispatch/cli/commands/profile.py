@@ -15,8 +15,8 @@ from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds
 from attn_dispatch.cli.tables import full_table, no_backend, print_json, refused_by_all
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.learning.gains import Series, family_of, family_title
-from attn_dispatch.learning.thresholds import LEAST_LENGTHS
+from attn_dispatch.learning.speedups import SpeedupSeries, family_of, family_title
+from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.text import printable
 
@@ -161,8 +161,8 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
         )
     args.lengths = args.lengths or options.lengths(SPAN)
     found = sorted(options.problems_of(args), key=lambda problem: problem.q_len)
-    if len({problem.q_len for problem in found}) < LEAST_LENGTHS:
-        raise InvalidInput(f"--thresholds needs at least {LEAST_LENGTHS} lengths, such as --lengths {SPAN}")
+    if len({problem.q_len for problem in found}) < MIN_LENGTHS:
+        raise InvalidInput(f"--thresholds needs at least {MIN_LENGTHS} lengths, such as --lengths {SPAN}")
     return found
 
 
@@ -199,7 +199,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _learned(problems: Sequence[Problem]) -> list[Series]:
+def _learned(problems: Sequence[Problem]) -> list[SpeedupSeries]:
     """The stored series of these problems' families: of these lengths, and of those measured before."""
     from attn_dispatch.settings import cache_folder
 
@@ -216,7 +216,7 @@ def _family(problem: Problem) -> tuple[str, str, str]:
     return silicon(problem.device), group_of(plain), family_title(family_of(plain))
 
 
-def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequence[Series] | None) -> None:
+def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequence[SpeedupSeries] | None) -> None:
     from attn_dispatch.settings import cache_folder
 
     decisions = [explanation.to_dict() for explanation in found]
@@ -245,7 +245,7 @@ def _print_tables(found: Sequence[Explanation], folders: Sequence[Path], verbose
         from attn_dispatch.settings import NO_HOME, cache_folder
 
         why = NO_HOME if cache_folder() == settings.NOWHERE else "no decision was measured and written"
-        print(f"stored    nothing: {why.removeprefix('nothing is stored: ')}")
+        print(f"stored    nothing: {why}")
 
 
 def _folders(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:

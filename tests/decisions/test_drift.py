@@ -1,4 +1,4 @@
-"""Drift: live calls against what was measured, with a clock of our own."""
+"""The drift check compares live calls with the stored times, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOW, MEDIAN, HIGH = 9.0, 10.0, 11.0
 
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> Decision:
-    """One call's decision, with other figures."""
+    """The decision of one call, with the times LOW, MEDIAN, HIGH."""
     import msgspec
 
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "300")
@@ -39,7 +39,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Decision:
 
 
 class Calls:
-    """A backend's run that takes what the clock says it takes."""
+    """A run function that takes `call_ms()` on the simulated clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call_ms: Callable[[], float]) -> None:
         self.now, self.count, self.call_ms = 0.0, 0, call_ms
@@ -57,7 +57,7 @@ def watch(
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", share)
     calls = Calls(monkeypatch, call_ms)
     problem = problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"), **more)
-    return calls, sentinel.watched(calls.run, problem, decision)
+    return calls, sentinel.sampled(calls.run, problem, decision)
 
 
 def drift() -> Any:
@@ -66,7 +66,7 @@ def drift() -> Any:
 
 
 @pytest.mark.parametrize("call_ms", [MEDIAN, LOW * 0.95, HIGH * 1.05])
-def test_no_drift_near_what_was_measured(call_ms: float, decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_drift_near_the_measured_time(call_ms: float, decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = random.Random(0)
     _, run = watch(monkeypatch, decided, lambda: call_ms * noise.gauss(1, 0.02))
     for _ in range(200):
@@ -78,7 +78,7 @@ def test_no_drift_near_what_was_measured(call_ms: float, decided: Decision, monk
 def test_drift_is_marked_and_shown(call_ms: float, decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = random.Random(0)
     calls, run = watch(monkeypatch, decided, lambda: call_ms * noise.gauss(1, 0.02))
-    for _ in range(sentinel.FIRST + sentinel.SAMPLES - 1):
+    for _ in range(sentinel.WARMUP_CALLS + sentinel.SAMPLES - 1):
         run()
     assert drift() is None
     run()
@@ -86,16 +86,14 @@ def test_drift_is_marked_and_shown(call_ms: float, decided: Decision, monkeypatc
     assert found.samples == sentinel.SAMPLES
     assert found.low_ms <= found.median_ms <= found.high_ms
     assert found.median_ms == pytest.approx(call_ms, rel=0.05)
-    assert calls.count == sentinel.FIRST + sentinel.SAMPLES
+    assert calls.count == sentinel.WARMUP_CALLS + sentinel.SAMPLES
     forget()
     assert "drift     live calls take" in str(explain(*qkv()))
     assert explain(*qkv()).drift is not None
 
 
-def test_what_is_built_first_and_single_outliers_do_not_count(
-    decided: Decision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = iter([5000.0] * sentinel.FIRST + [MEDIAN, MEDIAN, MEDIAN, 500.0] * 100)
+def test_first_calls_and_single_outliers_are_ignored(decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([5000.0] * sentinel.WARMUP_CALLS + [MEDIAN, MEDIAN, MEDIAN, 500.0] * 100)
     _, run = watch(monkeypatch, decided, lambda: next(times))
     for _ in range(300):
         run()
@@ -107,12 +105,10 @@ def test_a_share_of_the_calls_is_timed(decided: Decision, monkeypatch: pytest.Mo
     _, run = watch(monkeypatch, decided, lambda: MEDIAN, share="0.1")
     for _ in range(2000):
         run()
-    assert 120 <= len(run._seen) + sentinel.FIRST <= 280  # type: ignore[attr-defined]
+    assert 120 <= len(run._samples_ms) + sentinel.WARMUP_CALLS <= 280  # type: ignore[attr-defined]
 
 
-def test_off_by_default_and_where_there_is_nothing_to_compare(
-    decided: Decision, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_off_by_default_and_without_a_measurement(decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
     import msgspec
 
     calls, run = watch(monkeypatch, decided, lambda: MEDIAN, share="0")
@@ -123,8 +119,8 @@ def test_off_by_default_and_where_there_is_nothing_to_compare(
     assert run == calls.run
 
 
-def test_attend_is_watched(decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole way: calls that are much slower than what is stored mark the decision."""
+def test_attend_samples_calls(decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """attend() calls much slower than the stored times mark the decision."""
     import msgspec
 
     rows = tuple(
@@ -134,9 +130,9 @@ def test_attend_is_watched(decided: Decision, monkeypatch: pytest.MonkeyPatch) -
     path = Store(cache_folder()).put(msgspec.structs.replace(decided, candidates=rows, created=later()))
     assert path is not None
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
-    monkeypatch.setenv("ATTN_DISPATCH_MODE", "locked")  # a machine under load would go on measuring
+    monkeypatch.setenv("ATTN_DISPATCH_MODE", "locked")  # a busy machine would measure more candidates
     forget()
-    for _ in range(sentinel.FIRST + sentinel.SAMPLES + 1):
+    for _ in range(sentinel.WARMUP_CALLS + sentinel.SAMPLES + 1):
         attend(*qkv())
     assert drift() is not None
-    assert explain(*qkv()).drift is not None, "in the process that saw it too"
+    assert explain(*qkv()).drift is not None, "also in the process that detected it"
