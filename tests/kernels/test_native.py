@@ -176,7 +176,8 @@ def restarted() -> None:
 def trusted_before_and_after_a_call() -> list[bool]:
     restarted()
     before = library._trusted(library._path())
-    assert attend(*(torch.ones(1, 2, 1, 4),) * 3, backend="native").sum() == 8
+    x = torch.ones(1, 2, 1, 4)
+    assert attend(x, x, x, backend="native").sum() == 8
     return [before, library._trusted(library._path())]
 
 
