@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from datetime import timedelta
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 from attn_dispatch import Sharded, attend, shard
 from attn_dispatch.cli import main
@@ -34,6 +31,8 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
+from tests.support import ring_ranks
+from tests.support.ring_ranks import Ranks
 
 CPU = torch.device("cpu")
 RANKS = 4
@@ -72,20 +71,14 @@ def served(case: Case, ranks: int) -> list[tuple[str, bool, list[BytesSent]]]:
     return found
 
 
-def work(rank: int, folder: str) -> None:
-    os.environ["ATTN_DISPATCH_MODE"] = "off"
-    torch.set_num_threads(1)
-    met, patience = f"file://{folder}/met", timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=met, rank=rank, world_size=RANKS, timeout=patience)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    found = []
-    for case in CASES:
-        for ranks, group in ((RANKS, dist.group.WORLD), (2, pairs[rank // 2])):
-            for exchange, backward, _ in served(case, ranks):
-                found.append(shipped(case, ranks, group, exchange, backward))
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # a rank that exits first closes connections that others still use
-    dist.destroy_process_group()
+def sent_by_this_rank(ranks: int) -> list[tuple[int, int]]:
+    """A job: the bytes that this rank sends in every case, as `served` lists them."""
+    group = ring_ranks.group()
+    return [
+        shipped(case, ranks, group, exchange, backward)
+        for case in CASES
+        for exchange, backward, _ in served(case, ranks)
+    ]
 
 
 def shipped(case: Case, ranks: int, group: Any, exchange: str, backward: bool) -> tuple[int, int]:
@@ -103,22 +96,16 @@ def shipped(case: Case, ranks: int, group: Any, exchange: str, backward: bool) -
     return forward, transport.bytes_sent - forward
 
 
-def test_predicted_bytes_are_those_that_ranks_send(tmp_path: Path) -> None:
-    start_processes(work, (str(tmp_path),), nprocs=RANKS)  # type: ignore[no-untyped-call]
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    expected = [(case, ranks, each) for case in CASES for ranks in (RANKS, 2) for each in served(case, ranks)]
-    exchanges = set()
-    for number, (case, ranks, (exchange, backward, sent)) in enumerate(expected):
-        exchanges.add((exchange, backward))
-        for rank in range(RANKS):
-            predicted = sent[rank % ranks if ranks == 2 else rank]
-            assert seen[rank][number] == [predicted.forward, predicted.backward], (
-                case,
-                ranks,
-                exchange,
-                backward,
-                rank,
-            )
+@pytest.mark.parametrize("size", [2, RANKS])
+def test_predicted_bytes_are_those_that_ranks_send(size: int, ranks: Ranks, set_mode: Callable[[str], None]) -> None:
+    set_mode("off")
+    found = ranks.everywhere(sent_by_this_rank, size, ranks=size)
+    expected = [(case, each) for case in CASES for each in served(case, size)]
+    for number, (case, (exchange, backward, sent)) in enumerate(expected):
+        for rank, predicted in enumerate(sent):
+            context = case, exchange, backward, rank
+            assert found[rank][number] == (predicted.forward, predicted.backward), context
+    exchanges = {(exchange, backward) for _, (exchange, backward, _) in expected}
     assert exchanges == {(each, backward) for each in EXCHANGES for backward in (False, True)}
 
 
