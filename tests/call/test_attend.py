@@ -21,6 +21,7 @@ from attn_dispatch.spec.orders import EXCHANGES, ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 from tests.support.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, forget, formula, qkv
+from tests.support.pairwise import thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -80,7 +81,7 @@ BRANCHES: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES)
+@thinned("branches", BRANCHES.values(), 3, BRANCHES)
 def test_any_sequence_of_branches(branches: Callable[[], tuple[Iterable[int], Iterable[int]]]) -> None:
     q, k, v = qkv()
     expected = attend(q, k, v, Dilated((4, 8), (1, 2)))

@@ -289,6 +289,7 @@ def test_memory_limits_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @crossed(
+    lambda backend, dtype, head_dim: {"dtype": dtype, "head_dim": head_dim},
     backend=("sdpa", "sdpa_mask", "native", "manual"),
     dtype=(torch.float32, torch.float64, torch.bfloat16),
     head_dim=(72, 128, 255),

@@ -88,7 +88,12 @@ LONG = [
 ]
 
 
-@crossed(case=LONG, dtype=run.DTYPES, head_dim=(20, 64, 72))
+@crossed(
+    lambda case, dtype, head_dim: {"dtype": dtype, "head_dim": head_dim},
+    case=LONG,
+    dtype=run.DTYPES,
+    head_dim=(20, 64, 72),
+)
 def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: int) -> None:
     """Lengths above a tile and above a block of keys, which the small cases do not reach."""
     case = replace(case, shape=(*case.shape[:3], head_dim))

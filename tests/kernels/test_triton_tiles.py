@@ -321,7 +321,7 @@ for each, capability, branches, one in CASES[::STEP]:
 
 
 @compiled
-@pytest.mark.parametrize("step", [pytest.param(1, id="every", marks=pytest.mark.full), pytest.param(2, id="two")])
+@pytest.mark.parametrize("step", [pytest.param(1, id="every", marks=pytest.mark.full), pytest.param(3, id="two")])
 def test_kernels_compile_without_a_gpu(step: int, tmp_path: Path) -> None:
     """To machine code: the interpreter accepts code that the compiler rejects."""
     run_alone(f"STEP = {step}\n{COMPILE}", tmp_path)

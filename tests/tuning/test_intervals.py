@@ -20,6 +20,7 @@ from attn_dispatch.tuning.intervals import (
     sure_interval,
     surely_faster,
 )
+from tests.support.pairwise import thinned
 from tools.lib.simulated import Machine
 
 DRAWS = 300
@@ -158,7 +159,7 @@ def test_ratio_test(ratios: list[float], resolution: float, verdict: str) -> Non
     assert surely_faster(candidate, baseline) == (verdict == "faster")
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+@thinned("noise", [0.03, 0.01, 0.1], 3)
 def test_one_look_at_few_rounds_errs_seldom(noise: float) -> None:
     """At the worst place: a true ratio right at the margin."""
     machine = Machine(noise, seed=1)
