@@ -203,7 +203,7 @@ def adopt(problem: Problem, decision: Decision) -> None:
     """Store a measured decision, and route calls by it from now on."""
     with lock:
         decide.replace_measured(problem, decision)
-        _routes.clear()
+        process_state.forget(process_state.ROUTES)
 
 
 def _new_route(

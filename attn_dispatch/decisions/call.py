@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.decisions import decide, observers
+from attn_dispatch.decisions.torch_state import cannot_measure
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
@@ -54,7 +56,7 @@ class ResolvedCall:
         return BackendFailed(f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}")
 
 
-_calls: dict[Problem, tuple[Decision, ResolvedCall]] = {}
+_calls: dict[tuple[Problem, int], ResolvedCall] = {}  # by number of threads too, as decisions are
 process_state.register(process_state.ROUTES, _calls.clear)
 
 
@@ -97,16 +99,17 @@ def attend_on_device(
 
 
 def _resolve(problem: Problem) -> ResolvedCall:
+    traced = tracing.is_traced()
+    key = problem, torch.get_num_threads()
+    found = None if traced else _calls.get(key)  # without the lock, which another thread holds through its trial
+    if found is not None:
+        return found
     with decide.lock:
-        known = _calls.get(problem)
-        if known is None:
-            observers.notify(problem)
-        traced = tracing.is_traced()
+        observers.notify(problem)
         decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
-        if known is not None and known[0] is decision:
-            return known[1]
         call = ResolvedCall(run_function(problem, decision, traced), problem, titled(*decision.chosen))
-        if len(_calls) >= MAX_CALLS:
-            _calls.clear()
-        _calls[problem] = decision, call
+        if not cannot_measure(problem.device):
+            if len(_calls) >= MAX_CALLS:
+                _calls.clear()
+            _calls[key] = call
     return call

@@ -8,9 +8,11 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
+from attn_dispatch.spec import tracing
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
@@ -96,7 +98,11 @@ def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
 
 def unseen_keys(problem: Problem) -> Tensor | None:
     """Keys that no query sees in the pattern: bool [1, k_len, kv_heads or 1, 1]; None: none."""
-    return _unseen(
+    if not may_hide(problem):
+        return None
+    # A graph takes no tensor that another mode has made, and its own must not reach other calls.
+    find = _find_unseen if tracing.graphed() else _unseen
+    return find(
         problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.heads // problem.kv_heads, problem.device
     )
 
@@ -107,13 +113,13 @@ def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = 
     Args:
         masked_keys, padding: whether copies are made of keys hidden by masks, and of padding queries.
     """
-    keys = 2 * problem.k_len * problem.kv_heads * ((masked_keys and problem.masked) or _may_hide(problem))
+    keys = 2 * problem.k_len * problem.kv_heads * ((masked_keys and problem.masked) or may_hide(problem))
     queries = problem.q_len * problem.heads * (padding and problem.has_seq_lens) * (2 if problem.needs_grad else 1)
     masks = 2 * (problem.q_len + problem.k_len * problem.kv_heads) * (keys + queries > 0)
     return problem.batch * ((keys + queries) * problem.head_dim * problem.dtype.itemsize + masks)
 
 
-def _may_hide(problem: Problem) -> bool:
+def may_hide(problem: Problem) -> bool:
     """Whether the pattern may hide a key: True wherever `unseen_keys` finds one, without a table of all tokens."""
     group = problem.heads // problem.kv_heads
     kinds, bands = _bands(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads, group)
@@ -124,20 +130,27 @@ def _may_hide(problem: Problem) -> bool:
 
 @lru_cache(maxsize=CACHED)
 def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device) -> Tensor | None:
-    with torch.inference_mode(False):
-        kinds, bands = _bands(pattern.natural, q_len, k_len, heads, group)
-        if not _segmented(bands):
-            return _outside(_runs(bands, q_len, k_len), k_len, device)
-        if _all_selected(kinds, bands):
-            return None
-        at = permutation(token_order_of(pattern), pattern.natural, k_len)
-        at = torch.arange(k_len) if at is None else at
+    # Later calls share the mask, whatever the modes and the default device of the first one.
+    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
+        found = _find_unseen(pattern, q_len, k_len, heads, group, device)
+        return found if found is not None and found.any() else None
+
+
+def _find_unseen(
+    pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device
+) -> Tensor | None:
+    """The same mask in the caller's modes, without a look at its values: it may hide no key."""
+    kinds, bands = _bands(pattern.natural, q_len, k_len, heads, group)
+    if not _segmented(bands):
+        return _outside(_runs(bands, q_len, k_len), k_len, device)
+    at = permutation(token_order_of(pattern), pattern.natural, k_len)
+    at = torch.arange(k_len, device="cpu") if at is None else at
+    seen = []
+    for kind, members in sorted(kinds.items(), key=lambda item: item[1]):
         # A token that a branch selects sees itself there.
-        seen = torch.zeros(heads // group, k_len, dtype=torch.bool)
-        for kind, members in kinds.items():
-            for band in {band for offsets in kind for band in bands[offsets]}:
-                seen[members] |= band.selected(at)
-        return None if seen.all() else ~seen.T[None, :, :, None].to(device)
+        selected = [band.selected(at) for band in {band for offsets in kind for band in bands[offsets]}]
+        seen += [(member, torch.stack(selected).any(0)) for member in members]
+    return ~torch.stack([each for _, each in sorted(seen, key=lambda item: item[0])], 1)[None, :, :, None].to(device)
 
 
 def _bands(

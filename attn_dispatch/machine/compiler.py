@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from typing import NamedTuple
@@ -42,7 +43,7 @@ def parsed(setting: str | None) -> Compiler:
     except ValueError as error:
         raise ImportError(f"$CXX is {setting!r}, which is no command: {error}") from error
     # Programs stand before the first option or variable: a compiler alone, or behind launchers.
-    count = next((i for i, word in enumerate(words) if word.startswith("-") or "=" in word), len(words))
+    count = next((i for i, word in enumerate(words) if re.match(r"-|[A-Za-z_]\w*=", word)), len(words))
     programs = []
     for name in words[:count]:
         path = shutil.which(name)

@@ -60,9 +60,37 @@ def serves(order: str, pattern: Pattern) -> bool:
     return order == NATURAL
 
 
-@lru_cache(maxsize=16)
 def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     """The position at each place, int64 [length] on the CPU; None for natural order. Do not write to it."""
+    found = _permutation(order, pattern, length)
+    if found is None:
+        return None
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from attn_dispatch.spec import tracing
+
+    if not tracing.graphed():
+        return found
+    # A graph that is traced with fake tensors takes no tensor made outside of it.
+    with _disable_current_modes():
+        values = found.tolist()
+    return torch.tensor(values, device="cpu")
+
+
+@lru_cache(maxsize=16)
+def same_permutation(order: str, pattern: Pattern, other: Pattern, length: int) -> bool:
+    """Whether both patterns give the same permutation."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        one, two = (_permutation(order, each, length) for each in (pattern, other))
+        return one is two if one is None or two is None else torch.equal(one, two)
+
+
+@lru_cache(maxsize=16)
+def _permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 

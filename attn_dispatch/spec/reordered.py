@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, permutation, places
+from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, permutation, places, same_permutation
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets, Reach
 
@@ -66,12 +66,10 @@ class Reordered(Pattern):
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
         plain = self.pattern.simplify(q_len, k_len, heads)
-        at = permutation(self.order, self.pattern, q_len)
-        if at is None or plain == Dense():
+        if plain == Dense() or permutation(self.order, self.pattern, q_len) is None:
             return plain
         # The order depends on the pattern: the simplified one may give another permutation.
-        again = permutation(self.order, plain, q_len)
-        return Reordered(plain, self.order) if again is not None and bool((again == at).all()) else self
+        return Reordered(plain, self.order) if same_permutation(self.order, self.pattern, plain, q_len) else self
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "Reordered", "pattern": self.pattern.to_dict(), "order": self.order}

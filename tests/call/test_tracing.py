@@ -16,7 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from attn_dispatch import attend, counters, dispatch
 from attn_dispatch.decisions import decide
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.hidden import _unseen
+from attn_dispatch.spec.orders import _permutation, same_permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
 from tests.support.calls import close, counted, formula, qkv
 from tests.support.pairwise import crossed
 
@@ -87,6 +92,47 @@ def test_a_graph_holds_for_other_inputs(
     assert counters()["measured"] == 0
     assert decide._decided == before
     assert len(dispatch._routes) == 2 * decided
+
+
+#: Patterns whose backends cache masks or permutations, and the number of keys: the first three hide some.
+CACHED = {
+    "longer-keys": (Window(2, 0), 24),
+    "uncovered": (Dilated((4, 8), (2, 4)), 16),
+    "uncovered-reordered": (Reordered(Dilated((8,), (2,)), "residue"), 16),
+    "reordered": (Reordered(Neighborhood((4, 4), (3, 3)), "hilbert"), 16),
+}
+
+
+@crossed(lambda name, tracer: {"name": name, "tracer": tracer}, name=tuple(CACHED), tracer=tuple(TRACERS))
+def test_a_trace_leaves_nothing_to_other_calls(name: str, tracer: str, set_mode: Callable[[str], None]) -> None:
+    """Neither wrong values nor tensors of the trace: caches are filled as by a plain call."""
+    set_mode("off")
+    pattern, k_len = CACHED[name]
+    for cached in (_unseen, _permutation, same_permutation):
+        cached.cache_clear()
+    q, k, v = (torch.randn(1, length, 4, 8) for length in (16, k_len, k_len))
+    expected = formula(q, k, v, pattern)[0].nan_to_num()  # 0/0 for a query that sees no key
+    graph = TRACERS[tracer](lambda q, k, v: attend(q, k, v, pattern), *(torch.zeros_like(x) for x in (q, k, v)))
+    assert close(graph(q, k, v), expected)
+    able = ("manual", "sdpa_mask", "tiles", "native")
+    for backend in (each for each in able if not registry.load(each).refusals(Problem.of(q, k, v, pattern))):
+        found = attend(q, k, v, pattern, backend=backend)
+        assert type(found) is Tensor
+        assert close(found, expected), backend
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_the_default_device_is_not_that_of_cached_masks(name: str, set_mode: Callable[[str], None]) -> None:
+    set_mode("off")
+    pattern, k_len = CACHED[name]
+    for cached in (_unseen, _permutation, same_permutation):
+        cached.cache_clear()
+    q, k, v = (torch.randn(1, length, 4, 8) for length in (16, k_len, k_len))
+    expected = formula(q, k, v, pattern)[0].nan_to_num()
+    with torch.device("meta"):
+        found = attend(q, k, v, pattern, backend="manual")
+    assert close(found, expected)
+    assert close(attend(q, k, v, pattern, backend="manual"), expected)
 
 
 @crossed(lambda pattern, tracer: {"tracer": tracer}, pattern=PATTERNS, tracer=tuple(TRACERS))

@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, explain, profile, register
+from attn_dispatch import attend, dispatch, explain, profile, register
+from attn_dispatch.decisions import call, decide
+from attn_dispatch.decisions.call import ResolvedCall
 from attn_dispatch.errors import InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Window
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from tests.support import processes
 from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
@@ -254,3 +257,31 @@ def test_another_number_of_threads_is_another_machine() -> None:
         assert counted(measured=2)
     finally:
         torch.set_num_threads(threads)
+
+
+# --- calls by ranks ---------------------------------------------------------------------------------------------------
+
+
+def on_device(problem: Problem) -> ResolvedCall:
+    q, k, v = qkv()
+    out, _ = call.attend_on_device(
+        q, k, v, problem.pattern, scale=problem.scale, seq_lens=None, key_mask=None, return_lse=False
+    )  # fmt: skip
+    assert close(out, formula(q, k, v, problem.pattern)[0])
+    return call._calls[problem, torch.get_num_threads()]
+
+
+def test_a_decided_call_does_not_wait_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waited would make every rank wait that exchanges rows with it."""
+    problem = Problem.of(*qkv())
+    first = on_device(problem)
+    monkeypatch.setattr(decide, "lock", None)  # entering it raises
+    assert on_device(problem) is first
+
+
+def test_a_replaced_decision_reaches_calls_by_ranks() -> None:
+    problem = Problem.of(*qkv())
+    chosen = on_device(problem).backend
+    other = next(name for name in ("manual", "tiles") if not chosen.startswith(name))
+    dispatch.adopt(problem, decide.forced_decision(problem, other, None))
+    assert on_device(problem).backend.startswith(other)

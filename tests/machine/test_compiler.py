@@ -69,6 +69,14 @@ def test_the_reason_where_it_cannot_be_used(setting: str, reason: str, monkeypat
     assert environment.environment({})  # a look-up does not need one
 
 
+def test_a_path_may_hold_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cxx = tmp_path / "a=b" / "g++"
+    cxx.parent.mkdir()
+    cxx.touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(cxx))
+    assert compiler() == Compiler((), str(cxx), ())
+
+
 def test_the_reason_where_none_is_installed(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     (programs / "g++").unlink()

@@ -14,7 +14,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import title
-from attn_dispatch.spec.orders import ORDERS, permutation, places, serves
+from attn_dispatch.spec.orders import ORDERS, _permutation, permutation, places, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -314,7 +314,7 @@ def test_wrong_lengths(length: Any) -> None:
 
 
 def test_cached_permutations_work_in_every_mode() -> None:
-    permutation.cache_clear()
+    _permutation.cache_clear()
     with torch.inference_mode(), torch.device("meta"):
         found = permutation("hilbert", Neighborhood((6, 7), (3,)), 42)
     assert found is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from attn_dispatch.kernels.hidden import unseen_keys
+from attn_dispatch.kernels.hidden import may_hide
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.ring.engine import ulysses
@@ -82,7 +82,7 @@ class _Rank:
 def _zeroed(rank: _Rank) -> int:
     """Bytes of copies in which hidden rows are zeros: of k and v, and of q and the gradient of out."""
     problem = rank.problem
-    keys = rank.sizes.kv * (problem.masked or unseen_keys(problem) is not None)
+    keys = rank.sizes.kv * (problem.masked or may_hide(problem))
     return keys + rank.sizes.q * problem.has_seq_lens * (2 if problem.needs_grad else 1)
 
 
