@@ -44,7 +44,7 @@ name = "flex"
 
 BLOCK = 128  #: tokens per side of a block; every kernel configuration divides it
 TABLE_LIMIT = 2**30  #: bytes of block tables in the cache
-MOST_COMPILED = 64  #: compiled problems in the cache
+MAX_COMPILED = 64  #: compiled problems in the cache
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_RELEASE = (2, 13)  #: of torch; the CPU kernel is not tested with older ones
 CUDA_HEAD_DIM = 16  #: the least for tl.dot
@@ -258,7 +258,7 @@ def _prepared(problem: Problem, order: str) -> _CompiledAttention:
         if found is None:
             found = _attention(problem, order)
             while _compiled and (
-                len(_compiled) >= MOST_COMPILED or _held_table_bytes() + found.block_table_bytes > TABLE_LIMIT
+                len(_compiled) >= MAX_COMPILED or _held_table_bytes() + found.block_table_bytes > TABLE_LIMIT
             ):
                 _compiled.popitem(last=False)
             _compiled[problem, order] = found

@@ -11,7 +11,7 @@ from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, kernel_of
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
-from attn_dispatch.kernels.tiles.tables import MOST_BRANCHES, forget_tables, tables_of
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables, tables_of
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, check, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -38,8 +38,8 @@ def refusals(problem: Problem) -> list[Refusal]:
     if pairs > PAIR_LIMIT:
         found.append(Refusal("pattern", f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"))
     pattern = problem.pattern.natural
-    if isinstance(pattern, Dilated) and len(pattern.branches) > MOST_BRANCHES:
-        text = f"takes {MOST_BRANCHES} branches, not {len(pattern.branches)}"
+    if isinstance(pattern, Dilated) and len(pattern.branches) > MAX_BRANCHES:
+        text = f"takes {MAX_BRANCHES} branches, not {len(pattern.branches)}"
         found.append(Refusal("pattern", text))
     return found
 

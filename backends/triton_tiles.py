@@ -24,7 +24,7 @@ from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
 from attn_dispatch.kernels.tiles.lists import tile_lists_bytes, tile_lists_of
-from attn_dispatch.kernels.tiles.tables import MOST_BRANCHES, forget_tables
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.support import (
     SMALLEST_SIDE,
@@ -72,8 +72,8 @@ def version() -> str:
 def refusals(problem: Problem) -> list[Refusal]:
     natural = problem.pattern.natural
     found = support.refusals(replace(problem, pattern=natural), PATTERNS)
-    if isinstance(natural, Dilated) and len(natural.branches) > MOST_BRANCHES:
-        text = f"takes {MOST_BRANCHES} branches, not {len(natural.branches)}"
+    if isinstance(natural, Dilated) and len(natural.branches) > MAX_BRANCHES:
+        text = f"takes {MAX_BRANCHES} branches, not {len(natural.branches)}"
         found.append(Refusal("pattern", text))
     if not found:
         pairs = max(_pairs(problem, order) for order in orders(problem))

@@ -11,7 +11,7 @@ from typing import Any
 from attn_dispatch.store import files
 
 NO_DECISIONS = ("quarantine", "native")  #: folders at the top of a cache folder
-MOST_BYTES = 1 << 30  #: of one file; files of decisions are smaller
+MAX_BYTES = 1 << 30  #: of one file; files of decisions are smaller
 
 
 class Unreachable(Exception):
@@ -45,11 +45,11 @@ def read(name: str) -> bytes:
     """
     with _unreachable():
         if not is_url(name):
-            return files.read(name, MOST_BYTES)
+            return files.read(name, MAX_BYTES)
         with _open(name, "rb") as file:
-            content: bytes = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise OSError(f"more than {MOST_BYTES} bytes")
+            content: bytes = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise OSError(f"more than {MAX_BYTES} bytes")
         return content
 
 

@@ -14,11 +14,10 @@ import msgspec
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.learning.predict import TIMED
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import CandidateId, Decision, Row
+from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.store.folder import Store, shipped
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment
 

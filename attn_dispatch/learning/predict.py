@@ -15,7 +15,7 @@ from typing import Any
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
 from attn_dispatch.spec.groups import group_of
-from attn_dispatch.store.decision import CandidateId, Decision, Row
+from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 
 MAX_NEIGHBOURS = 16  #: decisions used for one prediction
 MAX_SEARCHED = 1000  #: nearest decisions among which the neighbours are selected
@@ -28,7 +28,6 @@ OUTDATED_NOISE = 0.15  #: relative standard deviation between the times of two v
 MIN_WEIGHT = 0.05  #: weight in the estimate from which a decision is cited as evidence
 UNKNOWN_FACTOR = 0.5  #: scales the confidence where a candidate has no row near the problem
 
-TIMED = {"chosen", "slower", "tie"}
 WITHOUT_TIME = {"failed", "incorrect", "quarantined", "not_measured"}
 WRONG_RESULTS = {"incorrect", "quarantined"}
 # Raised where a stored problem is damaged or of an unknown kind.

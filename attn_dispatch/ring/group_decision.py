@@ -30,7 +30,7 @@ from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning.candidates import Request
 
 NOTHING_TO_EXCHANGE = "no rank sees another's rows: there is nothing to exchange"
-MOST_REASONS = 2  #: in an error: those of ranks often differ only in numbers
+MAX_REASONS = 2  #: in an error: those of ranks often differ only in numbers
 
 
 def decide_together(
@@ -233,8 +233,8 @@ class Ranks:
 
 def _few(reasons: list[str]) -> str:
     """The first reasons, with the number of the others."""
-    more = len(reasons) - MOST_REASONS
-    return "; ".join(reasons[:MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
+    more = len(reasons) - MAX_REASONS
+    return "; ".join(reasons[:MAX_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _store(decision: Decision) -> None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(days=1)  #: time-out of the groups of `world`
 
-MOST_LINKS = 16  #: groups that have a Link; the oldest is dropped first
+MAX_LINKS = 16  #: groups that have a Link; the oldest is dropped first
 
 _links: OrderedDict[Any, Link] = OrderedDict()
 _lock = threading.Lock()
@@ -139,7 +139,7 @@ def link_of(mesh: object) -> Link:
         found = _links.get(group)
         if found is None:
             _drop([each for each in _links if _ended(each)])
-            _drop(list(_links)[: max(0, len(_links) + 1 - MOST_LINKS)])
+            _drop(list(_links)[: max(0, len(_links) + 1 - MAX_LINKS)])
             found = _links[group] = Link(group, Transport(group))
     return found
 

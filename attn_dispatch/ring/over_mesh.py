@@ -27,7 +27,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem, check_seq_lens_values, choose_pattern
 from attn_dispatch.store.decision import Decision
 
-MOST_DECISIONS = 256  #: remembered for each link
+MAX_DECISIONS = 256  #: remembered for each link
 
 Decided = tuple[ShardedProblem, Decision]
 
@@ -163,7 +163,7 @@ def _decision_for(link: Link, call: MeshCall, tensors: Any, arguments: Mapping[s
         decision = group_decision.decide_together(sharded, _inputs(sharded, tensors, arguments), masks, call.exchange)
     logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.source)
     link.decisions[call.key] = sharded, decision
-    if len(link.decisions) > MOST_DECISIONS:
+    if len(link.decisions) > MAX_DECISIONS:
         link.decisions.popitem(last=False)
     return sharded, decision
 

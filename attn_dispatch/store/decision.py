@@ -17,6 +17,7 @@ from attn_dispatch.store.address import Address
 SCHEMA = 2
 CHECKSUM_DIGITS = 32  #: hexadecimal digits
 MAX_BYTES = 1 << 24  #: bytes of one encoded decision, far above any real one
+TIMED = ("chosen", "slower", "tie")  #: statuses of candidates that were timed against the chosen one
 NEVER = datetime.min.replace(tzinfo=UTC)
 # OverflowError and ValueError: an integer too long to convert to a number or back.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)

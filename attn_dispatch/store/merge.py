@@ -14,10 +14,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from attn_dispatch.store.decision import NEVER, CandidateId, Decision, Drift, Row, canonical, time_of, to_plain
+from attn_dispatch.store.decision import NEVER, TIMED, CandidateId, Decision, Drift, Row, canonical, time_of, to_plain
 
-RACED = ("chosen", "slower", "tie")  #: statuses that follow from a comparison with the chosen row
-UNTIMED = (*RACED, "not_measured")  #: statuses between which a row without times may change with the choice
+UNTIMED = (*TIMED, "not_measured")  #: statuses between which a row without times may change with the choice
 Rows = dict[CandidateId, Row]
 SortKey = tuple[datetime, bytes]
 
@@ -94,7 +93,7 @@ def _fact(row: Row) -> Row:
     bare = replace(row, extra={}, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
     if row.median_ms is None and row.status in UNTIMED:
         return replace(bare, status="not_measured")
-    return replace(bare, status="tie", reason="") if row.status in RACED else bare
+    return replace(bare, status="tie", reason="") if row.status in TIMED else bare
 
 
 def _facts(rows: Rows) -> list[Row]:
@@ -136,7 +135,7 @@ def _choice(wanted: CandidateId, rows: Rows) -> CandidateId:
 
 
 def _is_timed(row: Row) -> bool:
-    return row.median_ms is not None and row.status in RACED
+    return row.median_ms is not None and row.status in TIMED
 
 
 def _with_status(row: Row, chosen: Row | None) -> Row:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Call = Callable[[], object]
 
 _SHORTEST_SAMPLE_MS = 0.2  # shorter calls are repeated within one sample
-_MOST_REPEATS = 10_000  # calls per sample
+_MAX_REPEATS = 10_000  # calls per sample
 
 #: Calls per sample of the host's time: few, because the host waits for the device once the driver's queue is full.
 HOST_REPEATS = 8
@@ -84,10 +84,10 @@ def collector_off() -> Iterator[None]:
 def calibrate(stopwatch: Stopwatch, call: Call) -> tuple[int, float]:
     """Find how many repeats make a sample last 0.2 ms or more; that number, and the mean milliseconds of a call."""
     repeats, mean_ms = 1, stopwatch.mean_ms(call)
-    while repeats * mean_ms < _SHORTEST_SAMPLE_MS and repeats < _MOST_REPEATS:
+    while repeats * mean_ms < _SHORTEST_SAMPLE_MS and repeats < _MAX_REPEATS:
         wanted = 1.25 * _SHORTEST_SAMPLE_MS / mean_ms if mean_ms > 0.0 else math.inf
         # At most tenfold per step, so that one reading of a coarse clock cannot cause seconds of repeats.
-        repeats = math.ceil(min(max(wanted, 2 * repeats), 10 * repeats, _MOST_REPEATS))
+        repeats = math.ceil(min(max(wanted, 2 * repeats), 10 * repeats, _MAX_REPEATS))
         mean_ms = stopwatch.mean_ms(call, repeats)
     return repeats, mean_ms
 

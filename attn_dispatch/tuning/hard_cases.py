@@ -32,8 +32,8 @@ CACHED_CLASSES = 8  #: classes of problems whose cases stay in memory, a few MiB
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
 LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
-MOST_GROUP = 3  #: query heads for each head of k and v
-MOST_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
+MAX_GROUP = 3  #: query heads for each head of k and v
+MAX_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
 EVEN, ODD, SHORT = 192, 77, 40  #: tokens: one and a half tiles of 128; multiples of no tile
 MANY_KEYS = 130  #: keys for one query
 CACHE_ROWS = 51  #: unfilled rows of a key-value cache
@@ -156,11 +156,11 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
 def _few_heads(problem: Problem) -> tuple[int, int]:
     """Small numbers of heads and of heads of k and v, grouped where the problem's are."""
     group = problem.heads // problem.kv_heads
-    group = min(next((n for n in range(2, group + 1) if group % n == 0), 1), MOST_GROUP)
+    group = min(next((n for n in range(2, group + 1) if group % n == 0), 1), MAX_GROUP)
     least = 2
     pattern = problem.pattern.natural
     if isinstance(pattern, Dilated) and pattern.heads == "split":
-        least = min(len(pattern.branches), MOST_BRANCHES)
+        least = min(len(pattern.branches), MAX_BRANCHES)
     kv_heads = min(problem.kv_heads, max(2, -(-least // group)))
     return kv_heads * group, kv_heads
 

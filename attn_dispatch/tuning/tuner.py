@@ -19,7 +19,7 @@ from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import CandidateId, Decision, Row
+from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import choice, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, utc_now
@@ -341,7 +341,7 @@ class _Trial:
         assert self.chosen is not None
         if row is None:
             return _row(candidate, "not_measured", "was not available when the trial began")
-        if row.status not in ("chosen", "slower", "tie") or row.low_ms is None:
+        if row.status not in TIMED or row.low_ms is None:
             return row
         best = race.rounds.timings[self.chosen.title]
         status = "slower" if row.low_ms > best.high_ms else "tie"

@@ -196,14 +196,14 @@ def test_forget_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     Compiler(monkeypatch)
-    monkeypatch.setattr(flex, "MOST_COMPILED", 2)
+    monkeypatch.setattr(flex, "MAX_COMPILED", 2)
     problems = [problem(length=n) for n in (8, 9, 10)]
     for each in (problems[0], problems[1], problems[0], problems[2]):
         call(each)
     assert [cached for cached, _ in flex._compiled] == [problems[0], problems[2]]
     monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.block_table_bytes(problems[0]))
     large = problem(length=129)  # four blocks
-    monkeypatch.setattr(flex, "MOST_COMPILED", 9)
+    monkeypatch.setattr(flex, "MAX_COMPILED", 9)
     call(large)
     assert [cached for cached, _ in flex._compiled] == [large]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.ring.plan.counts import MOST_CELLS, count_layout
+from attn_dispatch.ring.plan.counts import MAX_CELLS, count_layout
 from attn_dispatch.ring.rows.layout import KINDS, Layout, deal
 from attn_dispatch.ring.rows.traffic import traffic_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -105,8 +105,8 @@ def test_half_a_billion_tokens_over_64_ranks(pattern: Pattern, heads: tuple[int,
 
 
 def test_patterns_that_cannot_be_counted() -> None:
-    grid = Neighborhood((MOST_CELLS + 1,), (3,))
+    grid = Neighborhood((MAX_CELLS + 1,), (3,))
     with pytest.raises(InvalidInput, match="grid must have at most"):
-        count_layout(grid, Layout(deal(MOST_CELLS + 1, 2)), 1, 1)
+        count_layout(grid, Layout(deal(MAX_CELLS + 1, 2)), 1, 1)
     with pytest.raises(InvalidInput, match="natural order"):
         count_layout(Reordered(Neighborhood((8, 8), (3,)), "hilbert"), Layout((32, 32)), 1, 1)

@@ -41,7 +41,7 @@ dist.init_process_group("gloo", f"file://{sys.argv[1]}/0", rank=0, world_size=1)
 groups = [dist.new_group([0]) for _ in range(20)]
 for group in groups:
     shard(torch.zeros(1, 4), group)
-print(list(link._links) == groups[-link.MOST_LINKS:])
+print(list(link._links) == groups[-link.MAX_LINKS:])
 dist.destroy_process_group()
 """
 

@@ -265,15 +265,15 @@ def test_a_url_that_leads_nowhere(run: Run, name: str) -> None:
 def test_a_file_that_is_too_large(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     with path.open("wb") as file:
-        file.truncate(urls.MOST_BYTES + 1)  # takes no room
+        file.truncate(urls.MAX_BYTES + 1)  # takes no room
     code, out = run("import", path)
     assert code == 1
-    assert f"{urls.MOST_BYTES + 1} bytes, over {urls.MOST_BYTES}" in out
+    assert f"{urls.MAX_BYTES + 1} bytes, over {urls.MAX_BYTES}" in out
 
 
 def test_a_url_that_is_too_large(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "large.json").write_bytes(BUNDLE)
-    monkeypatch.setattr(urls, "MOST_BYTES", len(BUNDLE) - 1)
+    monkeypatch.setattr(urls, "MAX_BYTES", len(BUNDLE) - 1)
     code, out = run("import", f"file://{tmp_path}/large.json")
     assert code == 1
     assert f"more than {len(BUNDLE) - 1} bytes" in out

@@ -83,7 +83,7 @@ def lies(q: Tensor, k: Tensor, v: Tensor, problem: Problem, tensors: dict[str, T
 
 @dataclass
 class Planted:
-    """The reference with a fault. `delay_s` of 0: it answers from memory, so that nothing is faster."""
+    """The reference with a fault."""
 
     fault: Fault = right
     name: str = "planted"

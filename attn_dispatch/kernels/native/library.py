@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 import platformdirs
 
 from attn_dispatch.errors import BackendFailed
+from attn_dispatch.log import logger
 from attn_dispatch.machine.compiler import compiler
 
 FLAGS = (
@@ -37,7 +37,6 @@ FLAGS = (
     "-fno-trapping-math",
     "-fno-signed-zeros",
 )
-logger = logging.getLogger("attn_dispatch")
 
 CPU_FIELDS = ("model name", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -31,7 +31,7 @@ PAST = 2**31 - 1  #: a place after every visible key
 AT_ONCE = 2**20  #: pairs of boxes compared at once; if there are more, groups of boxes are compared first
 GROUP = 16  #: boxes per group
 ENTRIES = 2**20  #: mask entries computed at once
-MOST_BRANCHES = 255  #: a multiplicity must fit into a byte
+MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,7 +6,6 @@ thousands of times slower, to check results.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.contract import Refusal, refuse_dropout, refuse_dtype, refuse_pattern, refuse_ranks
 from attn_dispatch.kernels.triton.work_list import Side
+from attn_dispatch.log import logger
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 
@@ -31,8 +31,6 @@ LEAST_SHARED = 99 * 2**10  #: bytes of shared memory per thread block on every d
 HEAD_DIM_LIMIT = 256  #: of a larger one no block's sums fit into registers
 POSITION_LIMIT = 2**30  #: queries plus keys; sums of positions are 32-bit
 SMALLEST_SIDE = 16  #: of a block, and head_dim: the least for tl.dot
-
-logger = logging.getLogger("attn_dispatch")
 
 
 @dataclass(frozen=True, slots=True)

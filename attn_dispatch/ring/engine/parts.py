@@ -1,7 +1,7 @@
 """A rank's work, split into parts: attention problems of some rows of q over some rows of k, for one device.
 
 On runs of consecutive positions, a dense, windowed or dilated pattern is again such a pattern, and the fastest kernel
-computes it. Other parts are computed in tiles (`tiles.tables_at`), from the position of each row.
+computes it. Other parts are computed in tiles (`kernels.tiles.tables.tables_at`), from the position of each row.
 """
 
 from __future__ import annotations

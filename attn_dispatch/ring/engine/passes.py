@@ -35,7 +35,7 @@ from attn_dispatch.spec.problem import Problem
 
 @dataclass(slots=True)
 class RingCall:
-    """A problem over many ranks; a `Call` of `kernels.autograd`.
+    """A problem over many ranks; the `Passes` of `kernels.autograd`.
 
     Args:
         problem: the whole sequence's; its scale is above 0.

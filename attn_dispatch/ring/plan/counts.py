@@ -22,7 +22,7 @@ from attn_dispatch.spec.reach import Band
 
 SubGrid = tuple[range, ...]  #: by axis
 
-MOST_CELLS = 2**24  #: most tokens of a grid: its rows are counted by masks with an entry per token
+MAX_CELLS = 2**24  #: most tokens of a grid: its rows are counted by masks with an entry per token
 
 Table = tuple[tuple[int, ...], ...]  #: [receiver][sender]
 
@@ -102,12 +102,12 @@ def count_layout(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) ->
     """Exact counts for a layout; rows are those that `traffic.traffic_of` lists.
 
     Raises:
-        InvalidInput: tokens are stored in another order, or a grid has over MOST_CELLS cells.
+        InvalidInput: tokens are stored in another order, or a grid has over MAX_CELLS cells.
     """
     if pattern is not pattern.natural:
         raise InvalidInput(f"pattern must be one in natural order to be counted, got {pattern}")
-    if isinstance(pattern, Neighborhood) and layout.tokens > MOST_CELLS:
-        raise InvalidInput(f"grid must have at most {MOST_CELLS} cells to be counted, got {layout.tokens}")
+    if isinstance(pattern, Neighborhood) and layout.tokens > MAX_CELLS:
+        raise InvalidInput(f"grid must have at most {MAX_CELLS} cells to be counted, got {layout.tokens}")
     kinds = Counter[Kind]()
     for members, kind in kv_classes(pattern, heads, kv_heads):
         kinds[kind] += len(members)

@@ -274,7 +274,7 @@ def _axes(rate: int) -> int:
 
 def _setup_bytes(rank: _Rank) -> int:
     """Bytes of positions and, for parts computed by position, of masks and bounds (see `needs.shares_segment` and
-    `tiles.tables_at`); of a grid they have an entry for every token of the sequence.
+    `kernels.tiles.tables.tables_at`); of a grid they have an entry for every token of the sequence.
     """
     pattern, counted = rank.problem.pattern, rank.counted
     received = counted.counts.received(rank.number)
