@@ -7,7 +7,7 @@ Exception
     BackendFailed       the backend that was chosen or forced raised, or broke its contract
     NotDecided          ATTN_DISPATCH_MODE=locked and this problem has no stored decision
     GroupMismatch       the ranks of a mesh do not agree on the call
-    RankLost            a rank of the mesh died, hung or did not join in time
+    RankLost            a rank of the mesh exited, hung or did not join in time
 """
 
 
@@ -36,4 +36,4 @@ class GroupMismatch(AttnDispatchError):
 
 
 class RankLost(AttnDispatchError):
-    """Another rank of the mesh died, hung or did not join within the process group's time-out."""
+    """Another rank of the mesh exited, hung or did not join within the process group's time-out."""

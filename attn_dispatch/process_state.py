@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-ROUTES = "routes"  #: where calls that were seen before go: they hide problems from observers
+ROUTES = "routes"  #: cached routes of calls: they hide problems from observers
 DECISIONS = "decisions"  #: what was decided, measured and counted
 READ = "read"  #: what was read from disk, or noted there once
-FACTS = "facts"  #: what was checked, registered or said once
+FACTS = "facts"  #: what was checked, registered or logged once
 
 _tables: dict[str, list[Callable[[], object]]] = {ROUTES: [], DECISIONS: [], READ: [], FACTS: []}
 

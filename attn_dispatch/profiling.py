@@ -174,7 +174,7 @@ def _measure_unsharded(
     """Measure this rank's share of the problems of one device, and exchange the decisions with the other ranks."""
     single = [index for index, problem in enumerate(problems) if problem.ranks == 1]
     own = single[link.rank :: link.size]
-    hosts = link.objects((link.host, problems[0].device.type if problems else "cpu"))
+    hosts = link.all_gather_objects((link.host, problems[0].device.type if problems else "cpu"))
     rounds = [hosts[:rank].count(hosts[rank]) if hosts[rank][1] == "cpu" else 0 for rank in range(link.size)]
     done: list[Explanation] = []
     for round_number in range(max(rounds) + 1):
@@ -183,7 +183,7 @@ def _measure_unsharded(
             done = profile([problems[index] for index in own], budget_s=budget_s, force=force, progress=shown)
         link.barrier()  # concurrent measurements on one CPU would disturb each other
     decisions = [look_up.read_stored(Request.of(problems[index])) for index in own]
-    gathered = link.objects(
+    gathered = link.all_gather_objects(
         [(index, each, made and encode(made)) for index, each, made in zip(own, done, decisions, strict=True)]
     )
     found: Explanations = {}

@@ -1,5 +1,5 @@
 """The backends, one file each, listed in kernels/registry.py.
 
-Imports kernels, machine, spec and the ground, never another backend.
+Imports kernels, machine, spec and the base modules, never another backend.
 Public: nothing; `backend="NAME"` forces one.
 """

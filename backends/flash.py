@@ -2,8 +2,8 @@
 
 Each forward returns lse; each backward takes the merged out and lse.
 
-Source: Dao-AILab/flash-attention, read at flash-attn 2.7.0 to 2.8.3, the hopper folder of 2.8.3 and of
-0251105 (2026-08), and flash-attn-4 4.0.0b36.
+Source: Dao-AILab/flash-attention; checked against the source of flash-attn 2.7.0 to 2.8.3, the hopper folder of 2.8.3
+and of 0251105 (2026-08), and flash-attn-4 4.0.0b36.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from attn_dispatch.kernels.contract import (
     refuse_pattern,
     refuse_ranks,
 )
-from attn_dispatch.kernels.flex import machine
+from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
 from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
@@ -105,12 +105,12 @@ def _refuse_cpu(problem: Problem) -> list[Refusal]:
     if problem.needs_grad:
         found.append(Refusal("gradient", "its CPU kernel has no backward"))
     if problem.return_lse:
-        found.append(Refusal("lse", "its CPU kernel gives no lse"))
+        found.append(Refusal("lse", "its CPU kernel returns no lse"))
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < CPU_RELEASE:
         needed = ".".join(map(str, CPU_RELEASE))
         found.append(Refusal("release", f"its CPU kernel is used with torch {needed} and newer, not {version()}"))
-    return [*found, *machine.refusals()]
+    return [*found, *requirements.refusals()]
 
 
 def _refuse_cuda(problem: Problem) -> list[Refusal]:
@@ -243,7 +243,7 @@ class _CompiledAttention:
     def __call__(self, *inputs: Tensor | None) -> Any:
         if self.ready:
             return self.function(*inputs)
-        with warnings.catch_warnings(), machine.without_launchers():
+        with warnings.catch_warnings(), requirements.without_launchers():
             warnings.simplefilter("ignore")  # warnings about the compiler's internals
             result = self.function(*inputs)
         self.ready = True

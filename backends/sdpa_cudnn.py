@@ -90,7 +90,7 @@ def version() -> str:
     return torch_version() if found is None else f"{torch_version()} cuDNN {found}"
 
 
-def too_old(problem: Problem) -> list[Refusal]:
+def refuse_old_cudnn(problem: Problem) -> list[Refusal]:
     found = cudnn_version()
     if problem.device.type != "cuda" or (found is not None and found >= OLDEST):
         return []
@@ -98,7 +98,7 @@ def too_old(problem: Problem) -> list[Refusal]:
 
 
 BACKEND = Branched(
-    "sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=gradient_scratch),), version, too_old
+    "sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=gradient_scratch),), version, refuse_old_cudnn
 )
 
 name, refusals = BACKEND.name, BACKEND.refusals

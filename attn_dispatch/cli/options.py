@@ -188,7 +188,9 @@ def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
 
 
 def _scaled(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pattern, int]:
-    """The pattern on a grid of about `tokens` tokens, with the window of `--window`: a small grid has clipped it."""
+    """The pattern on a grid of about `tokens` tokens, with the window of `--window` again, because `Neighborhood` clips
+    the window to a small grid.
+    """
     assert isinstance(pattern, Neighborhood)
     grid = scaled(args.grid, tokens)
     return replace(pattern, grid=grid, window=args.window), math.prod(grid)
@@ -198,6 +200,6 @@ def _sliding(args: argparse.Namespace) -> Window:
     if len(args.window) > 3:
         raise InvalidInput(f"--window without --grid is LEFT,RIGHT,SINKS, got {len(args.window)} numbers")
     if args.causal is not None:
-        raise InvalidInput("--causal is not for --window LEFT,RIGHT: RIGHT says it, and RIGHT = 0 is causal")
+        raise InvalidInput("--causal is not for --window LEFT,RIGHT: it is set by RIGHT, and RIGHT = 0 is causal")
     left, right, sinks = (*args.window, 0, 0)[:3]
     return Window(left, right, sinks)

@@ -10,7 +10,7 @@ from attn_dispatch.learning.regret import GroupRegret, leave_one_out, total
 from attn_dispatch.store.folder import Store
 from attn_dispatch.text import align
 
-HEAD = ("problems", "predicted", "alone", "mean", "p95", "worst", "at", "within 2 %", "claimed")
+HEAD = ("problems", "predicted", "not predicted", "mean", "p95", "worst", "worst key", "within 2 %", "mean confidence")
 LEFT = {0, 6}
 NOTHING = (
     "too little evidence: no two decisions of one group timed the same candidates, two or more; "
@@ -42,19 +42,19 @@ def table(groups: list[GroupRegret]) -> list[str]:
 
 def _cells(group: GroupRegret) -> list[str]:
     start = [group.title, str(group.count), str(group.unpredicted)]
-    mean, p95, worst, claimed = group.mean, group.p95, group.worst, group.confidence
-    if mean is None or p95 is None or worst is None or claimed is None:
+    mean, p95, worst, confidence = group.mean, group.p95, group.worst, group.confidence
+    if mean is None or p95 is None or worst is None or confidence is None:
         return [*start, "-", "-", "-", "-", "-", "-"]
     where = worst.key[:KEY_DIGITS] if worst.regret > 0 else "-"
     shares = [f"{100 * value:.1f} %" for value in (mean, p95, worst.regret)]
-    return [*start, *shares, where, f"{100 * group.hits / group.count:.0f} %", f"{100 * claimed:.0f} %"]
+    return [*start, *shares, where, f"{100 * group.hits / group.count:.0f} %", f"{100 * confidence:.0f} %"]
 
 
 def _remarks(groups: list[GroupRegret], whole: GroupRegret) -> list[str]:
     if not whole.count:
         return [NOTHING]
     few = sum(group.count < ENOUGH for group in groups)
-    lines = ["each decision predicted from the others of its group; claimed: the mean of the choices' confidence"]
+    lines = ["each decision predicted from the others of its group"]
     if few:
         lines.append(f"too little evidence in {few} of {len(groups)} groups: fewer than {ENOUGH} predictions")
     return lines

@@ -146,6 +146,7 @@ def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
     if candidate.median_ms is None or candidate.low_ms is None or candidate.high_ms is None:
         return [candidate.backend, candidate.order, "-", "-", "-", memory, error, verdict]
     interval = f"{milliseconds(candidate.low_ms)} - {milliseconds(candidate.high_ms)}"
+    interval = "1 sample" if candidate.rounds == 1 else interval
     ratio = f"{candidate.median_ms / best_ms:.2f}x" if best_ms else "-"
     times = [milliseconds(candidate.median_ms), interval, ratio]
     return [candidate.backend, candidate.order, *times, memory, error, verdict]

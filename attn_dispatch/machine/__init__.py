@@ -1,5 +1,5 @@
 """This machine: processors, devices, available memory, installed software.
 
-Imports the ground only.
+Imports the base modules only.
 Public: hardware.
 """

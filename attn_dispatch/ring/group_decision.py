@@ -90,7 +90,7 @@ class _GroupDecision:
         if chosen is None:
             return None
         made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
-        decision = _decoded(ranks.sharded.link.objects(encode(made))[0])
+        decision = _decoded(ranks.sharded.link.all_gather_objects(encode(made))[0])
         _store(decision)
         return decision
 
@@ -147,7 +147,7 @@ class Ranks:
 
     @classmethod
     def of(cls, sharded: ShardedProblem) -> Ranks:
-        return cls(sharded, sharded.link.objects(_RankReport.of(sharded)))
+        return cls(sharded, sharded.link.all_gather_objects(_RankReport.of(sharded)))
 
     @property
     def usable(self) -> list[str]:
@@ -194,7 +194,7 @@ class Ranks:
     def stored(self) -> Decision | None:
         """The latest decision that any rank has stored and all can run; a collective."""
         own = Store(cache_folder()).get(*self.request.address)
-        stored = self.sharded.link.objects(None if own is None or own.source != "measured" else encode(own))
+        stored = self.sharded.link.all_gather_objects(None if own is None or own.source != "measured" else encode(own))
         valid = [each for each in map(_decoded, filter(None, stored)) if self._is_valid(each)]
         if not valid:
             return None

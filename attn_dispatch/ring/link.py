@@ -75,38 +75,39 @@ class Link:
         ranks = dist.get_process_group_ranks(self.group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
-    def numbers(self, values: Tensor) -> Tensor:
+    def all_gather_int64(self, values: Tensor) -> Tensor:
         """Gather int64 [count] on the CPU from every rank, as [ranks, count].
 
         Raises:
             RankLost: a rank has exited, or did not answer within the group's time-out.
         """
         found = values.new_empty(self.size, len(values))
-        self._do(lambda: dist.all_gather(list(found.unbind()), values, group=self.control))
+        self._raising_rank_lost(lambda: dist.all_gather(list(found.unbind()), values, group=self.control))
         return found
 
-    def objects(self, value: T) -> list[T]:
-        """Gather an object from every rank, by rank. Raises as `numbers`."""
+    def all_gather_objects(self, value: T) -> list[T]:
+        """Gather an object from every rank, by rank. Raises as `all_gather_int64`."""
         found: list[Any] = [None] * self.size
-        self._do(lambda: dist.all_gather_object(found, value, group=self.control))
+        self._raising_rank_lost(lambda: dist.all_gather_object(found, value, group=self.control))
         return found
 
-    def rows(self, shard: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-        """Gather a tensor [..., lengths[rank]] from every rank; other axes are equal. Raises as `numbers`."""
+    def all_gather_ragged(self, shard: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+        """Gather a tensor [..., lengths[rank]] from every rank; other axes are equal. Raises as `all_gather_int64`."""
         longest = max(lengths)
         padded = shard.new_zeros(*shard.shape[:-1], longest)
         padded[..., : shard.shape[-1]] = shard
         found = [torch.empty_like(padded) for _ in lengths]
-        self._do(lambda: dist.all_gather(found, padded, group=self.group))
+        self._raising_rank_lost(lambda: dist.all_gather(found, padded, group=self.group))
         return [x[..., :length] for x, length in zip(found, lengths)]
 
-    def vote(self, error: Exception | None) -> None:
+    def raise_if_any_failed(self, error: Exception | None) -> None:
         """Return only if no rank has an error; a collective.
 
         Raises:
-            Exception: `error`, if given. BackendFailed: only other ranks have an error. RankLost: as `numbers`.
+            Exception: `error`, if given. BackendFailed: only other ranks have an error. RankLost: as
+                `all_gather_int64`.
         """
-        no_error = self.numbers(torch.tensor([error is None], dtype=torch.int64)).flatten().tolist()
+        no_error = self.all_gather_int64(torch.tensor([error is None], dtype=torch.int64)).flatten().tolist()
         if error is not None:
             raise error
         if not all(no_error):
@@ -114,10 +115,10 @@ class Link:
             raise BackendFailed(f"rank {failed} of the mesh failed in this call, and gradients need every rank")
 
     def barrier(self) -> None:
-        """Wait until every rank has called this. Raises as `numbers`."""
-        self._do(lambda: dist.barrier(group=self.control))
+        """Wait until every rank has called this. Raises as `all_gather_int64`."""
+        self._raising_rank_lost(lambda: dist.barrier(group=self.control))
 
-    def _do(self, call: Callable[[], object]) -> None:
+    def _raising_rank_lost(self, call: Callable[[], object]) -> None:
         try:
             call()
         except RuntimeError as error:
@@ -241,10 +242,12 @@ def agree(
             time.
     """
     digest = digest_of(arguments) if error is None else (0,) * DIGEST_SIZE
-    table = link.numbers(torch.tensor([*digest, length, error is None, decision_id], dtype=torch.int64, device="cpu"))
+    table = link.all_gather_int64(
+        torch.tensor([*digest, length, error is None, decision_id], dtype=torch.int64, device="cpu")
+    )
     same = bool((table[:, :DIGEST_SIZE] == table[0, :DIGEST_SIZE]).all()) and bool(table[:, NO_ERROR].all())
     if not same:
-        answers = link.objects(dict(arguments) if error is None else one_line(error))
+        answers = link.all_gather_objects(dict(arguments) if error is None else one_line(error))
         if error is not None:
             raise error
         raise GroupMismatch(_differences(answers))

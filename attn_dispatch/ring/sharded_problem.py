@@ -102,7 +102,7 @@ class ShardedProblem:
             seen = ~past if seen is None else seen & ~past
             padding = past.index_select(1, positions_of(self.layout, self.link.rank).to(past.device))
         steps = steps[:1] if exchange == LOCAL else steps
-        return RingCall(problem, steps, self.link.transport, seen, padding, self.link.vote)
+        return RingCall(problem, steps, self.link.transport, seen, padding, self.link.raise_if_any_failed)
 
     def _hidden(self, call: RingCall) -> Hidden:
         """This rank's hidden rows. They are zeroed before they are sent, so that no other rank has to hide them."""
@@ -137,14 +137,14 @@ class ShardedProblem:
         if lse is not None:
             lse = ulysses.to_tokens(lse.transpose(1, 2), transport, layout).transpose(1, 2)
         if problem.needs_grad:
-            self.link.vote(error)
+            self.link.raise_if_any_failed(error)
         if error is not None:
             raise error
         return out, lse
 
     def _whole(self, key_mask: Tensor) -> Tensor:
         """Gather key_mask from all ranks, [batch, tokens of the whole sequence]; a collective."""
-        parts = self.link.rows(key_mask.to(torch.uint8), self.layout.lengths)
+        parts = self.link.all_gather_ragged(key_mask.to(torch.uint8), self.layout.lengths)
         whole = key_mask.new_empty(key_mask.shape[0], self.layout.tokens)
         for rank, part in enumerate(parts):
             whole[:, positions_of(self.layout, rank).to(whole.device)] = part.bool()

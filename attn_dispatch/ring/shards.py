@@ -128,7 +128,7 @@ def weights_of(mesh: object, each: float) -> tuple[float, ...]:
         InvalidInput: a rank's number is not positive. RankLost: a rank has exited, or did not answer in time.
     """
     link, _ = spread_of(mesh)
-    found = tuple(link.objects(float(each)))
+    found = tuple(link.all_gather_objects(float(each)))
     if not all(0 < share < float("inf") for share in found):
         raise InvalidInput(f"each must be a positive number on every rank, got {list(found)}")
     return found
@@ -138,7 +138,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: Link, layout: Layout, axis: int) -> Tensor:
         ctx.layout, ctx.rank, ctx.axis = layout, link.rank, axis
-        parts = link.rows(x.movedim(axis, -1).contiguous(), layout.lengths)
+        parts = link.all_gather_ragged(x.movedim(axis, -1).contiguous(), layout.lengths)
         whole = x.new_empty(*parts[0].shape[:-1], layout.tokens)
         for rank, part in enumerate(parts):
             start = 0

@@ -82,7 +82,7 @@ class Trial:
         if failed is None:
             start = time.perf_counter()
             failed = self._together(name, lambda: self._call(name))
-            self.first_ms[name] = max(self.sharded.link.objects((time.perf_counter() - start) * 1e3))
+            self.first_ms[name] = max(self.sharded.link.all_gather_objects((time.perf_counter() - start) * 1e3))
         if failed is None:
             self.samples[name] = []
         else:
@@ -101,7 +101,7 @@ class Trial:
             raise
         except Exception as raised:  # noqa: BLE001 - any error is sent to all ranks
             error = one_line(raised)
-        errors = self.sharded.link.objects(error)
+        errors = self.sharded.link.all_gather_objects(error)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
         if failed:
             logger.warning("%s failed in a trial: %s", name, "; ".join(failed))
@@ -145,7 +145,7 @@ class Trial:
                 self.sharded.link.barrier()
                 start = time.perf_counter()
                 failed = self._together(name, lambda name=name: self._call(name))  # type: ignore[misc]
-                took = max(self.sharded.link.objects((time.perf_counter() - start) * 1e3))
+                took = max(self.sharded.link.all_gather_objects((time.perf_counter() - start) * 1e3))
                 spent += took
                 if failed is None:
                     self.samples[name].append(took)
@@ -214,7 +214,7 @@ def _shard_results(sharded: ShardedProblem, gate: Oracle, exchange: str) -> dict
 
 def _whole_results(sharded: ShardedProblem, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gather the results of all ranks by position; a collective."""
-    gathered = sharded.link.objects({name: x.cpu() for name, x in results.items()})
+    gathered = sharded.link.all_gather_objects({name: x.cpu() for name, x in results.items()})
     order = torch.cat([positions_of(sharded.layout, rank) for rank in range(sharded.layout.ranks)])
     whole = {}
     for name in results:

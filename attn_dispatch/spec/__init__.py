@@ -1,5 +1,5 @@
-"""What is asked: patterns, token orders, and one checked `Problem` for each call.
+"""Description of a call: patterns, token orders, and one checked `Problem` for each call.
 
-Imports errors and the other ground modules only.
+Imports errors and the other base modules only.
 Public: Dense, Dilated, Neighborhood, Window, Problem, Reordered, from_order, positions, to_order.
 """

@@ -1,5 +1,5 @@
-"""Files on disk: decisions, quarantine, crash markers, missed problems. No other room writes to the cache folder.
+"""Files on disk: decisions, quarantine, crash markers, missed problems. kernels/native apart, no other room writes any.
 
-Imports spec and the ground.
+Imports spec and the base modules.
 Public: nothing.
 """

@@ -1,4 +1,4 @@
-"""Where the decision for a problem is kept: three names, which make a path within the store and none outside it."""
+"""The address of a decision in the store: three names, which make a path within the store and none outside it."""
 
 from __future__ import annotations
 

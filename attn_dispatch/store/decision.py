@@ -114,7 +114,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
     @property
     def address(self) -> Address:
-        """Where it is kept."""
+        """The address in the store."""
         return Address(self.silicon, self.group, self.key)
 
 

@@ -155,7 +155,7 @@ class _Comparison:
     def _reason(self, name: str, chosen: str) -> str:
         entrant = self._entrants[name]
         if entrant.dropped is not None:
-            return f"{entrant.dropped:.1f} times the fastest after one round, not tried again"
+            return f"{entrant.dropped:.1f} times the fastest in first calls, not tried again"
         break_even = self._break_even(name, self._rival(name, chosen))
         if break_even is not None:
             return self._pays(break_even, name == chosen)

@@ -68,7 +68,9 @@ class Race:
 
     def choose(self) -> str | None:
         """Choose a candidate as `choice.choose` does; None where none was timed beyond a first call."""
-        timed = [name for name in self.runners if name in self.rounds.timings and name not in self.rounds.cold]
+        timed = [
+            name for name in self.runners if name in self.rounds.timings and name not in self.rounds.first_call_only
+        ]
         if not timed:
             return None
         entrants = [self._entrant(name, rank) for rank, name in enumerate(timed)]
@@ -78,7 +80,7 @@ class Race:
 
     def left_out(self) -> dict[str, float]:
         """Candidates timed by a first call only, with its ratio to the fastest one's."""
-        return {**self.skipped, **{name: self.rounds.dropped[name] for name in self.rounds.cold}}
+        return {**self.skipped, **{name: self.rounds.dropped[name] for name in self.rounds.first_call_only}}
 
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         (candidate, admitted), timing = self.runners[name], self.rounds.timings[name]
@@ -118,7 +120,7 @@ class Race:
                 calls,
                 budget_s=budget_s,
                 stopwatch=_MarkedStopwatch(stopwatch, marked),
-                keep=(self.incumbent,),
+                incumbents=(self.incumbent,),
                 first_ms={name: self.runners[name][1].call_ms for name in calls},
                 extra_ms={name: self._plan_share_ms(name) for name in calls},
             )

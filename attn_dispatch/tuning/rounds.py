@@ -32,10 +32,10 @@ class Rounds:
     """Result of :func:`time_in_rounds`.
 
     ``timings``: every candidate that never failed, in the given order. ``failures``: the exception that ended a
-    candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless; ``cold``: those
-    dropped whose only sample is the first call, since the budget was used up. ``retired``: candidates that stopped
-    early because their comparison was settled: beaten, or not faster than the incumbent. ``rounds``: rounds that the
-    survivors finished. ``elapsed_s``: total time in seconds.
+    candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless;
+    ``first_call_only``: those dropped whose only sample is the first call, since the budget was used up. ``retired``:
+    candidates that stopped early because their comparison was settled: beaten, or not faster than the incumbent.
+    ``rounds``: rounds that the survivors finished. ``elapsed_s``: total time in seconds.
     """
 
     timings: dict[str, Timing]
@@ -43,7 +43,7 @@ class Rounds:
     dropped: dict[str, float]
     rounds: int
     elapsed_s: float
-    cold: frozenset[str] = frozenset()
+    first_call_only: frozenset[str] = frozenset()
     retired: frozenset[str] = frozenset()
 
 
@@ -61,7 +61,7 @@ def time_in_rounds(
     clock: Callable[[], float] = time.perf_counter,
     stopwatch: Stopwatch | None = None,
     seed: int = 0,
-    keep: Collection[str] = (),
+    incumbents: Collection[str] = (),
     first_ms: Mapping[str, float] | None = None,
     extra_ms: Mapping[str, float] | None = None,
 ) -> Rounds:
@@ -70,8 +70,8 @@ def time_in_rounds(
     First calls: each call runs once in the given order, unless ``first_ms`` already has its milliseconds.
 
     Round 0 warms up. It finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). Then every
-    candidate over ``hopeless`` times slower than the fastest is dropped; one in ``keep``, the incumbent, only past four
-    times that. Both of a candidate's runs must exceed the ratio; where the first may have built something, it runs
+    candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents`` only past four times
+    that. Both of a candidate's runs must exceed the ratio; where the first may have built something, it runs
     once more. Round 0 runs whatever the budget, but once the budget is used up, candidates that were hopeless by their
     first call are dropped without another.
 
@@ -103,15 +103,17 @@ def time_in_rounds(
         clock=clock,
         end_s=start_s + (math.inf if budget_s is None else budget_s),
         hopeless=math.inf if hopeless is None else hopeless,
-        rules=_Rules(margin, resolution, target, frozenset(keep), extra_ms or {}),
+        rules=_Rules(margin, resolution, target, frozenset(incumbents), extra_ms or {}),
         order=random.Random(seed),
     )
     timer.run_first_calls(calls, first_ms or {})
     timer.run_warm_round()
     timer.run_rounds(min_rounds, max_rounds, start_s)
-    timer.run_extras()
+    timer.sample_host_and_cold_ms()
     retired = frozenset(timer.retired)
-    return Rounds(timer.timings(), timer.failures, timer.dropped, timer.rounds, clock() - start_s, timer.cold, retired)
+    return Rounds(
+        timer.timings(), timer.failures, timer.dropped, timer.rounds, clock() - start_s, timer.first_call_only, retired
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class _Rules:
     margin: float
     resolution: float
     target: float
-    keep: frozenset[str]
+    incumbents: frozenset[str]
     extra_ms: Mapping[str, float]
 
     def cost(self, name: str, sample_ms: float) -> float:
@@ -128,22 +130,24 @@ class _Rules:
     def costs(self, name: str, timing: Timing) -> Timing:
         return timing.plus(self.extra_ms.get(name, 0.0))
 
-    def look(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
+    def test_comparisons(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
         """The candidates to retire, and whether any comparison among the others is still open."""
         seen = {(a, b): self._ratio_test(timings[a], timings[b]) for a in timings for b in timings if a != b}
         # "Surely faster" need not be transitive: the candidate of the least median stays in any case.
         least = min(timings, key=lambda name: timings[name].median_ms, default="")
-        free = timings.keys() - self.keep
+        free = timings.keys() - self.incumbents
         out = {
             name for name in free - {least} if any(seen[rival, name] == "faster" for rival in timings.keys() - {name})
         }
-        incumbents = timings.keys() & self.keep
+        incumbents = timings.keys() & self.incumbents
         if incumbents:
             out |= {name for name in free if all(seen[name, incumbent] == "not" for incumbent in incumbents)}
-        alive = free - out
-        if alive:
-            out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in alive)}
-        return out, any(seen[name, rival] == "open" for name in alive for rival in (alive | incumbents) - {name})
+        remaining = free - out
+        if remaining:
+            out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in remaining)}
+        return out, any(
+            seen[name, rival] == "open" for name in remaining for rival in (remaining | incumbents) - {name}
+        )
 
     def fine(self, timings: Mapping[str, Timing]) -> bool:
         return all(
@@ -184,7 +188,7 @@ class _RoundTimer:
     failures: dict[str, Exception] = field(default_factory=dict[str, Exception])
     dropped: dict[str, float] = field(default_factory=dict[str, float])
     retired: set[str] = field(default_factory=set[str])
-    cold: frozenset[str] = frozenset()
+    first_call_only: frozenset[str] = frozenset()
     rounds: int = 0
 
     def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> None:
@@ -194,16 +198,16 @@ class _RoundTimer:
                 self.candidates[name] = _Timed(call, first_ms)
 
     def run_warm_round(self) -> None:
-        cold = self._hopeless_among({name: candidate.first_ms for name, candidate in self.candidates.items()})
+        hopeless = self._hopeless_among({name: candidate.first_ms for name, candidate in self.candidates.items()})
         for name, candidate in self._shuffled():
-            if name in cold and self.clock() >= self.end_s:
+            if name in hopeless and self.clock() >= self.end_s:
                 candidate.samples_ms.append(candidate.first_ms)
-                self.dropped[name] = cold[name]
+                self.dropped[name] = hopeless[name]
                 continue
             with self._ending_on_failure(name):
                 candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
                 candidate.samples_ms.append(sample_ms)
-        self.cold = frozenset(self.dropped)
+        self.first_call_only = frozenset(self.dropped)
         self._drop_hopeless()
         self.rounds += bool(self.running())
 
@@ -212,8 +216,8 @@ class _RoundTimer:
         least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
         for name in self._hopeless_among(least_ms):
             candidate = self.candidates[name]
-            built = candidate.first_ms > 2 * candidate.samples_ms[0]
-            if built and self.clock() < self.end_s:
+            first_call_was_slow = candidate.first_ms > 2 * candidate.samples_ms[0]
+            if first_call_was_slow and self.clock() < self.end_s:
                 with self._ending_on_failure(name):
                     least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(candidate.call, candidate.repeats))
         running = self.running().keys()
@@ -237,7 +241,7 @@ class _RoundTimer:
                 candidate.samples_ms.append(self.stopwatch.mean_ms(candidate.call, candidate.repeats))
         self.rounds += bool(self.running())
 
-    def run_extras(self) -> None:
+    def sample_host_and_cold_ms(self) -> None:
         for name, candidate in self.running().items():
             with self._ending_on_failure(name):
                 candidate.host_ms = self._median_of(self.stopwatch.host_ms, candidate)
@@ -258,7 +262,7 @@ class _RoundTimer:
 
     def _settled(self) -> bool:
         costs = {name: self.rules.costs(name, candidate.timing()) for name, candidate in self.running().items()}
-        out, is_open = self.rules.look(costs)
+        out, is_open = self.rules.test_comparisons(costs)
         self.retired |= out
         timings = {name: candidate.timing() for name, candidate in self.running().items()}
         return not is_open and (self.rounds >= FINE_ROUNDS or self.rules.fine(timings))
@@ -278,7 +282,7 @@ class _RoundTimer:
         costs_ms = {name: self.rules.cost(name, time_ms) for name, time_ms in times_ms.items()}
         fastest_ms = min(costs_ms.values(), default=0.0)
         ratios = {name: safe_ratio(cost, fastest_ms) for name, cost in costs_ms.items()}
-        most = {name: self.hopeless * (INCUMBENT_FACTOR if name in self.rules.keep else 1.0) for name in ratios}
+        most = {name: self.hopeless * (INCUMBENT_FACTOR if name in self.rules.incumbents else 1.0) for name in ratios}
         return {name: ratio for name, ratio in ratios.items() if ratio > most[name]}
 
     @contextmanager

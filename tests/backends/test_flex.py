@@ -21,7 +21,7 @@ from attn_dispatch.decisions import torch_state
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.flex import machine
+from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -62,7 +62,7 @@ def codes(of: Problem) -> set[str]:
     ("changes", "code", "text"),
     [
         ({"needs_grad": True}, "gradient", "its CPU kernel has no backward"),
-        ({"return_lse": True}, "lse", "its CPU kernel gives no lse"),
+        ({"return_lse": True}, "lse", "its CPU kernel returns no lse"),
         ({"dtype": torch.float64}, "dtype", "computes in bfloat16, float16, float32, not float64"),
         ({"dropout_p": 0.25}, "dropout", "has no dropout, asked for 0.25"),
         ({"ranks": 2}, "mesh", "runs on one rank, the sequence is sharded over 2"),
@@ -106,11 +106,11 @@ def test_a_machine_that_cannot_compile(
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     for name, value in {"CXX": str(compiler), **environment}.items():
         monkeypatch.setenv(name, value)
-    machine.refusals.cache_clear()
+    requirements.refusals.cache_clear()
     try:
         assert any(text in str(refusal) for refusal in flex.refusals(problem()))
     finally:
-        machine.refusals.cache_clear()
+        requirements.refusals.cache_clear()
 
 
 def test_torch_compiles_with_the_compiler_behind_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +123,13 @@ def test_torch_compiles_with_the_compiler_behind_a_launcher(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CXX", "ccache c++")
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
-    machine.refusals.cache_clear()
+    requirements.refusals.cache_clear()
     try:
-        assert machine.refusals() == ()
+        assert requirements.refusals() == ()
     finally:
-        machine.refusals.cache_clear()
+        requirements.refusals.cache_clear()
     before = config.cpp.cxx
-    with machine.without_launchers():
+    with requirements.without_launchers():
         assert cpp_builder.get_cpp_compiler() == str(compiler)
     assert config.cpp.cxx == before
 

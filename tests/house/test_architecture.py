@@ -15,10 +15,11 @@ import attn_dispatch
 
 ROOT = Path(attn_dispatch.__file__).parent
 
-#: At the root of the package: open to every room; and the functions that users call.
-GROUND = {"errors", "log", "process_state", "settings", "text"}
-VERBS = {"dispatch", "profiling", "recording", "tensor_match"}
-#: What a room imports, the ground apart. A room may import what these import, too.
+#: At the top of the package: open to every room; and the functions that users call.
+BASE = {"errors", "log", "process_state", "settings", "text"}
+API = {"dispatch", "profiling", "recording", "tensor_match"}
+#: What a room imports, the base modules apart. A room may import what these import, too. The entry modules are
+#: `__init__` and `__main__`.
 ARROWS = {
     "spec": (),
     "machine": (),
@@ -29,9 +30,9 @@ ARROWS = {
     "learning": ("tuning",),
     "decisions": ("learning",),
     "ring": ("decisions",),
-    "verbs": ("ring",),
-    "cli": ("verbs",),
-    "root": ("cli",),
+    "api": ("ring",),
+    "cli": ("api",),
+    "entry": ("cli",),
 }
 #: Of the rooms inside a room, "" are its own files.
 INNER: dict[str, dict[str, tuple[str, ...]]] = {
@@ -123,7 +124,7 @@ def module_of(dotted: str) -> str:
 
 def room(name: str) -> str:
     first = name.split(".")[0]
-    return "ground" if first in GROUND else "verbs" if first in VERBS else first if first in ARROWS else "root"
+    return "base" if first in BASE else "api" if first in API else first if first in ARROWS else "entry"
 
 
 def inner(name: str) -> str:
@@ -141,7 +142,7 @@ def allowed(importer: str, imported: str) -> bool:
     here, there = room(importer), room(imported)
     if here == there and here in INNER:
         return inner(importer) == inner(imported) or inner(imported) in INNER[here][inner(importer)]
-    return there == here or there == "ground" or (here != "ground" and there in reachable(here))
+    return there == here or there == "base" or (here != "base" and there in reachable(here))
 
 
 def test_the_files_are_found() -> None:

@@ -110,7 +110,7 @@ def test_dropped_ones_are_not_chosen() -> None:
     chosen, outcomes = choose(entrants, None, calls=1)
     assert chosen == "old"
     assert outcomes["hopeless"].status == "slower"
-    assert outcomes["hopeless"].reason == "5.0 times the fastest after one round, not tried again"
+    assert outcomes["hopeless"].reason == "5.0 times the fastest in first calls, not tried again"
 
 
 def test_someone_is_chosen_even_of_dropped_ones() -> None:

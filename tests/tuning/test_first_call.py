@@ -333,6 +333,12 @@ def test_the_verdict(first_ms: float | None, reason: str, verdict: str) -> None:
     assert explained(report)[-1] == verdict
 
 
+@pytest.mark.parametrize(("rounds", "interval"), [(1, "1 sample"), (2, "900 us - 1.1 ms"), (None, "900 us - 1.1 ms")])
+def test_one_sample_is_no_interval(rounds: int | None, interval: str) -> None:
+    report = CandidateReport("b", "natural", "slower", "", 1.0, 0.9, 1.1, rounds=rounds)
+    assert explained(report)[3] == interval
+
+
 def test_no_first_call_shown_without_a_median() -> None:
     assert explained(CandidateReport("b", "natural", "failed", "why", first_ms=5.0))[-1] == "failed: why"
 

@@ -86,7 +86,7 @@ def test_hopeless_is_dropped_with_its_one_sample() -> None:
     assert list(turns.timings["slow"].samples_ms) == [pytest.approx(50.0)]
     assert machine.log.count("slow") == 2
     assert turns.rounds == len(turns.timings["fast"].samples_ms) == 5
-    assert not turns.cold
+    assert not turns.first_call_only
 
 
 def test_disturbed_warm_run_drops_nobody() -> None:
@@ -110,23 +110,23 @@ def test_who_built_something_runs_once_more_before_it_is_dropped(costs_ms: list[
 
 
 def test_the_incumbent_is_dropped_past_all_doubt() -> None:
-    turns = Machine().race({"slow": 170.0, "fast": 10.0}, keep=("slow",))
+    turns = Machine().race({"slow": 170.0, "fast": 10.0}, incumbents=("slow",))
     assert turns.dropped == {"slow": pytest.approx(17.0)}
-    assert not Machine().race({"slow": 150.0, "fast": 10.0}, keep=("slow",)).dropped
+    assert not Machine().race({"slow": 150.0, "fast": 10.0}, incumbents=("slow",)).dropped
 
 
 def test_keep_and_no_limit_are_never_dropped() -> None:
     costs_ms = {"slow": 50.0, "fast": 10.0}
-    for turns in (Machine().race(costs_ms, keep=("slow",)), Machine().race(costs_ms, hopeless=None)):
+    for turns in (Machine().race(costs_ms, incumbents=("slow",)), Machine().race(costs_ms, hopeless=None)):
         assert not turns.dropped
         assert len(turns.timings["slow"].samples_ms) == turns.rounds == 5
 
 
 def test_hopeless_first_call_stands_once_the_budget_is_gone() -> None:
     machine = Machine()
-    turns = machine.race({"slow": 500.0, "kept": 150.0, "fast": 10.0}, budget_s=0.1, keep=("kept",))
+    turns = machine.race({"slow": 500.0, "kept": 150.0, "fast": 10.0}, budget_s=0.1, incumbents=("kept",))
     assert turns.dropped == {"slow": pytest.approx(50.0)}
-    assert turns.cold == {"slow"}
+    assert turns.first_call_only == {"slow"}
     assert turns.timings["slow"].samples_ms == (turns.timings["slow"].first_ms,)
     assert machine.log.count("slow") == 1
     assert (machine.log.count("kept"), machine.log.count("fast"), turns.rounds) == (2, 2, 1)
@@ -233,7 +233,9 @@ def test_beaten_ones_retire_and_the_close_ones_race_on() -> None:
 
 
 def test_who_surely_does_not_beat_the_incumbent_retires() -> None:
-    turns = Machine(0.01).race({"old": 1.0, "tie": 1.0, "near": 0.98}, keep=("old",), max_rounds=100, resolution=0.0)
+    turns = Machine(0.01).race(
+        {"old": 1.0, "tie": 1.0, "near": 0.98}, incumbents=("old",), max_rounds=100, resolution=0.0
+    )
     rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
     assert turns.retired == {"tie"}
     assert rounds["tie"] < rounds["near"] == turns.rounds == 100
@@ -249,7 +251,7 @@ def test_somebody_races_on_where_everyone_is_beaten() -> None:
 
 
 def test_incumbent_races_until_all_who_are_left_surely_beat_it() -> None:
-    turns = Machine(0.03).race({"old": 1.5, "a": 1.0, "b": 1.0}, keep=("old",))
+    turns = Machine(0.03).race({"old": 1.5, "a": 1.0, "b": 1.0}, incumbents=("old",))
     rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
     assert turns.retired == {"old"}
     assert intervals.surely_faster(turns.timings["a"], turns.timings["old"])
@@ -257,7 +259,7 @@ def test_incumbent_races_until_all_who_are_left_surely_beat_it() -> None:
 
 
 def test_incumbent_that_beats_everyone_is_never_retired() -> None:
-    turns = Machine(0.03).race({"old": 1.0, "a": 1.5, "b": 2.0}, keep=("old",))
+    turns = Machine(0.03).race({"old": 1.0, "a": 1.5, "b": 2.0}, incumbents=("old",))
     assert turns.retired == {"a", "b"}
     assert len(turns.timings["old"].samples_ms) == turns.rounds
 

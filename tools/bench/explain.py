@@ -1,4 +1,4 @@
-"""One problem measured without a time limit, and its explain() text.
+"""One problem measured without a time limit, and its explanation.
 
 python -m tools.bench.explain
 """
@@ -24,7 +24,7 @@ def main() -> None:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder
         (explanation,) = profile([problem], progress=False)
     print(explanation)
-    write(arguments.output, {**explanation.to_dict(), "text": str(explanation)})
+    write(arguments.output, explanation.to_dict())
 
 
 if __name__ == "__main__":

@@ -130,7 +130,9 @@ def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
     ours = [name for name in calls if name.split()[0] in OURS]
     # Without rivals only the dense call, a short one, would be timed more than once.
     hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
-    found = time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless, keep=ours)
+    found = time_in_rounds(
+        calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless, incumbents=ours
+    )
     return dict(found.timings)
 
 

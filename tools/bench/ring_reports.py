@@ -61,10 +61,12 @@ def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
 
     with torch.no_grad():
         (out, exchange), peak = peak_bytes(thrice, torch.device("cpu"))
-    draws = link.objects(drawn(pattern, sequence, DRAWS) if link.rank == 0 else None)[0]
+    draws = link.all_gather_objects(drawn(pattern, sequence, DRAWS) if link.rank == 0 else None)[0]
     assert draws is not None
     mine: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak, "shipped_bytes": link.transport.bytes_sent}
-    said: list[dict[str, Any]] = link.objects({**mine, "errors": errors(out, sequence.layout, link.rank, draws)})
+    said: list[dict[str, Any]] = link.all_gather_objects(
+        {**mine, "errors": errors(out, sequence.layout, link.rank, draws)}
+    )
     dist.destroy_process_group()
     slowest = [max(each) for each in zip(*(one["seconds"] for one in said))]
     return {

@@ -42,10 +42,10 @@ class Tuner:
     seconds: list[float] = field(default_factory=list[float])
 
     def __call__(self, costs: Costs, incumbent: str | None, seed: int) -> str:
-        keep = () if incumbent is None else (incumbent,)
+        incumbents = () if incumbent is None else (incumbent,)
         machine = Machine(seed=seed, **self.machine)
         # Another seed for the order, so that it does not correlate with the noise.
-        turns = machine.race(dict(costs), seed=seed + ORDER_SEED, keep=keep, **self.options)
+        turns = machine.race(dict(costs), seed=seed + ORDER_SEED, incumbents=incumbents, **self.options)
         self.rounds.append(turns.rounds)
         self.seconds.append(turns.elapsed_s)
         entrants = [

@@ -1,9 +1,11 @@
-"""The README's tables from tools/results/: five rows about LongNet, and an excerpt of an explanation."""
+"""The README's tables from tools/results/: four rows about LongNet, and an excerpt of an explanation."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+from attn_dispatch.decisions.explanation import CandidateReport, Explanation
 from tools.docs.results import load, machine
 from tools.lib.tables import table
 
@@ -26,13 +28,12 @@ def longnet() -> str:
     cells = (_ms(one["times"]["flex"]) + f": {_slower(one['times'])}" for one in compiled.values())
     rows.append(("`flex`: FlexAttention, compiled", *cells))
     long = max(found["long"], key=lambda one: one["tokens"])
-    text = (
-        f"{long['seconds']:.1f} s, {long['tokens_per_s']:,.0f} tokens/s; peak memory {long['peak_above_qkv_out']:.1%} "
-        f"above q, k, v and out (a dense mask: {long['tokens'] ** 2 / 2**40:.0f} TiB)"
+    note = (
+        f"Batch 1, {found['heads']} heads of {found['head_dim']}, on {machine(found)}. Intervals are 95 %.\n"
+        f"`{long['backend']}` on {long['tokens']:,} tokens, not causal, {long['dtype']}: {long['seconds']:.1f} s, "
+        f"{long['tokens_per_s']:,.0f} tokens/s; peak memory {long['peak_above_qkv_out']:.1%}\n"
+        f"above q, k, v and out (a dense mask: {long['tokens'] ** 2 / 2**40:.0f} TiB)."
     )
-    cells = (text if long["dtype"] == dtype else "-" for dtype in DTYPES)
-    rows.append((f"`{long['backend']}`, not causal, {long['tokens']:,} tokens", *cells))
-    note = f"Batch 1, {found['heads']} heads of {found['head_dim']}, on {machine(found)}. Intervals are 95 %."
     return f"{table(rows)}\n\n{note}"
 
 
@@ -52,12 +53,16 @@ def _times(ratio: Any) -> str:
 
 
 def _slower(times: Any) -> str:
-    return f"{times['flex']['median_ms'] / times['sdpa_mask']['median_ms']:.1f}x slower than the mask"
+    ratio = times["flex"]["median_ms"] / times["sdpa_mask"]["median_ms"]
+    return f"{ratio:.1f} times `sdpa_mask`'s {_ms(times['sdpa_mask'])} in the same run"
 
 
 def explained() -> str:
     """The first lines of `explain`, and the rows of a few backends, cut to WIDTH."""
-    lines = load("explain")["text"].splitlines()
+    found = load("explain")
+    values = {field.name: found[field.name] for field in fields(Explanation)}
+    values["candidates"] = tuple(CandidateReport(**each) for each in found["candidates"])
+    lines = str(Explanation(**values)).splitlines()
     table_at = next(number for number, line in enumerate(lines) if line.startswith("backend "))
     rows = [line for line in lines[table_at + 1 :] if line.split()[0] in SHOWN]
     return "\n".join(("```text", *map(_cut, (*lines[: table_at + 1], *rows)), "```"))

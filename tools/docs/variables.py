@@ -23,15 +23,14 @@ OTHERS = {
 MEANING = {
     "ATTN_DISPATCH_MODE": "what happens to a problem without a stored decision, see above",
     "ATTN_DISPATCH_BUDGET_MS": "milliseconds after which no further candidate of one new problem is started; the first "
-    "candidate always runs, and the float64 reference is not counted",
+    "candidate always runs, and the float64 reference is not counted; `profile` ignores it and uses `--budget`",
     "ATTN_DISPATCH_TRIAL_SECONDS": "seconds of any minute that calls of `attend` may spend on trials; `profile` is not "
     "limited by it",
     "ATTN_DISPATCH_EXPECTED_CALLS": "calls over which the cost of a candidate's first call (compiling, planning) is "
     "spread when candidates are compared",
     "ATTN_DISPATCH_TIMEOUT_S": "seconds that a call in a trial may take beyond what was expected before the backend "
     "counts as hung",
-    "ATTN_DISPATCH_SENTINEL": "share of calls that are timed and compared with the stored measurement; `inspect` shows "
-    "decisions that have drifted, `profile` measures them again",
+    "ATTN_DISPATCH_SENTINEL": "share of calls that are timed and compared with the stored measurement, see Drift",
     "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored",
     "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",
     "CXX": "the C++ compiler of `native`, and of `flex` on a CPU",

@@ -136,7 +136,7 @@ def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> lis
     from attn_dispatch.ring.plan.schedule import RankSpeed
     from attn_dispatch.ring.rows.layout import Layout, deal
 
-    speed = None if rate is None else RankSpeed(rate.operations, args.link * 1e9)
+    speed = None if rate is None else RankSpeed(rate.operations_per_s, args.link * 1e9)
     found = []
     with Console(stderr=True).status("") as status:
         for ranks in args.ranks:
@@ -158,7 +158,7 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
     shards = f"{args.layout} shards on {problem.device.type}, {args.link:g} GB/s each way"
     found = [f"problem   {problem}", f"shards    {shards}"]
     if rate is not None:
-        found.append(f"rate      {rate.operations / 1e12:.3g} TFLOP/s for each rank ({rate.source})")
+        found.append(f"rate      {rate.operations_per_s / 1e12:.3g} TFLOP/s for each rank ({rate.source})")
     rows = [_cells(problem, plan, each, plans[0]) for plan in plans for each in plan.forecasts]
     found += ["", *align([list(HEAD), *rows], LEFT), "", *EXPLAINED]
     most = max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0)
@@ -188,7 +188,7 @@ def _to_dict(
         "title": " ".join(str(problem).split()),
         "layout": args.layout,
         "link_bytes_per_s": args.link * 1e9,
-        "rate": None if rate is None else asdict(rate),
+        "rate": None if rate is None else {"operations": rate.operations_per_s, "source": rate.source, "key": rate.key},
         "plans": [
             {
                 "ranks": plan.ranks,

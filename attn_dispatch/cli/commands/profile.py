@@ -45,7 +45,7 @@ Ctrl-C prints the decisions so far; they stay stored."""
 QUICK_S = 40.0  #: seconds for all default problems; loading torch and checking results are not included
 QUICK_EACH_S = 2.0  #: seconds per problem with --quick
 EACH_S = 10.0  #: seconds per problem
-SPAN = "1k:64k"  #: default --lengths of --thresholds
+DEFAULT_LENGTHS = "1k:64k"  #: default --lengths of --thresholds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +55,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     effort.add_argument("--quick", action="store_true", help=quick)
     full = "spend as long as it takes; without problem options: the problems of --quick"
     effort.add_argument("--full", action="store_true", help=full)
-    learned = (
+    thresholds_help = (
         "find the length above which another token order is faster: measures each problem at --lengths, by default "
-        f"{SPAN}, shortest first, so that longer ones get the rest of the budget"
+        f"{DEFAULT_LENGTHS}, shortest first, so that longer ones get the rest of the budget"
     )
-    parser.add_argument("--thresholds", action="store_true", help=learned)
+    parser.add_argument("--thresholds", action="store_true", help=thresholds_help)
     budget = "for all problems together; by default 10 s per problem"
     parser.add_argument("--budget", metavar="SECONDS", type=_seconds, help=budget)
     parser.add_argument(
@@ -77,41 +77,47 @@ def run(args: argparse.Namespace) -> int:
     if args.sharded and ranks == 1:
         raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
     problems = _problems(args)
-    found: list[Explanation] = []
+    explanations: list[Explanation] = []
     interrupted = False
     budget_s = _budget(args, len(problems))
     try:
         if ranks > 1:
-            problems = _measured_by_ranks(args, problems, ranks, budget_s, found)
+            problems = _measured_by_ranks(args, problems, ranks, budget_s, explanations)
         else:
-            _measured(args, problems, budget_s, found)
+            _measured(args, problems, budget_s, explanations)
     except KeyboardInterrupt:
         interrupted = True
     if ranks > 1 and os.environ.get("RANK", "0") != "0":
         return 1 if interrupted else 0  # only rank 0 prints
     if interrupted:
-        done = f"{len(found)} of {len(problems)} problems are decided"
+        done = f"{len(explanations)} of {len(problems)} problems are decided"
         print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
-    learned = _learned(problems) if args.thresholds else None
+    series = _series(problems) if args.thresholds else None
     if args.json:
-        _print_json(found, interrupted, learned)
+        _print_json(explanations, interrupted, series)
     else:
-        _print_tables(found, _folders(problems, found), args.verbose)
-        if learned is not None:
-            print("", *thresholds.lines(learned), sep="\n")
-    return 1 if interrupted or any(explanation.choice is None for explanation in found) else 0
+        _print_tables(explanations, _folders(problems, explanations), args.verbose)
+        if series is not None:
+            print("", *thresholds.lines(series), sep="\n")
+    return 1 if interrupted or any(explanation.choice is None for explanation in explanations) else 0
 
 
 def _measured(
-    args: argparse.Namespace, problems: list[Problem], budget_s: float | None, found: list[Explanation]
+    args: argparse.Namespace, problems: list[Problem], budget_s: float | None, explanations: list[Explanation]
 ) -> None:
     from attn_dispatch.profiling import profile  # here, so that usage errors do not wait for torch
 
-    profile(problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: found.append(explanation))
+    profile(
+        problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: explanations.append(explanation)
+    )
 
 
 def _measured_by_ranks(
-    args: argparse.Namespace, problems: list[Problem], ranks: int, budget_s: float | None, found: list[Explanation]
+    args: argparse.Namespace,
+    problems: list[Problem],
+    ranks: int,
+    budget_s: float | None,
+    explanations: list[Explanation],
 ) -> list[Problem]:
     """Measure the problems and return them, with `ranks` set where they are sharded."""
     from attn_dispatch.profiling import profile_over
@@ -125,7 +131,7 @@ def _measured_by_ranks(
             kind=args.sharded or KINDS[0],
             budget_s=budget_s,
             force=args.force,
-            report=lambda _, explanation: found.append(explanation),
+            report=lambda _, explanation: explanations.append(explanation),
         )
     return problems
 
@@ -159,10 +165,10 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
             "--thresholds needs a pattern with another token order: --grid H,W with --window, or --segments with "
             "--dilations"
         )
-    args.lengths = args.lengths or options.lengths(SPAN)
+    args.lengths = args.lengths or options.lengths(DEFAULT_LENGTHS)
     found = sorted(options.problems_of(args), key=lambda problem: problem.q_len)
     if len({problem.q_len for problem in found}) < MIN_LENGTHS:
-        raise InvalidInput(f"--thresholds needs at least {MIN_LENGTHS} lengths, such as --lengths {SPAN}")
+        raise InvalidInput(f"--thresholds needs at least {MIN_LENGTHS} lengths, such as --lengths {DEFAULT_LENGTHS}")
     return found
 
 
@@ -199,7 +205,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _learned(problems: Sequence[Problem]) -> list[SpeedupSeries]:
+def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
     """The stored series of these problems' families: of these lengths, and of those measured before."""
     from attn_dispatch.settings import cache_folder
 
@@ -216,39 +222,39 @@ def _family(problem: Problem) -> tuple[str, str, str]:
     return silicon(problem.device), group_of(plain), family_title(family_of(plain))
 
 
-def _print_json(found: Sequence[Explanation], interrupted: bool, learned: Sequence[SpeedupSeries] | None) -> None:
+def _print_json(explanations: Sequence[Explanation], interrupted: bool, series: Sequence[SpeedupSeries] | None) -> None:
     from attn_dispatch.settings import cache_folder
 
-    decisions = [explanation.to_dict() for explanation in found]
-    series = {} if learned is None else {"thresholds": thresholds.to_dicts(learned)}
-    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **series})
+    decisions = [explanation.to_dict() for explanation in explanations]
+    extra = {} if series is None else {"thresholds": thresholds.to_dicts(series)}
+    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **extra})
 
 
-def _print_tables(found: Sequence[Explanation], folders: Sequence[Path], verbose: bool) -> None:
-    if len(found) == 1:
-        print(found[0], end="\n\n")
+def _print_tables(explanations: Sequence[Explanation], folders: Sequence[Path], verbose: bool) -> None:
+    if len(explanations) == 1:
+        print(explanations[0], end="\n\n")
     else:
-        for device in dict.fromkeys(explanation.device for explanation in found):
-            here = [explanation for explanation in found if explanation.device == device]
+        for device in dict.fromkeys(explanation.device for explanation in explanations):
+            here = [explanation for explanation in explanations if explanation.device == device]
             refused = {} if verbose else refused_by_all(here)
             print(printable(f"device    {device}"), "", sep="\n")
             if refused:
                 rows = (printable(f"  {name}: {reason}") for name, reason in refused.items())
                 print("can run none of these problems (--verbose lists them in each table):", *rows, "", sep="\n")
             print(*full_table(here, but=refused), "", sep="\n")
-        for explanation in found:
+        for explanation in explanations:
             if explanation.choice is None:
                 print(*no_backend(explanation), "", sep="\n")
     if folders:
         print(*(f"stored in {folder}" for folder in folders), sep="\n")
-    elif found:
+    elif explanations:
         from attn_dispatch.settings import NO_HOME, cache_folder
 
         why = NO_HOME if cache_folder() == settings.NOWHERE else "no decision was measured and written"
         print(f"stored    nothing: {why}")
 
 
-def _folders(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[Path]:
+def _folders(problems: Sequence[Problem], explanations: Sequence[Explanation]) -> list[Path]:
     """The folders in which these decisions are stored."""
     from attn_dispatch.machine.hardware import silicon
     from attn_dispatch.settings import cache_folder
@@ -257,7 +263,7 @@ def _folders(problems: Sequence[Problem], found: Sequence[Explanation]) -> list[
 
     store = Store(cache_folder())
     paths: list[Path] = []
-    for problem, each in zip(problems, found):
+    for problem, each in zip(problems, explanations):
         group = group_of(problem.to_dict())
         if problem.ranks == 1:
             paths.append(store.path(silicon(problem.device), group, each.key))

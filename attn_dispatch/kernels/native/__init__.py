@@ -1,5 +1,5 @@
 """The CPU kernel in C++, compiled for this machine when it is first used.
 
-Imports kernels' own files, spec, machine and the ground.
+Imports kernels' own files, spec, machine and the base modules.
 Public: nothing.
 """

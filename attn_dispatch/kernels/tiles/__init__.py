@@ -1,5 +1,5 @@
 """Patterns as lists of the tile pairs that hold visible keys, computed by a dense kernel.
 
-Imports kernels' own files, spec and the ground.
+Imports kernels' own files, spec and the base modules.
 Public: nothing.
 """

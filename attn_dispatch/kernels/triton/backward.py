@@ -13,7 +13,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.forward import LOG2_E, RUN, TILE, phases_of, program_place, span_of, turned
+from attn_dispatch.kernels.triton.forward import LOG2_E, RUN, TILE, mirrored, phases_of, program_place, span_of
 
 
 @triton.jit
@@ -86,27 +86,27 @@ def backward_q(
     lowest = (rows + low)[:, None]
     highest = (rows + high)[:, None]
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    inside = tl.full([1, BLOCK_D], True, tl.int1)
+    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
     if HEAD_DIM < BLOCK_D:
-        inside = d < HEAD_DIM
+        d_valid = d < HEAD_DIM
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int64)
     k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
     v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
-    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
+    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=d_valid, other=0.0)
     grad_at = grad + batch * grad_b + head * grad_h + d * grad_d + (rows * grad_n)[:, None]
-    d_out = tl.load(grad_at, mask=inside, other=0.0)
+    d_out = tl.load(grad_at, mask=d_valid, other=0.0)
     at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
     scalar_at = (batch * heads + head) * q_len + rows
     row_lse = tl.load(lse + scalar_at)
-    some = row_lse > float("-inf")
-    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
+    has_keys = row_lse > float("-inf")
+    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=d_valid, other=0.0).to(tl.float32), 1)
     if GRAD_LSE:
         row_delta -= tl.load(grad_lse + scalar_at)
     # Rows without keys have weight exp(s - inf) = 0.
-    row_delta = tl.where(some, row_delta, 0.0)
-    row_lse = tl.where(some, row_lse * LOG2_E, float("inf"))
+    row_delta = tl.where(has_keys, row_delta, 0.0)
+    row_lse = tl.where(has_keys, row_lse * LOG2_E, float("inf"))
     tl.store(delta + scalar_at, row_delta, mask=lane < count)
     lane_n = tl.arange(0, COLUMNS).to(tl.int64)
     slope = scale * LOG2_E
@@ -114,40 +114,42 @@ def backward_q(
     first_run = tl.load(tile_at + 3)
     end_run = tl.load(tile_at + 4)
     for nth_run in range(first_run, end_run):
-        run = turned(nth_run, first_run, end_run - 1, backwards, LISTED)
-        run_start, run_step, begin, whole, part, end = phases_of(
+        run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
+        run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
             runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
         run_lane = run_start + lane_n * run_step
         run_end = run_start + end * run_step
         for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
-            n_from, n_to, n_last = span_of(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            n_from, n_to, n_last = span_of(begin, unmasked_begin, unmasked_end, end, backwards, phase, COLUMNS, LISTED)
             for nth in range(n_from, n_to, COLUMNS):
-                n = turned(nth, n_from, n_last, backwards, LISTED)
+                n = mirrored(nth, n_from, n_last, backwards, LISTED)
                 columns = run_lane + n * run_step
-                seen = inside
+                seen = d_valid
                 if phase != 1:
-                    seen = (columns < run_end)[:, None] & inside
+                    seen = (columns < run_end)[:, None] & d_valid
                 if KEY_MASK:
-                    kept = tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
-                    seen = seen & kept[:, None]
+                    key_allowed = (
+                        tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
+                    )
+                    seen = seen & key_allowed[:, None]
                 key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
                 s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
                 if phase != 1:
-                    meets = (columns < run_end)[None, :]
+                    visible = (columns < run_end)[None, :]
                     if LOW:
-                        meets = meets & (columns[None, :] >= lowest)
+                        visible = visible & (columns[None, :] >= lowest)
                     if HIGH:
-                        meets = meets & (columns[None, :] <= highest)
-                    s = tl.where(meets, s, float("-inf"))
+                        visible = visible & (columns[None, :] <= highest)
+                    s = tl.where(visible, s, float("-inf"))
                 if KEY_MASK:
-                    s = tl.where(kept[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
+                    s = tl.where(key_allowed[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
                 p = tl.exp2(s - row_lse[:, None])
                 value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
                 ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
                 acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
-    result = tl.where(some[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
-    tl.store(dq + at, result, mask=(lane < count)[:, None] & inside)
+    result = tl.where(has_keys[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
+    tl.store(dq + at, result, mask=(lane < count)[:, None] & d_valid)
 
 
 @triton.jit
@@ -218,19 +220,19 @@ def backward_kv(
     lowest = (rows + low)[:, None]
     highest = (rows + high)[:, None]
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    inside = tl.full([1, BLOCK_D], True, tl.int1)
+    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
     if HEAD_DIM < BLOCK_D:
-        inside = d < HEAD_DIM
+        d_valid = d < HEAD_DIM
     length = q_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int64)
-    key = tl.load(k + batch * k_b + head * k_h + d * k_d + (rows * k_n)[:, None], mask=inside, other=0.0)
-    value = tl.load(v + batch * v_b + head * v_h + d * v_d + (rows * v_n)[:, None], mask=inside, other=0.0)
-    real = lane < count
+    key = tl.load(k + batch * k_b + head * k_h + d * k_d + (rows * k_n)[:, None], mask=d_valid, other=0.0)
+    value = tl.load(v + batch * v_b + head * v_h + d * v_d + (rows * v_n)[:, None], mask=d_valid, other=0.0)
+    valid_key = lane < count
     if SEQ_LENS:
-        real = real & (rows < length)
+        valid_key = valid_key & (rows < length)
     if KEY_MASK:
-        real = real & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
+        valid_key = valid_key & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
     lane_n = tl.arange(0, COLUMNS).to(tl.int64)
     slope = scale * LOG2_E
     acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
@@ -238,8 +240,8 @@ def backward_kv(
     first_run = tl.load(tile_at + 3)
     end_run = tl.load(tile_at + 4)
     for nth_run in range(first_run, end_run):
-        run = turned(nth_run, first_run, end_run - 1, backwards, LISTED)
-        run_start, run_step, begin, whole, part, end = phases_of(
+        run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
+        run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
             runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
         run_lane = run_start + lane_n * run_step
@@ -249,13 +251,13 @@ def backward_kv(
         grad_row = grad + batch * grad_b + q_head * grad_h + d * grad_d
         scalar_row = (batch * heads * GROUP + q_head) * q_len
         for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
-            n_from, n_to, n_last = span_of(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            n_from, n_to, n_last = span_of(begin, unmasked_begin, unmasked_end, end, backwards, phase, COLUMNS, LISTED)
             for nth in range(n_from, n_to, COLUMNS):
-                n = turned(nth, n_from, n_last, backwards, LISTED)
+                n = mirrored(nth, n_from, n_last, backwards, LISTED)
                 columns = run_lane + n * run_step
-                seen = inside
+                seen = d_valid
                 if phase != 1:
-                    seen = (columns < run_end)[:, None] & inside
+                    seen = (columns < run_end)[:, None] & d_valid
                 query = tl.load(q_row + (columns * q_n)[:, None], mask=seen, other=0.0)
                 s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
                 if phase != 1:
@@ -270,7 +272,7 @@ def backward_kv(
                     column_lse = tl.load(lse + scalar_row + columns)
                     column_delta = tl.load(delta + scalar_row + columns)
                 if SEQ_LENS or KEY_MASK:
-                    s = tl.where(real[:, None], s, float("-inf"))
+                    s = tl.where(valid_key[:, None], s, float("-inf"))
                 column_lse = tl.where(column_lse == float("-inf"), float("inf"), column_lse * LOG2_E)
                 p = tl.exp2(s - column_lse[None, :])
                 d_out = tl.load(grad_row + (columns * grad_n)[:, None], mask=seen, other=0.0)
@@ -278,8 +280,8 @@ def backward_kv(
                 ds = p * (tl.dot(value, tl.trans(d_out), input_precision=PRECISION) - column_delta[None, :])
                 acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
     at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM + d
-    stored = (lane < count)[:, None] & inside
-    acc_k = tl.where(real[:, None], acc_k * scale, 0.0)
-    acc_v = tl.where(real[:, None], acc_v, 0.0)
+    stored = (lane < count)[:, None] & d_valid
+    acc_k = tl.where(valid_key[:, None], acc_k * scale, 0.0)
+    acc_v = tl.where(valid_key[:, None], acc_v, 0.0)
     tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=stored)
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=stored)

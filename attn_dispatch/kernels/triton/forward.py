@@ -70,42 +70,51 @@ def phases_of(
     end = tl.load(at + 2).to(tl.int64)
     if SEQ_LENS:
         end = tl.minimum(end, tl.maximum(length - start + step - 1, 0) // step)
-    part = end
+    unmasked = end  # a number of columns
     if HIGH:
-        part = tl.minimum(tl.maximum(first + high - start + step, 0) // step, end)
+        unmasked = tl.minimum(tl.maximum(first + high - start + step, 0) // step, end)
         end = tl.minimum(tl.maximum(last + high - start + step, 0) // step, end)
     begin = start * 0
-    whole = begin
+    unmasked_begin = begin
     if LOW:
         begin = tl.minimum(tl.maximum(first + low - start + step - 1, 0) // step, end)
-        whole = tl.maximum(last + low - start + step - 1, 0) // step
-        whole = begin + (tl.maximum(whole - begin, 0) + COLUMNS - 1) // COLUMNS * COLUMNS
-        part = tl.maximum(part - whole, 0)
-    return start, step, begin, whole, whole + part // COLUMNS * COLUMNS, end
+        unmasked_begin = tl.maximum(last + low - start + step - 1, 0) // step
+        unmasked_begin = begin + (tl.maximum(unmasked_begin - begin, 0) + COLUMNS - 1) // COLUMNS * COLUMNS
+        unmasked = tl.maximum(unmasked - unmasked_begin, 0)
+    return start, step, begin, unmasked_begin, unmasked_begin + unmasked // COLUMNS * COLUMNS, end
 
 
 @triton.jit
-def span_of(begin, whole, part, end, backwards, PHASE: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr):
+def span_of(
+    begin,
+    unmasked_begin,
+    unmasked_end,
+    end,
+    backwards,
+    PHASE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LISTED: tl.constexpr,
+):
     """A phase's first column, end and start of the last block. In reverse, the outer phases are swapped."""
-    n_from = whole
-    n_to = part
+    n_from = unmasked_begin
+    n_to = unmasked_end
     if PHASE == 0:
         n_from = begin
-        n_to = tl.minimum(whole, end)
+        n_to = tl.minimum(unmasked_begin, end)
         if LISTED:
-            n_from = tl.where(backwards, part, n_from)
+            n_from = tl.where(backwards, unmasked_end, n_from)
             n_to = tl.where(backwards, end, n_to)
     if PHASE == 2:
-        n_from = part
+        n_from = unmasked_end
         n_to = end
         if LISTED:
             n_from = tl.where(backwards, begin, n_from)
-            n_to = tl.where(backwards, tl.minimum(whole, end), n_to)
+            n_to = tl.where(backwards, tl.minimum(unmasked_begin, end), n_to)
     return n_from, n_to, n_from + (n_to - n_from - 1) // COLUMNS * COLUMNS
 
 
 @triton.jit
-def turned(at, first, last, backwards, LISTED: tl.constexpr):
+def mirrored(at, first, last, backwards, LISTED: tl.constexpr):
     """`at` mirrored between `first` and `last` if the tile goes in reverse."""
     if LISTED:
         at = tl.where(backwards, first + last - at, at)
@@ -173,66 +182,68 @@ def forward(
     lowest = (rows + low)[:, None]
     highest = (rows + high)[:, None]
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    inside = tl.full([1, BLOCK_D], True, tl.int1)
+    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
     if HEAD_DIM < BLOCK_D:
-        inside = d < HEAD_DIM
+        d_valid = d < HEAD_DIM
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int64)
     k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
     v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
-    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
+    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=d_valid, other=0.0)
     lane_n = tl.arange(0, COLUMNS).to(tl.int64)
     slope = scale * LOG2_E
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     first_run = tl.load(tile_at + 3)
     end_run = tl.load(tile_at + 4)
     for nth_run in range(first_run, end_run):
-        run = turned(nth_run, first_run, end_run - 1, backwards, LISTED)
-        run_start, run_step, begin, whole, part, end = phases_of(
+        run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
+        run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
             runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
         run_lane = run_start + lane_n * run_step
         run_end = run_start + end * run_step
         for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
-            n_from, n_to, n_last = span_of(begin, whole, part, end, backwards, phase, COLUMNS, LISTED)
+            n_from, n_to, n_last = span_of(begin, unmasked_begin, unmasked_end, end, backwards, phase, COLUMNS, LISTED)
             for nth in range(n_from, n_to, COLUMNS):
-                n = turned(nth, n_from, n_last, backwards, LISTED)
+                n = mirrored(nth, n_from, n_last, backwards, LISTED)
                 columns = run_lane + n * run_step
-                seen = inside
+                seen = d_valid
                 if phase != 1:
-                    seen = (columns < run_end)[:, None] & inside
+                    seen = (columns < run_end)[:, None] & d_valid
                 if KEY_MASK:
-                    kept = tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
-                    seen = seen & kept[:, None]
+                    key_allowed = (
+                        tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
+                    )
+                    seen = seen & key_allowed[:, None]
                 key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
                 s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
                 if phase != 1:
-                    meets = (columns < run_end)[None, :]
+                    visible = (columns < run_end)[None, :]
                     if LOW:
-                        meets = meets & (columns[None, :] >= lowest)
+                        visible = visible & (columns[None, :] >= lowest)
                     if HIGH:
-                        meets = meets & (columns[None, :] <= highest)
-                    s = tl.where(meets, s, float("-inf"))
+                        visible = visible & (columns[None, :] <= highest)
+                    s = tl.where(visible, s, float("-inf"))
                 if KEY_MASK:
-                    s = tl.where(kept[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
-                new_peak = tl.maximum(peak, tl.max(s, 1))
+                    s = tl.where(key_allowed[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
+                new_max = tl.maximum(row_max, tl.max(s, 1))
                 # For rows without a key so far -inf - -inf would be NaN.
-                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                safe = tl.where(new_max == float("-inf"), 0.0, new_max)
                 p = tl.exp2(s - safe[:, None])
-                shrink = tl.exp2(peak - safe)
+                shrink = tl.exp2(row_max - safe)
                 total = total * shrink + tl.sum(p, 1)
                 value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
                 acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-                peak = new_peak
-    some = total > 0
+                row_max = new_max
+    has_keys = total > 0
     if SEQ_LENS:
-        some = some & (rows < length)
-    divisor = tl.where(some, total, 1.0)
-    result = tl.where(some[:, None], acc / divisor[:, None], 0.0).to(out.dtype.element_ty)
+        has_keys = has_keys & (rows < length)
+    divisor = tl.where(has_keys, total, 1.0)
+    result = tl.where(has_keys[:, None], acc / divisor[:, None], 0.0).to(out.dtype.element_ty)
     out_at = out + ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
-    tl.store(out_at, result, mask=(lane < count)[:, None] & inside)
-    result_lse = tl.where(some, peak * LN_2 + tl.log(divisor), float("-inf"))
+    tl.store(out_at, result, mask=(lane < count)[:, None] & d_valid)
+    result_lse = tl.where(has_keys, row_max * LN_2 + tl.log(divisor), float("-inf"))
     tl.store(lse + (batch * heads + head) * q_len + rows, result_lse, mask=lane < count)

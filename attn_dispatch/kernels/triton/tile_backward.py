@@ -78,25 +78,25 @@ def backward_q(
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    inside = d < HEAD_DIM
+    d_valid = d < HEAD_DIM
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch)
     k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
     v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
-    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
+    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=d_valid, other=0.0)
     grad_at = grad + batch * grad_b + head * grad_h + d * grad_d + (rows * grad_n)[:, None]
-    d_out = tl.load(grad_at, mask=inside, other=0.0)
+    d_out = tl.load(grad_at, mask=d_valid, other=0.0)
     at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
     scalar_at = (batch * heads + head) * q_len + rows
     row_lse = tl.load(lse + scalar_at)
-    some = row_lse > float("-inf")
-    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
+    has_keys = row_lse > float("-inf")
+    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=d_valid, other=0.0).to(tl.float32), 1)
     if GRAD_LSE:
         row_delta -= tl.load(grad_lse + scalar_at)
     # Rows without keys have weight exp(s - inf) = 0.
-    row_delta = tl.where(some, row_delta, 0.0)
-    row_lse = tl.where(some, row_lse * LOG2_E, float("inf"))
+    row_delta = tl.where(has_keys, row_delta, 0.0)
+    row_lse = tl.where(has_keys, row_lse * LOG2_E, float("inf"))
     stored = tile * TILE + lane < q_len
     tl.store(delta + scalar_at, row_delta, mask=stored)
     slope = scale * LOG2_E
@@ -110,16 +110,16 @@ def backward_q(
             k_tile = tl.load(pair).to(tl.int64)
             k_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
             columns = tl.load(k_pos + k_tile * TILE + k_lane).to(tl.int64)
-            kept = columns < length
+            key_allowed = columns < length
             if KEY_MASK:
-                kept = kept & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
-            seen = inside
+                key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
+            seen = d_valid
             if SEQ_LENS or KEY_MASK:
-                seen = kept[:, None] & inside
+                seen = key_allowed[:, None] & d_valid
             key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
             s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
             if SEQ_LENS or KEY_MASK:
-                s = tl.where(kept[None, :], s, float("-inf"))
+                s = tl.where(key_allowed[None, :], s, float("-inf"))
             if phase == 0:
                 mask = tl.load(pair + 1)
                 q_lane, k_lane = lane[:, None], k_lane[None, :]
@@ -133,8 +133,8 @@ def backward_q(
             value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
             ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
-    result = tl.where(some[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
-    tl.store(dq + at, result, mask=stored[:, None] & inside)
+    result = tl.where(has_keys[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
+    tl.store(dq + at, result, mask=stored[:, None] & d_valid)
 
 
 @triton.jit
@@ -196,17 +196,17 @@ def backward_kv(
     batch, head, tile, lane = program_place(heads, k_tiles, TILE, ROWS)
     rows = tl.load(k_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    inside = d < HEAD_DIM
+    d_valid = d < HEAD_DIM
     length = q_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch)
-    key = tl.load(k + batch * k_b + head * k_h + d * k_d + (rows * k_n)[:, None], mask=inside, other=0.0)
-    value = tl.load(v + batch * v_b + head * v_h + d * v_d + (rows * v_n)[:, None], mask=inside, other=0.0)
-    kept = rows < k_len
+    key = tl.load(k + batch * k_b + head * k_h + d * k_d + (rows * k_n)[:, None], mask=d_valid, other=0.0)
+    value = tl.load(v + batch * v_b + head * v_h + d * v_d + (rows * v_n)[:, None], mask=d_valid, other=0.0)
+    key_allowed = rows < k_len
     if SEQ_LENS:
-        kept = kept & (rows < length)
+        key_allowed = key_allowed & (rows < length)
     if KEY_MASK:
-        kept = kept & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
+        key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
     slope = scale * LOG2_E
     acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
@@ -225,16 +225,16 @@ def backward_kv(
                 q_tile = tl.load(pair).to(tl.int64)
                 q_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
                 columns = tl.load(q_pos + q_tile * TILE + q_lane).to(tl.int64)
-                real = (q_tile * TILE + q_lane < q_len) & (columns < length)
-                seen = real[:, None] & inside
+                valid_query = (q_tile * TILE + q_lane < q_len) & (columns < length)
+                seen = valid_query[:, None] & d_valid
                 query = tl.load(q_row + (columns * q_n)[:, None], mask=seen, other=0.0)
                 s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
                 if SEQ_LENS or KEY_MASK:
-                    s = tl.where(kept[:, None], s, float("-inf"))
+                    s = tl.where(key_allowed[:, None], s, float("-inf"))
                 # Repeated queries, and queries without keys, have weight exp(s - inf) = 0.
-                column_lse = tl.load(lse + scalar_row + columns, mask=real, other=float("-inf"))
+                column_lse = tl.load(lse + scalar_row + columns, mask=valid_query, other=float("-inf"))
                 column_lse = tl.where(column_lse == float("-inf"), float("inf"), column_lse * LOG2_E)
-                column_delta = tl.load(delta + scalar_row + columns, mask=real, other=0.0)
+                column_delta = tl.load(delta + scalar_row + columns, mask=valid_query, other=0.0)
                 if phase == 0:
                     mask = tl.load(pair + 1)
                     q_lane, k_lane = q_lane[None, :], lane[:, None]
@@ -249,8 +249,8 @@ def backward_kv(
                 ds = p * (tl.dot(value, tl.trans(d_out), input_precision=PRECISION) - column_delta[None, :])
                 acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
     at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM + d
-    stored = (tile * TILE + lane < k_len)[:, None] & inside
-    acc_k = tl.where(kept[:, None], acc_k * scale, 0.0)
-    acc_v = tl.where(kept[:, None], acc_v, 0.0)
+    stored = (tile * TILE + lane < k_len)[:, None] & d_valid
+    acc_k = tl.where(key_allowed[:, None], acc_k * scale, 0.0)
+    acc_v = tl.where(key_allowed[:, None], acc_v, 0.0)
     tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=stored)
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=stored)

@@ -122,15 +122,15 @@ def forward(
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    inside = d < HEAD_DIM
+    d_valid = d < HEAD_DIM
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch)
     k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
     v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
-    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=inside, other=0.0)
+    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=d_valid, other=0.0)
     slope = scale * LOG2_E
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     PARTS: tl.constexpr = TILE // COLUMNS
@@ -142,16 +142,16 @@ def forward(
             k_tile = tl.load(pair).to(tl.int64)
             k_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
             columns = tl.load(k_pos + k_tile * TILE + k_lane).to(tl.int64)
-            kept = columns < length
+            key_allowed = columns < length
             if KEY_MASK:
-                kept = kept & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
-            seen = inside
+                key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
+            seen = d_valid
             if SEQ_LENS or KEY_MASK:
-                seen = kept[:, None] & inside
+                seen = key_allowed[:, None] & d_valid
             key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
             s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
             if SEQ_LENS or KEY_MASK:
-                s = tl.where(kept[None, :], s, float("-inf"))
+                s = tl.where(key_allowed[None, :], s, float("-inf"))
             count = 1.0
             if phase == 0:
                 mask = tl.load(pair + 1)
@@ -160,24 +160,24 @@ def forward(
                     masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                 )
                 s = tl.where(count > 0, s, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(s, 1))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
             # For rows without a key so far -inf - -inf would be NaN.
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            safe = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp2(s - safe[:, None])
             if phase == 0:
                 p *= count
-            shrink = tl.exp2(peak - safe)
+            shrink = tl.exp2(row_max - safe)
             total = total * shrink + tl.sum(p, 1)
             value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
             acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-            peak = new_peak
-    some = total > 0
+            row_max = new_max
+    has_keys = total > 0
     if SEQ_LENS:
-        some = some & (rows < length)
-    divisor = tl.where(some, total, 1.0)
-    result = tl.where(some[:, None], acc / divisor[:, None], 0.0).to(out.dtype.element_ty)
+        has_keys = has_keys & (rows < length)
+    divisor = tl.where(has_keys, total, 1.0)
+    result = tl.where(has_keys[:, None], acc / divisor[:, None], 0.0).to(out.dtype.element_ty)
     stored = tile * TILE + lane < q_len
     out_at = out + ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
-    tl.store(out_at, result, mask=stored[:, None] & inside)
-    result_lse = tl.where(some, peak * LN_2 + tl.log(divisor), float("-inf"))
+    tl.store(out_at, result, mask=stored[:, None] & d_valid)
+    result_lse = tl.where(has_keys, row_max * LN_2 + tl.log(divisor), float("-inf"))
     tl.store(lse + (batch * heads + head) * q_len + rows, result_lse, mask=stored)

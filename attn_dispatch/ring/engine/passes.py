@@ -41,8 +41,8 @@ class RingCall:
         problem: the whole sequence's; its scale is above 0.
         seen: bool [batch, tokens of the whole sequence], the keys that masks leave visible; None: all.
         padding: bool [batch, tokens of this rank], the queries that are padding; None: none.
-        vote: called at the end of a pass with this rank's error, or None; raises if any rank has an error, since other
-            ranks compute gradients of this rank's keys. Called only if gradients are needed.
+        raise_if_any_failed: called at the end of a pass with this rank's error, or None; raises if any rank has an
+            error, since other ranks compute gradients of this rank's keys. Called only if gradients are needed.
     """
 
     problem: Problem
@@ -50,7 +50,7 @@ class RingCall:
     transport: Transport
     seen: Tensor | None = None
     padding: Tensor | None = None
-    vote: Callable[[Exception | None], None] | None = None
+    raise_if_any_failed: Callable[[Exception | None], None] | None = None
 
     def reserve(self) -> None:
         """Allocate the buffers for sent and received rows and gradients."""
@@ -71,7 +71,8 @@ class RingCall:
                     self._forward_step(own_step, q, [(k, v)], sums)
             del rows
         if self.problem.needs_grad:
-            self._vote(failure)  # in the backward pass the other ranks would wait for a rank that failed here
+            # In the backward pass the other ranks would wait for a rank that failed here.
+            self._raise_if_any_failed(failure)
         failure.reraise()
         out, lse = sums.results()
         if self.padding is not None:
@@ -109,13 +110,13 @@ class RingCall:
                 with failure:
                     self._backward_step(own_step, q_side, [(k, v)], dq, [own])
         self._add_returned(self.steps[-1], returning, own)
-        self._vote(failure)
+        self._raise_if_any_failed(failure)
         failure.reraise()
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 
-    def _vote(self, failure: _DeferredError) -> None:
-        if self.vote is not None and len(self.steps) > 1:
-            self.vote(failure.error)
+    def _raise_if_any_failed(self, failure: _DeferredError) -> None:
+        if self.raise_if_any_failed is not None and len(self.steps) > 1:
+            self.raise_if_any_failed(failure.error)
 
     # --- work ---------------------------------------------------------------------------------------------------------
 

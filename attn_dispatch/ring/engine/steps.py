@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_dispatch.ring.engine.parts import Part, Source, parts_of
 from attn_dispatch.ring.rows.chunking import own_shares, pieces
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import Rows, Traffic, default_mode, traffic_of
+from attn_dispatch.ring.rows.traffic import Rows, Traffic, traffic_of, without_caller_modes
 from attn_dispatch.spec.orders import GATHER, LOCAL
 from attn_dispatch.spec.problem import Problem
 
@@ -115,7 +115,7 @@ class Step:
 
 
 @lru_cache(maxsize=16)
-@default_mode()
+@without_caller_modes()
 def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
     """A rank's steps: its own rows, then those of each of `transfers`, whose arguments these are, piece by piece."""
     traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)

@@ -26,7 +26,7 @@ LEAST_OPERATIONS, LEAST_MS = 1e8, 0.1  #: of a call whose time shows the device'
 class Rate:
     """Operations per second on the pattern's query-key pairs, and the origin of the number."""
 
-    operations: float
+    operations_per_s: float
     source: str
     key: str | None = None
 

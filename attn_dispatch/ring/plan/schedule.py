@@ -20,14 +20,14 @@ Size = Callable[[int, int], int]  #: bytes sent by one rank (first) to another (
 class RankSpeed:
     """Operations per second of a rank on the pattern's pairs, and bytes per second of its link in each direction."""
 
-    operations: float
+    operations_per_s: float
     link: float
 
 
 def seconds(counted: CountedProblem, exchange: str, speed: RankSpeed) -> float:
     """Seconds until the last rank is done if all start together. Latency is not counted."""
     problem = counted.problem
-    element = problem.batch * problem.head_dim / speed.operations
+    element = problem.batch * problem.head_dim / speed.operations_per_s
     pairs = [[float(count) for count in row] for row in counted.counts.pairs]
 
     def work(times: int) -> list[list[float]]:

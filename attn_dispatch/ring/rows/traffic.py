@@ -58,14 +58,14 @@ class Traffic:
 
 
 @contextmanager
-def default_mode() -> Iterator[None]:
+def without_caller_modes() -> Iterator[None]:
     """For cached tensors: neither inference mode nor the default device of the call that happens to make them."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
 
 
 @lru_cache(maxsize=16)
-@default_mode()
+@without_caller_modes()
 def traffic_of(
     pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int, device: torch.device = CPU
 ) -> Traffic:
@@ -80,10 +80,10 @@ def traffic_of(
         for receiver in range(layout.ranks):
             senders = range(layout.ranks) if receiver == rank else (rank,)
             for sender, local, positions in _rows(pattern, layout, kind, receiver, senders):
-                store, peer = (receives, sender) if receiver == rank else (sends, receiver)
-                store.setdefault(peer, []).append(Rows(members, local.to(device), positions))
-    made = ({peer: tuple(rows) for peer, rows in store.items()} for store in (sends, receives))
-    return Traffic(rank, layout, positions_of(layout, rank), *made)
+                by_peer, peer = (receives, sender) if receiver == rank else (sends, receiver)
+                by_peer.setdefault(peer, []).append(Rows(members, local.to(device), positions))
+    sent_received = ({peer: tuple(rows) for peer, rows in by_peer.items()} for by_peer in (sends, receives))
+    return Traffic(rank, layout, positions_of(layout, rank), *sent_received)
 
 
 def positions_of(layout: Layout, rank: int) -> Tensor:
