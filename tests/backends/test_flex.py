@@ -296,6 +296,7 @@ def test_compiled_dilated() -> None:
     assert flex.first_call_ms(of) > 0
 
 
+@pytest.mark.full
 def test_compiled_with_masks() -> None:
     """Other masks use the same kernel. Grouped heads, and queries without a key."""
     before = graphs()
