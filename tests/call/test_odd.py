@@ -29,7 +29,7 @@ from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning.hard_cases import hard_cases
 from tests.support import planted, processes
 from tests.support.calls import close, counted, forget, formula, qkv, status
-from tests.support.pairwise import crossed
+from tests.support.pairwise import crossed, thinned
 from tests.support.planted import Planted
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -85,7 +85,7 @@ ODD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("changes", ODD.values(), ids=ODD)
+@thinned("changes", ODD.values(), 2, ODD)
 def test_odd_answers_do_not_reach_the_caller(changes: dict[str, Any]) -> None:
     backend = Planted()
     for name, value in changes.items():
@@ -289,7 +289,7 @@ def test_memory_limits_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @crossed(
-    lambda backend, dtype, head_dim: {"dtype": dtype, "head_dim": head_dim},
+    lambda backend, dtype, head_dim: {"backend": backend},
     backend=("sdpa", "sdpa_mask", "native", "manual"),
     dtype=(torch.float32, torch.float64, torch.bfloat16),
     head_dim=(72, 128, 255),

@@ -103,7 +103,7 @@ CACHED = {
 }
 
 
-@crossed(lambda name, tracer: {"name": name, "tracer": tracer}, name=tuple(CACHED), tracer=tuple(TRACERS))
+@crossed(lambda name, tracer: {"tracer": tracer}, name=tuple(CACHED), tracer=tuple(TRACERS))
 def test_a_trace_leaves_nothing_to_other_calls(name: str, tracer: str, set_mode: Callable[[str], None]) -> None:
     """Neither wrong values nor tensors of the trace: caches are filled as by a plain call."""
     set_mode("off")

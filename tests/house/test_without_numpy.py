@@ -26,7 +26,7 @@ print(json.dumps([[str(each.message) for each in found] for found in (by_torch, 
 """
 
 
-@thinned("mode", ["tune", "off"], 2)
+@thinned("mode", ["off", "tune"], 2)
 def test_nothing_is_missed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "200")

@@ -34,6 +34,7 @@ from tests.backends.test_conformance import lengths, patterns
 from tests.conftest import INTERPRETED
 from tests.support.cases import CASES, Case
 from tests.support.compiling import compiled, run_alone
+from tests.support.pairwise import thinned
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
 LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), is_causal=True)
@@ -277,7 +278,7 @@ for each, (capability, listed) in every[::STEP]:
 
 
 @compiled
-@pytest.mark.parametrize("step", [pytest.param(1, id="every", marks=pytest.mark.full), pytest.param(4, id="each-once")])
+@pytest.mark.parametrize("step", [pytest.param(1, id="every", marks=pytest.mark.full), pytest.param(5, id="two")])
 def test_kernels_compile_without_a_gpu(step: int, tmp_path: Path) -> None:
     """To machine code: the interpreter accepts code that the compiler rejects."""
     run_alone(f"STEP = {step}\n{COMPILE}", tmp_path)
@@ -288,7 +289,7 @@ def test_kernels_compile_without_a_gpu(step: int, tmp_path: Path) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@pytest.mark.parametrize("with_out", [False, True])
+@thinned("with_out", [True, False], 2)
 def test_gradient_through_lse(with_out: bool) -> None:
     """A loss of lse reaches q and k, rows without keys contribute 0. Errors are below the gate's tolerance."""
     pattern = Dilated((16, 32), (2, 4), is_causal=True)
@@ -330,6 +331,7 @@ def test_hidden_keys_are_never_read() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.full
 def test_results_are_deterministic() -> None:
     problem = next(case for case in CASES if case.id == "longnet-short").problem(torch.float16, needs_grad=True)
     gate = Oracle.of(make(problem))

@@ -32,6 +32,7 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
 from tests.support import ring_ranks
+from tests.support.pairwise import thinned
 from tests.support.ring_ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def shipped(case: Case, ranks: int, group: Any, exchange: str, backward: bool) -
     return forward, transport.bytes_sent - forward
 
 
-@pytest.mark.parametrize("size", [2, RANKS])
+@thinned("size", [RANKS, 2], 2)
 def test_predicted_bytes_are_those_that_ranks_send(size: int, ranks: Ranks, set_mode: Callable[[str], None]) -> None:
     set_mode("off")
     found = ranks.everywhere(sent_by_this_rank, size, ranks=size)

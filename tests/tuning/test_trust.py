@@ -18,6 +18,7 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support import planted, processes
 from tests.support.calls import close, forget, formula, qkv
+from tests.support.pairwise import thinned
 from tests.support.planted import Planted
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -53,7 +54,7 @@ def plain(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("fault", "arguments", "kind", "said"), WRONG.values(), ids=WRONG)
+@thinned(("fault", "arguments", "kind", "said"), WRONG.values(), 2, WRONG)
 def test_kept_out_named_and_quarantined(
     fault: planted.Fault, arguments: dict[str, Any], kind: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
