@@ -135,6 +135,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ, "TRITON_INTERPRET"]:
         if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # no test cuts the power; a disk takes milliseconds
     process_state.forget_all()
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,18 @@ def test_files_are_short() -> None:
 # --- what is loaded ---------------------------------------------------------------------------------------------------
 
 
+@cache
+def loaded_on_the_way() -> list[set[str]]:
+    """After torch, after attend, and before and after a permutation."""
+    return loaded_by(
+        "import torch",
+        "import attn_dispatch\nattn_dispatch.attend",
+        "from attn_dispatch import Neighborhood, attend\nfrom attn_dispatch.spec import orders",
+        "orders.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
+        "orders.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)",
+    )
+
+
 def loaded_by(*steps: str) -> list[set[str]]:
     """The modules that a new process has loaded after each step."""
     code = "import sys\n" + "".join(f"{step}\nprint(*sys.modules)\n" for step in steps)
@@ -217,11 +230,7 @@ def test_no_torch_at_import() -> None:
 
 def test_a_permutation_loads_no_more_than_it_needs() -> None:
     """Some of torch's functions load its symbolic mathematics, which takes half a second of a first call."""
-    before, after = loaded_by(
-        "from attn_dispatch import Neighborhood, attend\nfrom attn_dispatch.spec import orders",
-        "orders.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
-        "orders.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)",
-    )
+    *_, before, after = loaded_on_the_way()
     assert "attn_dispatch.spec.hilbert" in after
     assert not (after - before) & {"sympy", "torch._refs", "torch.fx"}
 
@@ -233,7 +242,7 @@ def test_the_package_alone_loads_nothing() -> None:
 
 
 def test_attend_loads_no_more_than_it_needs() -> None:
-    before, loaded = loaded_by("import torch", "import attn_dispatch\nattn_dispatch.attend")
+    before, loaded, *_ = loaded_on_the_way()
     assert "attn_dispatch.dispatch" in loaded
     assert not (loaded - before) & {"xformers", "flash_attn", "triton", "rich", "torch._dynamo", "pynvml", "matplotlib"}
     assert not loaded & {"xformers", "flash_attn", "rich", "torch._dynamo"}

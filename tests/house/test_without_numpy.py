@@ -51,6 +51,7 @@ for arguments in (["inspect"], ["profile", "--shape", "1,32,2,8", "--quick"], ["
 """
 
 
+@pytest.mark.full
 def test_commands_do_not_pass_on_torchs_warning() -> None:
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

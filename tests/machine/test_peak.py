@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from attn_dispatch.machine import memory
+from tests.support import processes
 from tests.support.allocations import allocated_peak
 
 CPU = torch.device("cpu")
@@ -92,7 +91,7 @@ for call in (lambda: None, lambda: touched(96), nested, lambda: touched(32)):
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
 def test_cpu_peak_is_what_becomes_resident() -> None:
-    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
+    done = processes.run(RESIDENT)
     assert [float(line) for line in done.stdout.split()] == pytest.approx([0, 96, 192, 32], abs=4)
 
 

@@ -122,11 +122,8 @@ def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype
 @pytest.mark.parametrize(
     "name",
     [
-        "longnet-causal",
-        *(
-            pytest.param(each, marks=pytest.mark.full)
-            for each in ("neighborhood-2d", "causal", "dense-one-key-head", "longnet-seq-lens")
-        ),
+        pytest.param(each, marks=pytest.mark.full)
+        for each in ("longnet-causal", "neighborhood-2d", "causal", "dense-one-key-head", "longnet-seq-lens")
     ],
 )
 def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> None:

@@ -118,7 +118,8 @@ def gathering() -> object:
     return unshard(torch.zeros(1, 4), ring_ranks.group())
 
 
-@thinned("job", [attending, gathering], 2)
+@pytest.mark.full
+@pytest.mark.parametrize("job", [attending, gathering])
 def test_a_rank_that_does_not_take_part(three: Ranks, job: Callable[[], object]) -> None:
     found = three.each(absent, [(False, job), (False, job), (True, job)])
     assert all("did not answer in time" in error for error in found[:2])

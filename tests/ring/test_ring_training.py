@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -263,6 +262,8 @@ def with_ddp(model: Block, data: DeviceMesh) -> nn.Module:
 
 
 def with_fsdp(model: Block, data: DeviceMesh) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard  # seconds, which every run would pay when it lists its tests
+
     fully_shard(model, mesh=data)
     return model
 

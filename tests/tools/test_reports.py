@@ -91,6 +91,7 @@ def test_tables_of_what_was_run() -> None:
     assert whole(FOUND).keys() == reports.EXPERIMENTS.keys() & FOUND.keys()
 
 
+@pytest.mark.full
 def test_tables_of_a_small_run() -> None:
     orders, rows = reports.forward_and_backward(32), [cold.measured(32, 16, 2)]
     assert whole({"000": orders, "002": {"rows": rows, "reported_ratio": 39.4}}).keys() == {"000", "002"}

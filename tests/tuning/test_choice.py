@@ -174,6 +174,7 @@ def test_choose_refuses() -> None:
 # Trust: 3 % noise on every sample, candidates 0.5 % apart. `python -m tools.checks.trust_choice` has the full figures.
 
 
+@pytest.mark.full
 def test_picks_of_close_candidates_do_not_flip() -> None:
     for incumbent, found in trust_choice.stability(Tuner(), CLOSE, 25).items():
         assert found["independent_flips"] <= 0.01, incumbent
