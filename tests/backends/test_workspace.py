@@ -22,18 +22,15 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import Case
-from tests.support.pairwise import pairwise
 
 device = torch.device("cpu")
 longnet = Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True)
 cases = [Case("longnet", longnet, (1, 4095, 4, 64)), Case("dense", Dense(), (2, 1024, 6, 80), kv_heads=2)]
 cases += [Case("window", Window(300, 0), (1, 2048, 4, 64)), Case("masks", longnet, (2, 3000, 4, 64), key_mask=True)]
-every = list(product(sys.argv[2:], cases, (torch.float32, torch.bfloat16), (False, True)))
-factors = lambda name, case, dtype, needs_grad: {"name": name, "dtype": dtype, "grad": needs_grad}
+every = list(product(sys.argv[1:], cases, (torch.float32, torch.bfloat16), (False, True)))
 problem_of = lambda name, case, dtype, needs_grad: case.problem(dtype, needs_grad=needs_grad)
 every = [row for row in every if not registry.load(row[0]).refusals(problem_of(*row))]
-few = pairwise([row for row in every if row[1] in cases[2:]], factors)
-for name, case, dtype, needs_grad in every if sys.argv[1] == "every" else few:
+for name, case, dtype, needs_grad in every:
     backend, problem = registry.load(name), case.problem(dtype, needs_grad=needs_grad)
     example = make(problem)
     gate = Oracle(example, torch.arange(0), torch.arange(0), example.grad, None, {})
@@ -47,11 +44,11 @@ BACKENDS = ("sdpa", "sdpa_float32", "tiles", "native")
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
-@pytest.mark.parametrize("cases", ["chosen", pytest.param("every", marks=pytest.mark.full)])
-def test_resident_memory_stays_below_workspace_bytes(cases: str) -> None:
+@pytest.mark.full
+def test_resident_memory_stays_below_workspace_bytes() -> None:
     # Blocks from 1 MiB on are returned to the system when freed, so that the next peak counts them again.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": "0"}
-    command = [sys.executable, "-c", SCRIPT, cases, *BACKENDS]
+    command = [sys.executable, "-c", SCRIPT, *BACKENDS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
