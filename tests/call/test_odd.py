@@ -156,33 +156,30 @@ def test_a_candidate_released_from_quarantine_is_measured_again(fault: planted.F
 
 @dataclass
 class Keeper(Planted):
-    kept: dict[Any, Any] = field(default_factory=dict[Any, Any])
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
-        raise NotImplementedError
+    results: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
 
 class OneBuffer(Keeper):
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
         out, lse = manual.run(q, k, v, problem, **tensors)
-        return self.kept.setdefault(out.shape, torch.empty_like(out)).copy_(out), lse
+        return self.results.setdefault(out.shape, torch.empty_like(out)).copy_(out), lse
 
 
 class Memo(Keeper):
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
         key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape
-        if key not in self.kept:
-            self.kept[key] = manual.run(q, k, v, problem, **tensors)
-        return self.kept[key]
+        if key not in self.results:
+            self.results[key] = manual.run(q, k, v, problem, **tensors)
+        return self.results[key]
 
 
-@pytest.mark.parametrize(("kind", "said"), [(OneBuffer, "changed the result of the first"), (Memo, "out is off by")])
-def test_results_that_are_shared_or_stale(kind: type[Keeper], said: str) -> None:
+@pytest.mark.parametrize(("kind", "message"), [(OneBuffer, "changed the result of the first"), (Memo, "out is off by")])
+def test_results_that_are_shared_or_stale(kind: type[Keeper], message: str) -> None:
     register(kind())
     attend(*qkv())
     row = planted_row()
     assert row.status == "incorrect"
-    assert said in row.reason
+    assert message in row.reason
 
 
 # --- late crashes -----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def faults(positions: Tensor, grid: Grid) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("positions", "said"),
+    ("positions", "expected"),
     [
         ([0, 1, 2, 3], ["(2, 2): 1 steps are not to a neighbour"]),
         ([0, 1, 3, 1], ["(2, 2): not a permutation"]),
@@ -49,8 +49,8 @@ def faults(positions: Tensor, grid: Grid) -> list[str]:
         ([0, 2, 3, 1], []),
     ],
 )
-def test_broken_walks_are_detected(positions: list[int], said: list[str]) -> None:
-    assert faults(torch.tensor(positions), (2, 2)) == said
+def test_broken_walks_are_detected(positions: list[int], expected: list[str]) -> None:
+    assert faults(torch.tensor(positions), (2, 2)) == expected
 
 
 @thinned(("rank", "largest"), [(1, 100), (1, 300), (2, 20), (2, 40), (3, 7), (3, 12)], 2)

@@ -54,9 +54,9 @@ def plain(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@thinned(("fault", "arguments", "kind", "said"), WRONG.values(), 2, WRONG)
+@thinned(("fault", "arguments", "kind", "message"), WRONG.values(), 2, WRONG)
 def test_kept_out_named_and_quarantined(
-    fault: planted.Fault, arguments: dict[str, Any], kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+    fault: planted.Fault, arguments: dict[str, Any], kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "1")
     backend = Planted(fault)
@@ -68,7 +68,7 @@ def test_kept_out_named_and_quarantined(
         assert close(result[0] if isinstance(result, tuple) else result.detach(), exact[0])
     row = report(arguments)
     assert row.status == ("incorrect" if kind == "incorrect" else "quarantined")
-    assert said in row.reason
+    assert message in row.reason
     (entry,) = Quarantine(cache_folder(), silicon("cpu")).entries()
     assert (entry.backend, entry.version, entry.kind) == ("planted", "1", kind)
     tried = backend.calls

@@ -3,7 +3,7 @@
     python -m tools.bench.reports [000 001 002 003 004]
     python -m tools.bench.reports --shrink 16     with lengths, segments and grids that much smaller: a quick look
 
-float32, 8 heads of 64, batch 1 where nothing else is said. With Hilbert order means the same function of the same
+float32, 8 heads of 64, batch 1 unless stated. With Hilbert order means the same function of the same
 tokens by the same backend, and every result is checked before it is timed. The figures reported then stand beside ours.
 """
 

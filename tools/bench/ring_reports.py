@@ -64,23 +64,23 @@ def measured(tokens: int, hilbert: bool) -> dict[str, Any]:
     draws = link.all_gather_objects(drawn(pattern, sequence, DRAWS) if link.rank == 0 else None)[0]
     assert draws is not None
     mine: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak, "shipped_bytes": link.transport.bytes_sent}
-    said: list[dict[str, Any]] = link.all_gather_objects(
+    by_rank: list[dict[str, Any]] = link.all_gather_objects(
         {**mine, "errors": errors(out, sequence.layout, link.rank, draws)}
     )
     dist.destroy_process_group()
-    slowest = [max(each) for each in zip(*(one["seconds"] for one in said))]
+    slowest = [max(each) for each in zip(*(one["seconds"] for one in by_rank))]
     return {
         "tokens": tokens,
-        "ranks": len(said),
+        "ranks": len(by_rank),
         "kept_in": "hilbert" if hilbert else "natural",
         "exchange": exchange,
         "first_seconds": slowest[0],
         "seconds": min(slowest[1:]),
         "tokens_per_s": tokens / min(slowest[1:]),
-        "peak_bytes": max(one["peak_bytes"] for one in said),
+        "peak_bytes": max(one["peak_bytes"] for one in by_rank),
         "qkv_out_bytes": 4 * sequence.layout.lengths[0] * HEADS * HEAD_DIM * 4,
-        "shipped_bytes": sum(one["shipped_bytes"] for one in said),
-        "check": checked([one["errors"] for one in said], draws),
+        "shipped_bytes": sum(one["shipped_bytes"] for one in by_rank),
+        "check": checked([one["errors"] for one in by_rank], draws),
     }
 
 

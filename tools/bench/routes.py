@@ -60,19 +60,19 @@ def route_all(longest: int) -> dict[str, Any]:
 
 def route(pattern: Pattern, length: int, dtype: torch.dtype, backward: bool) -> dict[str, Any]:
     q, k, v = (torch.randn(1, length, 8, 64, dtype=dtype, requires_grad=backward) for _ in range(3))
-    said = explain(q, k, v, pattern)
+    explanation = explain(q, k, v, pattern)
     start = time.perf_counter()
     out = attend(q, k, v, pattern)
     if backward:
         out.backward(torch.ones_like(out))
-    chosen = next(one for one in said.candidates if one.status == "chosen")
+    chosen = next(one for one in explanation.candidates if one.status == "chosen")
     return {
-        "problem": said.problem,
-        "choice": said.choice,
-        "source": said.source,
+        "problem": explanation.problem,
+        "choice": explanation.choice,
+        "source": explanation.source,
         "median_ms": chosen.median_ms,
         "this_call_ms": (time.perf_counter() - start) * 1e3,
-        "others": {one.backend: one.median_ms or one.reason for one in said.candidates if one is not chosen},
+        "others": {one.backend: one.median_ms or one.reason for one in explanation.candidates if one is not chosen},
     }
 
 

@@ -28,15 +28,15 @@ KEY_BYTES = 28  #: of a listed key: position and bits, and while building its ti
 COPIES = 2  #: of the lists: in chunks, and concatenated
 
 
-def neighbour_tables(pattern: Neighborhood, length: int, heads: int, order: str, kept: str = NATURAL) -> NativeTables:
+def neighbour_tables(pattern: Neighborhood, length: int, heads: int, order: str, stored: str = NATURAL) -> NativeTables:
     """The tables of a neighbourhood with tiles of queries consecutive in `order`.
 
     Args:
-        kept: the order in which the caller stores the tokens; the tables refer to rows of the tensors.
+        stored: the order in which the caller stores the tokens; the tables refer to rows of the tensors.
     """
     found = permutation(order, pattern, length)
     positions = torch.arange(length) if found is None else found
-    at = permutation(kept, pattern, length)
+    at = permutation(stored, pattern, length)
     rows = None if at is None else places(at)
     return _listed(pattern, heads, positions, positions if rows is None else rows[positions], rows)
 

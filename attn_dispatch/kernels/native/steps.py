@@ -42,9 +42,9 @@ def neighborhood_and_order(pattern: Pattern) -> tuple[Neighborhood | None, str]:
 def native_table_bytes(problem: Problem, order: str = NATURAL) -> int:
     """Upper bound of the bytes of `native_tables` and of building it, without building it."""
     pattern, item = problem.pattern, ROW * 8
-    grid, kept = neighborhood_and_order(pattern)
+    grid, stored = neighborhood_and_order(pattern)
     if grid is not None:
-        return neighbour_table_bytes(grid, problem.q_len, order if kept == NATURAL else kept)
+        return neighbour_table_bytes(grid, problem.q_len, order if stored == NATURAL else stored)
     if not isinstance(pattern, Dilated):
         return 3 * item * -(-problem.q_len // TILE) * (1 + len(_bands(problem)))
     intervals = min(problem.q_len, sum(-(-problem.q_len // w) for w, _ in pattern.branches))
@@ -63,9 +63,9 @@ def native_tables(problem: Problem, order: str = NATURAL) -> NativeTables:
 
 def _tables(problem: Problem, order: str) -> NativeTables:
     pattern = problem.pattern
-    grid, kept = neighborhood_and_order(pattern)
+    grid, stored = neighborhood_and_order(pattern)
     if grid is not None:
-        return neighbour_tables(grid, problem.q_len, problem.heads, order if kept == NATURAL else kept, kept)
+        return neighbour_tables(grid, problem.q_len, problem.heads, order if stored == NATURAL else stored, stored)
     if isinstance(pattern, Dilated):
         return _dilated(pattern, problem)
     first = torch.arange(0, problem.q_len, TILE)

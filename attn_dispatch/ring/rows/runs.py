@@ -59,7 +59,7 @@ class Span(NamedTuple):
     classes: Classes
 
     def count(self, chunk: range) -> int:
-        """Number of them in a run."""
+        """Number of selected positions in a run."""
         start, stop = max(self.start, chunk.start), min(self.stop, chunk.stop)
         return _below(self.classes, stop) - _below(self.classes, start) if start < stop else 0
 
