@@ -23,7 +23,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from tests.support.calls import close, counted, formula, qkv
-from tests.support.pairwise import crossed
+from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -78,7 +78,12 @@ def settle(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {route.backend.split()[0] for route in dispatch._routes.values()} == {"native"}
 
 
-@crossed(pattern=PATTERNS, tracer=tuple(TRACERS), decided=(False, True))
+@crossed(
+    lambda pattern, tracer, decided: {"tracer": tracer, "decided": decided},
+    pattern=PATTERNS,
+    tracer=tuple(TRACERS),
+    decided=(False, True),
+)
 def test_a_graph_holds_for_other_inputs(
     pattern: Pattern, tracer: str, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +155,7 @@ def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
             assert all(close(one, other.double()) for one, other in pairs)
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
+@thinned("tracer", TRACERS, 2)
 def test_a_graph_holds_for_other_masks(tracer: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, key_mask: Tensor) -> Tensor:
         found: Tensor = attend(q, k, v, Window(4, 2), seq_lens=lens, key_mask=key_mask)

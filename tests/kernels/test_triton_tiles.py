@@ -168,9 +168,8 @@ SMALL = (
     ("case", "order", "stored"),
     [
         (*SMALL[1], True),
-        (*SMALL[4], False),
         *(pytest.param(*each, True, marks=pytest.mark.full) for each in (SMALL[0], *SMALL[2:])),
-        *(pytest.param(*each, False, marks=pytest.mark.full) for each in SMALL[:4:2]),
+        *(pytest.param(*each, False, marks=pytest.mark.full) for each in SMALL[:5:2]),
     ],
     ids=lambda x: {True: "masks", False: "reach"}[x] if isinstance(x, bool) else getattr(x, "id", x),
 )

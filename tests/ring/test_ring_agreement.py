@@ -18,6 +18,7 @@ from attn_dispatch.errors import AttnDispatchError, GroupMismatch, InvalidInput,
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dilated, Window
 from tests.support import ring_ranks
+from tests.support.pairwise import crossed, thinned
 from tests.support.ring_calls import nothing, part
 from tests.support.ring_ranks import Ranks
 
@@ -100,7 +101,7 @@ def test_different_budgets_are_refused(ranks: Ranks) -> None:
     assert works(ranks)
 
 
-@pytest.mark.parametrize(
+@thinned(
     ("wrong", "message"),
     [
         ({"shape": (2, 12, 4)}, "q must have 4 axes"),
@@ -113,7 +114,8 @@ def test_different_budgets_are_refused(ranks: Ranks) -> None:
         ({"settings": {"ATTN_DISPATCH_MODE": "fast"}}, "$ATTN_DISPATCH_MODE must be one of"),
         ({"settings": {"ATTN_DISPATCH_BUDGET_MS": "soon"}}, "$ATTN_DISPATCH_BUDGET_MS must be"),
     ],
-    ids=str,
+    3,
+    str,
 )
 def test_a_wrong_argument_on_one_rank(ranks: Ranks, wrong: dict[str, Any], message: str) -> None:
     first, second, third = called(ranks, {}, {}, wrong)
@@ -149,7 +151,7 @@ def test_shards_of_different_kinds(ranks: Ranks, other: tuple[Any, ...], message
     assert ranks.everywhere(put_together, *right, ranks=SIZE) == [(2, 12)] * SIZE
 
 
-@pytest.mark.parametrize(
+@thinned(
     ("arguments", "kind", "message"),
     [
         ({"order": "ulysses"}, NoBackend, "ulysses: 4 heads and 4 key heads do not come out even over 3 ranks"),
@@ -159,7 +161,8 @@ def test_shards_of_different_kinds(ranks: Ranks, other: tuple[Any, ...], message
         ({"seq_lens": torch.tensor([40, 3])}, InvalidInput, "seq_lens must"),
         ({"settings": {"ATTN_DISPATCH_MODE": "locked"}}, NotDecided, "no rank has a decision for [2, 36, 4, 8]"),
     ],
-    ids=str,
+    2,
+    str,
 )
 def test_no_rank_can_run(ranks: Ranks, arguments: dict[str, Any], kind: type[AttnDispatchError], message: str) -> None:
     found = called(ranks, *[arguments] * SIZE)
@@ -210,8 +213,7 @@ def _aside() -> Path:
 LOCKED = {"ATTN_DISPATCH_MODE": "locked"}
 
 
-@pytest.mark.parametrize("cold", [(0,), (1, 2), (0, 2)])
-@pytest.mark.parametrize("change", [lose_all, lose_memory])
+@crossed(lambda cold, change: {"change": change}, cold=((0,), (1, 2), (0, 2)), change=(lose_all, lose_memory))
 def test_a_rank_with_a_decision_sends_it_to_the_others(
     ranks: Ranks, cold: tuple[int, ...], change: Callable[[], object]
 ) -> None:

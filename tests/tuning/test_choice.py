@@ -182,6 +182,7 @@ def test_picks_of_close_candidates_do_not_flip() -> None:
         assert found["too_slow"] == 0.0, incumbent
 
 
+@pytest.mark.full
 def test_picks_do_not_flip_where_two_are_apart_by_the_margin() -> None:
     assert trust_choice.flips(trust_choice.independent(Tuner(), PAIR, "c1", 200)) <= 0.01
 

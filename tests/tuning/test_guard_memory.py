@@ -12,9 +12,9 @@ import torch
 from attn_dispatch.machine import memory
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.guard import capped, device_lost, is_memory_error, memory_excess
-from tests.support import fakes
+from tests.support import fakes, processes
 from tests.support.fakes import GIB, MIB
-from tests.support.guarded import PATIENT_S, run
+from tests.support.guarded import PATIENT_S
 
 pytestmark = pytest.mark.usefixtures("no_threads_are_left", "_threads_of_other_tests")
 
@@ -73,7 +73,8 @@ def call():
         return float((torch.ones(2000, 1000) + 1).sum())
 print(guard.run_guarded(call, 60))
 """
-    assert run(code) == (0, "4000000.0\n", "")
+    done = processes.run(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4000000.0\n", "")
 
 
 @pytest.fixture
@@ -185,7 +186,8 @@ if child == 0:
     os._exit(40 + inside + (resource.getrlimit(resource.RLIMIT_AS) == before))
 print(capped, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert run(code)[:2] == (0, "True 42\n")
+    done = processes.run(code)
+    assert (done.returncode, done.stdout) == (0, "True 42\n")
 
 
 @pytest.mark.parametrize(("before", "free", "expected"), [(1.0, 20, 0.75), (0.5, 20, 0.5), (1.0, 100, 1.0)])

@@ -184,6 +184,7 @@ def test_small_errors_are_found(dtype: torch.dtype) -> None:
         assert sum(found) > len(found) // 2, (tensor, found)
 
 
+@pytest.mark.full
 def test_scores_are_very_large_and_very_negative() -> None:
     for name, dtype in product(CLASSES, DTYPES):
         case = hard_cases(asked(name, dtype))[0]
