@@ -24,6 +24,7 @@ from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard
+from tests.support import calls
 from tests.support.fakes import SILICON
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # no test cuts the power; a disk takes milliseconds
-    process_state.forget_all()
+    calls.forget_all()
 
 
 @pytest.fixture

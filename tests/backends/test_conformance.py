@@ -296,7 +296,7 @@ def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
 def test_random_problems(request: pytest.FixtureRequest) -> None:
     """`--random-problems N` draws N of them."""
     seen = dict.fromkeys(HERE, 0)
-    count = int(request.config.getoption("--random-problems") or settings().max_examples // 3)
+    count = int(request.config.getoption("--random-problems") or settings().max_examples // 5)
 
     @settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(random_cases(), st.booleans())

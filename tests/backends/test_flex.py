@@ -314,6 +314,7 @@ def test_compiled_with_masks() -> None:
     assert graphs() == before + 1
 
 
+@pytest.mark.full
 def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """lse and gradients, which the CPU kernel lacks, compiled with aot_eager."""
     compile_with = torch.compile

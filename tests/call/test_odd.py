@@ -207,7 +207,7 @@ print(*(row.backend for row in rows if row.status == "quarantined"))
 """
 
 
-@pytest.mark.parametrize("prepare", [False, True], ids=["race", "prepare"])
+@thinned("prepare", [False, True], 2, ["race", "prepare"])
 def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
     """Only the backend that ran is quarantined."""
 

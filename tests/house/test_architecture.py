@@ -203,13 +203,15 @@ def test_files_are_short() -> None:
 
 @cache
 def loaded_on_the_way() -> list[set[str]]:
-    """After torch, after attend, and before and after a permutation."""
+    """After torch, after attend, before and after a permutation, and before and after questions to the machine."""
     return loaded_by(
         "import torch",
         "import attn_dispatch\nattn_dispatch.attend",
         "from attn_dispatch import Neighborhood, attend\nfrom attn_dispatch.spec import orders",
         "orders.permutation('hilbert', Neighborhood((7, 9), (3,), (2, 1)), 63)\n"
         "orders.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)",
+        "from attn_dispatch.machine import hardware, memory",
+        "hardware.silicon('cpu'); memory.available_bytes('cpu'); hardware.provenance('cpu')",
     )
 
 
@@ -230,9 +232,16 @@ def test_no_torch_at_import() -> None:
 
 def test_a_permutation_loads_no_more_than_it_needs() -> None:
     """Some of torch's functions load its symbolic mathematics, which takes half a second of a first call."""
-    *_, before, after = loaded_on_the_way()
+    _, _, before, after, *_ = loaded_on_the_way()
     assert "attn_dispatch.spec.hilbert" in after
     assert not (after - before) & {"sympy", "torch._refs", "torch.fx"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil is what knows")
+def test_what_every_process_asks_needs_no_psutil() -> None:
+    """It takes longer to load than a decision to be read and taken."""
+    *_, before, after = loaded_on_the_way()
+    assert not {"psutil", "pynvml", "resource"} & (after - before)
 
 
 def test_the_package_alone_loads_nothing() -> None:

@@ -15,6 +15,7 @@ from attn_dispatch.kernels.dense import CpuFlash, CudaEfficient, CudaFlash, Kern
 from attn_dispatch.spec.pattern import Dilated
 from tests.support.allocations import allocated_peak
 from tests.support.cases import Case
+from tests.support.pairwise import thinned
 
 SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
 
@@ -128,7 +129,7 @@ def test_cpu_rows_without_keys_have_no_weight() -> None:
     assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
 
 
-@pytest.mark.parametrize("free", [2**22, 2**24], ids=["4MiB", "16MiB"])
+@thinned("free", [2**22, 2**24], 2, ["4MiB", "16MiB"])
 def test_manual_stays_within_free_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("long", Dilated((256, 1024), (1, 2)), (1, 2048, 4, 8))
     monkeypatch.setattr(manual, "available_bytes", lambda device: free)

@@ -50,7 +50,7 @@ PATTERNS: tuple[tuple[Pattern, int, int], ...] = (
     (Dilated((16, 32, 64), (1, 2, 4), True, heads="split"), 70, 70),
 )
 NEIGHBORS = Neighborhood((64, 64), (13, 13))
-LONGNET = Dilated((512, 1024, 2048), (1, 2, 4))
+LONGNET = Dilated((256, 512, 1024), (1, 2, 4))
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ def shipped(case: Case, ranks: int, group: Any, exchange: str, backward: bool) -
     return forward, transport.bytes_sent - forward
 
 
-@thinned("size", [RANKS, 2], 2)
+@thinned("size", [2, RANKS], 2)
 def test_predicted_bytes_are_those_that_ranks_send(size: int, ranks: Ranks, set_mode: Callable[[str], None]) -> None:
     set_mode("off")
     found = ranks.everywhere(sent_by_this_rank, size, ranks=size)

@@ -15,10 +15,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from attn_dispatch import process_state
 from attn_dispatch.cli import main, options
 from attn_dispatch.log import logger
 from attn_dispatch.spec.problem import Problem
+from tests.support import calls
 
 COMMAND = [sys.executable, "-m", "attn_dispatch"]
 SMALL = ("--shape", "1,64,2,16", "--device", "cpu")
@@ -59,14 +59,14 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     """These alone, and nothing that this process remembers, as a new process has it."""
     before = dict(os.environ)
     try:
-        process_state.forget_all()
+        calls.forget_all()
         os.environ.clear()
         os.environ.update(variables)
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-        process_state.forget_all()
+        calls.forget_all()
 
 
 @contextmanager

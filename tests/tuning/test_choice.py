@@ -14,6 +14,7 @@ from attn_dispatch.store.decision import Row
 from attn_dispatch.tuning import choice
 from attn_dispatch.tuning.choice import Entrant, Outcome, choose
 from attn_dispatch.tuning.intervals import Timing, faster_at_last_look, median_interval, ratio_interval
+from tests.support.pairwise import thinned
 from tools.checks import trust_choice
 from tools.checks.trust_choice import CLOSE, FIVE, NOISE, PAIR, Tuner
 
@@ -193,7 +194,7 @@ def test_picks_in_five_rounds_do_not_flip() -> None:
         assert found["chain_changes"] <= 0.01, incumbent
 
 
-@pytest.mark.parametrize("machine", [{"noise": NOISE, "tail": 0.05}, {"noise": NOISE, "swing": 0.2}])
+@thinned("machine", [{"noise": NOISE, "swing": 0.2}, {"noise": NOISE, "tail": 0.05}], 2)
 def test_disturbed_machine_does_not_flip_either(machine: dict[str, float]) -> None:
     tuner = Tuner(machine)
     assert set(trust_choice.independent(tuner, CLOSE, "c4", 30)) == {"c4"}

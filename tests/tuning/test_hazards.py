@@ -25,7 +25,7 @@ from tests.conftest import INTERPRETED
 from tests.kernels.test_hidden import with_hidden
 from tests.support.cases import DTYPES, Case
 from tests.support.flaws import FLAWS, Planted, all_but_the_last, changed, scored
-from tests.support.pairwise import thinned
+from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,15 +69,18 @@ def failures(backend: Any, problem: Problem) -> list[str]:
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize("cases", ["chosen", pytest.param("every", marks=pytest.mark.full)])
-@pytest.mark.parametrize("backend_name", ["sdpa", "sdpa_float32", "sdpa_mask", "tiles", "native", "flex", "manual"])
-def test_built_in_backends_pass(backend_name: str, cases: str) -> None:
+@crossed(
+    too_slow=lambda name, cases: cases == "every" or name == "flex",
+    name=("sdpa", "sdpa_float32", "sdpa_mask", "tiles", "native", "flex", "manual"),
+    cases=("chosen", "every"),
+)
+def test_built_in_backends_pass(name: str, cases: str) -> None:
     """Each in the classes and dtypes that it takes; it then takes the hard cases too."""
-    backend: Any = registry.load(backend_name)
+    backend: Any = registry.load(name)
     variants = [*product(DTYPES, [True]), (torch.float32, False)]
     classes_taken = 0
-    for number, name in enumerate(CLASSES):
-        problems = [asked(name, dtype, needs_grad=needs_grad) for dtype, needs_grad in variants]
+    for number, kind in enumerate(CLASSES):
+        problems = [asked(kind, dtype, needs_grad=needs_grad) for dtype, needs_grad in variants]
         taken = [problem for problem in problems if not backend.refusals(problem)]
         classes_taken += bool(taken)
         for problem in taken if cases == "every" else taken[number % max(len(taken), 1) :][:1]:
