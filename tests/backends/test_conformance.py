@@ -23,9 +23,9 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.conftest import INTERPRETED
 from tests.support.allocations import allocated_peak
 from tests.support.cases import CASES, DTYPES, Case, gate, kind_of
+from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import Factors, chosen, parameters, wanted
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")

@@ -15,7 +15,7 @@ from attn_dispatch.cli import main
 from attn_dispatch.cli.commands.doctor import _missed, _writable
 from attn_dispatch.kernels import registry
 from attn_dispatch.store.quarantine import Entry, Quarantine
-from tests.support.commands import SMALL, command, in_new_process, plain, problems
+from tests.support.commands import SMALL, command, plain, problems
 
 
 def test_doctor(measured: tuple[Path, dict[str, Any]]) -> None:
@@ -150,13 +150,15 @@ def test_doctor_says_that_links_in_a_circle_cannot_be_written(tmp_path: Path) ->
     assert _writable(tmp_path / "absent" / "below")
 
 
-def test_doctor_says_what_cannot_be_used(tmp_path: Path) -> None:
+def test_doctor_says_what_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a folder")
     package = tmp_path / "site" / "made_up-1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n")
     (package / "entry_points.txt").write_text("[attn_dispatch.backends]\nmade_up = made_up\n")
-    done = in_new_process(tmp_path / "file" / "cache", "doctor", PYTHONPATH=str(tmp_path / "site"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(registry, "_entry_points", registry._entry_points.__wrapped__)  # found anew in every call
+    done = command(tmp_path / "file" / "cache", "doctor")
     assert done.returncode == 0
     assert "which cannot be written" in done.stdout
     (broken,) = [text for text in done.stdout.splitlines() if text.startswith("made_up ")]

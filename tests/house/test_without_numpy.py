@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from tests.support.pairwise import thinned
-
 CODE = """
 import json, sys, warnings
 sys.modules["numpy"] = None  # as if it were not installed
@@ -26,7 +24,8 @@ print(json.dumps([[str(each.message) for each in found] for found in (by_torch, 
 """
 
 
-@thinned("mode", ["off", "tune"], 2)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["off", "tune"])
 def test_nothing_is_missed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "200")

@@ -21,8 +21,8 @@ from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.example import Example, make
 from tests.backends.test_conformance import lengths, patterns
-from tests.conftest import INTERPRETED
 from tests.support.cases import Case, kind_of
+from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import crossed
 
 GRID = Neighborhood((6, 10), (3, 5), (1, 2))

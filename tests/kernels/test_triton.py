@@ -31,9 +31,9 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.backends.test_conformance import lengths, patterns
-from tests.conftest import INTERPRETED
 from tests.support.cases import CASES, Case
 from tests.support.compiling import compiled, run_alone
+from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import thinned
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")

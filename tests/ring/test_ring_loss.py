@@ -81,11 +81,11 @@ def _signalled(fault: int, passing: str) -> None:
     ("fault", "passing", "order"),
     [
         (signal.SIGKILL, "forward", RING),
-        (signal.SIGSTOP, "forward", GATHER),
         (signal.SIGKILL, "backward", GATHER),
+        (signal.SIGSTOP, "forward", GATHER),
         (signal.SIGSTOP, "backward", RING),
     ],
-    2,
+    3,
     str,
 )
 def test_a_rank_that_is_lost_during_a_call(three: Ranks, fault: int, passing: str, order: str) -> None:

@@ -31,17 +31,11 @@ def surroundings(folder: Path, **more: str) -> dict[str, str]:
 
 
 def command(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """What `in_new_process` gives, from this process: that saves the seconds in which a new one loads torch."""
+    """A command in this process: that saves the seconds in which a new one loads torch."""
     out, error = io.StringIO(), io.StringIO()
     with _environment(surroundings(folder, **more)), redirect_stdout(out), redirect_stderr(error), _logged_to(error):
         code = _exit_code(arguments)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
-
-
-def in_new_process(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], env=surroundings(folder, **more), capture_output=True, text=True, timeout=120
-    )
 
 
 def _exit_code(arguments: Sequence[str]) -> int:

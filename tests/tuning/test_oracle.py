@@ -18,8 +18,8 @@ from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.oracle import Oracle
-from tests.conftest import INTERPRETED
 from tests.support.cases import Case, gate
+from tests.support.fixtures import INTERPRETED
 
 SMALL = (
     Case("dense", Dense(), (2, 6, 2, 3)),

@@ -110,7 +110,7 @@ print(backend.calls, row.status, row.reason)
 """
 
 
-@pytest.mark.parametrize("fault", ["aborts", "killed"])
+@thinned("fault", ["aborts", "killed"], 2)
 def test_a_process_that_died_is_told_to_the_next(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "100")
     assert processes.run(DYING.format(fault=fault)).returncode < 0

@@ -1,0 +1,165 @@
+"""No test reads or leaves a decision outside its own folder, and property tests repeat exactly.
+
+Without a CUDA device, Triton's kernels run in its interpreter, but only for the tests that ask for it: elsewhere the
+backend refuses the CPU, as it does for users.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from logging import WARNING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from attn_dispatch import process_state
+from attn_dispatch.backends import flex
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.tuning import guard
+from tests.support import calls
+from tests.support.fakes import SILICON
+
+if TYPE_CHECKING:
+    from tests.support.ring_ranks import Ranks
+
+INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
+
+
+def _import_interpreted() -> None:
+    """Triton looks for its switch once, as each kernel is defined."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in ("forward", "backward", "tile_forward", "tile_backward"):
+            importlib.import_module(f"attn_dispatch.kernels.triton.{name}")
+        interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        # Before 3.7 it asked for int(array of one entry), which numpy 2.4 refuses.
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED:
+    _import_interpreted()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads_of_the_test_runner() -> Iterator[None]:
+    """pytest-xdist's own threads are not the program's: a trial beside other threads of it has no cap of memory."""
+    runners = set(threading.enumerate()) - {threading.main_thread()}
+    with pytest.MonkeyPatch.context() as patch:
+        listed = threading.enumerate
+        patch.setattr(threading, "enumerate", lambda: [each for each in listed() if each not in runners])
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that is not there yet, the default settings, and empty tables."""
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "decisions"))
+    for name in [*os.environ, "TRITON_INTERPRET"]:
+        if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # no test cuts the power; a disk takes milliseconds
+    calls.forget_all()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One that is not there yet."""
+    return tmp_path / "decisions"
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was warned of up to now."""
+    caplog.set_level(WARNING, "attn_dispatch")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def anew(folder: Path) -> Callable[[], Quarantine]:
+    """The quarantine as a process sees it that has just started."""
+
+    def start() -> Quarantine:
+        process_state.forget(process_state.READ)
+        return Quarantine(folder, SILICON)
+
+    return start
+
+
+@pytest.fixture
+def no_threads_are_left() -> Iterator[None]:
+    """Of guarded calls, before and after."""
+    guard.end_idle_threads()
+    yield
+    guard.end_idle_threads()
+
+
+@pytest.fixture
+def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread: several wait for one another where other processes have the cores, which no median evens out."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "1000")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few rounds as there can be."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+
+
+@pytest.fixture(scope="session")
+def _processes() -> Iterator[Callable[[int], Ranks]]:
+    from tests.support import ring_ranks  # with torch.distributed: what most tests never use
+
+    yield ring_ranks.ranks_of
+    ring_ranks.close_all()
+
+
+@pytest.fixture
+def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
+    """Eight processes of one process group, and groups of the first few of them."""
+    return _processes(8)
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with two decisions, and what profile printed when it made them."""
+    from tests.support import commands
+
+    folder = tmp_path_factory.mktemp("measured")
+    return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--quick", "--json"))
+
+
+@pytest.fixture
+def set_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda mode: monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backend `flex` without its compiler: seconds for each problem, and no gradients on a CPU."""
+    flex.release()
+    monkeypatch.setattr(flex, "compiling", False)
+    yield
+    flex.release()
+
+
+@pytest.fixture
+def triton_interpreter(_own_decisions: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The triton backend takes problems on the CPU, if there is no GPU for it."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
