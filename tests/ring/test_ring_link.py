@@ -65,6 +65,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_no_group_is_referenced_when_a_process_ends(tmp_path: Path) -> None:
     """Threads of a group that return to Python after its end abort the process (SIGABRT)."""
     command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
