@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import processes
 
 ONE_AFTER_ANOTHER = """
 import sys, weakref
+import pytest
 import torch
 import torch.distributed as dist
 from attn_dispatch import shard
