@@ -184,7 +184,7 @@ def scratch_bytes(problem: Problem, plan: BranchPlan) -> int:
         return 2 * processors * TILE * d * 4
     batch = min(plan.batch_step, problem.batch)
     return max(
-        _piece_bytes(batch * piece.q.segments, problem, piece.q.count, piece.k.count, processors) * d
+        _piece_bytes(batch * piece.q.segments, problem, piece.q.rows, piece.k.rows, processors) * d
         for block in plan.blocks
         for piece in block.pieces
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.branches.plan import plan_of
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
@@ -16,7 +14,7 @@ BACKEND = Branched(
         Variant(CPU_FLASH, lambda problem: CpuFlash()),
         Variant(CUDA_FLASH, lambda problem: CudaFlash(), "flash"),
         # With masks this kernel is the candidate sdpa_efficient.
-        Variant(replace(CUDA_EFFICIENT, masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
+        Variant(CUDA_EFFICIENT._replace(masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
     ),
 )
 

@@ -5,8 +5,6 @@ For devices with slow or without half-precision arithmetic. Partial results are 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -62,7 +60,7 @@ def widened_bytes(problem: Problem, plan: BranchPlan) -> int:
 
 
 # The kernel computes in float32 whatever the input dtype.
-_CUDA = replace(CUDA_EFFICIENT, dtypes=dict.fromkeys(CUDA_EFFICIENT.dtypes, CUDA_EFFICIENT.dtypes[torch.float32]))
+_CUDA = CUDA_EFFICIENT._replace(dtypes=dict.fromkeys(CUDA_EFFICIENT.dtypes, CUDA_EFFICIENT.dtypes[torch.float32]))
 
 BACKEND = Branched(
     "sdpa_float32",

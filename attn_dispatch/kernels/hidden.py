@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from attn_dispatch.spec.reordered import token_order_of
 CACHED = 64  #: problems whose unseen keys are cached
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
+class Hidden(NamedTuple):
     """Masks of tokens that must not affect any result, even if they hold NaN.
 
     Args:
@@ -75,7 +75,7 @@ class Hidden:
         return _Zeroed(passes, self) if self else passes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Zeroed:
     passes: Passes
     hidden: Hidden

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ HALF = (torch.float16, torch.bfloat16)
 LARGEST_GRID = 65535  #: CUDA blocks along the second and third axis of a grid
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """The limits of one kernel on one type of device.
 
     Args:

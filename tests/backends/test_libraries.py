@@ -88,8 +88,8 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def on_cpu(variant: Variant) -> Branched:
     """A backend of one kernel on the CPU, for any dtype."""
-    limits = replace(variant.limits, device="cpu", dtypes=dict.fromkeys(DTYPES, ANY), platforms=())
-    return Branched("adapter", (replace(variant, limits=limits),))
+    limits = variant.limits._replace(device="cpu", dtypes=dict.fromkeys(DTYPES, ANY), platforms=())
+    return Branched("adapter", (variant._replace(limits=limits),))
 
 
 def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> None:

@@ -242,20 +242,20 @@ def on_cpu(dtype: torch.dtype = F16, **changes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("limits", "changes", "expected"),
     [
-        (replace(CPU, gradients=False), {}, ["has no backward pass"]),
-        (replace(CPU, gradients=False), {"needs_grad": False}, []),
-        (replace(CPU, platforms=("plan9",)), {}, [f"runs on plan9, not {sys.platform}"]),
-        (replace(CPU, platforms=("plan9", sys.platform)), {}, []),
-        (replace(CPU, grad_head_dim=32), {}, ["takes a head_dim up to 32 where gradients are needed, not 64"]),
-        (replace(CPU, grad_head_dim=32), {"needs_grad": False}, []),
-        (replace(CPU, repeatable_head_dim=32), {}, []),
+        (CPU._replace(gradients=False), {}, ["has no backward pass"]),
+        (CPU._replace(gradients=False), {"needs_grad": False}, []),
+        (CPU._replace(platforms=("plan9",)), {}, [f"runs on plan9, not {sys.platform}"]),
+        (CPU._replace(platforms=("plan9", sys.platform)), {}, []),
+        (CPU._replace(grad_head_dim=32), {}, ["takes a head_dim up to 32 where gradients are needed, not 64"]),
+        (CPU._replace(grad_head_dim=32), {"needs_grad": False}, []),
+        (CPU._replace(repeatable_head_dim=32), {}, []),
         (
-            replace(CPU, repeatable_head_dim=32),
+            CPU._replace(repeatable_head_dim=32),
             {"deterministic": True},
             ["has no deterministic backward pass past a head_dim of 32"],
         ),
-        (replace(CPU, repeatable_head_dim=0), {"deterministic": True, "needs_grad": False}, []),
-        (replace(CPU, dtypes=dict.fromkeys(HALF, ANY)), {"dtype": F64}, ["computes in bfloat16, float16, not float64"]),
+        (CPU._replace(repeatable_head_dim=0), {"deterministic": True, "needs_grad": False}, []),
+        (CPU._replace(dtypes=dict.fromkeys(HALF, ANY)), {"dtype": F64}, ["computes in bfloat16, float16, not float64"]),
     ],
     ids=str,
 )
@@ -268,7 +268,7 @@ def test_limits(limits: Limits, changes: dict[str, Any], expected: list[str]) ->
 
 
 def package(**changes: Any) -> Package:
-    return replace(Package("abacus", "pip install abacus", "abacus", (1, 2)), **changes)
+    return Package("abacus", "pip install abacus", "abacus", (1, 2))._replace(**changes)
 
 
 def of_package(package: Package | None, *, title: str = "", limits: Limits = CPU) -> Variant:
@@ -326,12 +326,12 @@ def test_an_unusable_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refusals_of_installed_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {"abacus": "2"})
-    narrow = replace(CPU, head_dim=32, dtypes={F16: ANY})
+    narrow = CPU._replace(head_dim=32, dtypes={F16: ANY})
     variants = (
         of_package(package(), title="two", limits=narrow),
         of_package(package(distribution="quipu"), title="one"),
-        of_package(None, title="cuda", limits=replace(CPU, device="cuda", head_dim=16)),
-        of_package(package(), title="three", limits=replace(narrow, head_dim=48)),
+        of_package(None, title="cuda", limits=CPU._replace(device="cuda", head_dim=16)),
+        of_package(package(), title="three", limits=narrow._replace(head_dim=48)),
     )
     found = Branched("", variants).refusals(on_cpu(F32))
     assert [refusal.text for refusal in found] == [
@@ -345,7 +345,7 @@ def test_refusals_of_installed_packages_come_first(monkeypatch: pytest.MonkeyPat
 def test_flops_of_a_window(device: Callable[..., None]) -> None:
     """flops decides whether a trial is started."""
     device(HOPPER)
-    windowed = Branched("", (replace(sdpa.BACKEND.variants[1], patterns=(Dense, Window)),))
+    windowed = Branched("", (sdpa.BACKEND.variants[1]._replace(patterns=(Dense, Window)),))
     whole, part = (
         windowed.flops(problem(needs_grad=False)),
         windowed.flops(problem(F16, Window(7, 0), needs_grad=False)),

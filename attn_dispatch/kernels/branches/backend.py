@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ def torch_version() -> str:
     return str(torch.__version__)
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+class Package(NamedTuple):
     """A library that an adapter calls. It is imported for the first problem without other refusals.
 
     Args:
@@ -105,8 +104,7 @@ def gradient_scratch(problem: Problem, plan: BranchPlan) -> int:
     return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """One kernel of a backend with its limits.
 
     Args:
@@ -129,7 +127,7 @@ class Variant:
         if found:
             return found
         plan = self.plan(problem, self.kernel(problem))
-        pieces = [(piece.k.count, piece.q.segments) for block in plan.blocks for piece in block.pieces]
+        pieces = [(piece.k.rows, piece.q.segments) for block in plan.blocks for piece in block.pieces]
         batch = min(plan.batch_step, problem.batch)
         found = self.limits.piece_refusals(min(k for k, _ in pieces), batch * max(s for _, s in pieces))
         return found or (self.package.load_refusals() if self.package else [])

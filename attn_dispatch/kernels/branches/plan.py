@@ -8,8 +8,8 @@ unflattening the length axis into segments is always a view. A *block* is a span
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ BLOCK_BYTES = 32 * 2**20  #: of float32 partial sums per block on a CPU, so that
 CUDA_BLOCK_BYTES = 2**30  #: enough rows to fill a large GPU
 
 
-@dataclass(frozen=True, slots=True)
-class StridedRows:
+# Named tuples: the first call of a process loads this module; a frozen dataclass takes 8 times as long to define.
+class StridedRows(NamedTuple):
     """Every `step`-th token from `offset` on in each of `segments` segments of `length` tokens."""
 
     start: int
@@ -33,7 +33,7 @@ class StridedRows:
     step: int = 1
 
     @property
-    def count(self) -> int:
+    def rows(self) -> int:
         """Rows selected in each segment."""
         return -(-(self.length - self.offset) // self.step)
 
@@ -43,8 +43,7 @@ class StridedRows:
         return torch.unflatten(span, 1, (self.segments, self.length))[:, :, self.offset :: self.step]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One dense sub-problem; its rows count from the start of its block.
 
     `kv_heads` is a slice where the kernel's grouping maps heads correctly, else one index per query head.
@@ -61,8 +60,7 @@ class Piece:
     bias: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A span of tokens and its pieces. `covers_q`, `covers_k`: the pieces write every row and head of it."""
 
     q: slice
@@ -72,8 +70,7 @@ class Block:
     covers_k: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BranchPlan:
+class BranchPlan(NamedTuple):
     """The blocks of a problem, the batch rows computed at once, and the piece that is the whole problem, if one is."""
 
     blocks: tuple[Block, ...]
@@ -93,7 +90,7 @@ class BranchPlan:
         for block in self.blocks:
             for piece in block.pieces:
                 heads = len(range(*piece.heads.indices(piece.heads.stop)))
-                square = piece.q.segments * piece.q.count * piece.k.count * heads
+                square = piece.q.segments * piece.q.rows * piece.k.rows * heads
                 total += square // 2 if piece.is_causal else square
         return total
 

@@ -172,7 +172,7 @@ def _block_forward(
 def _fills(piece: Piece, q: Tensor) -> bool:
     """Whether a piece writes every row and head of its block."""
     heads = len(range(*piece.heads.indices(q.shape[2])))
-    return piece.q.segments * piece.q.count == q.shape[1] and heads == q.shape[2]
+    return piece.q.segments * piece.q.rows == q.shape[1] and heads == q.shape[2]
 
 
 def _piece_forward(
