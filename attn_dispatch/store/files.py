@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import re
-import secrets
 import stat
 import tempfile
 import time
@@ -272,18 +271,8 @@ def read_checked(path: Path, kind: type[T]) -> T:
 def write_checked(path: Path, value: msgspec.Struct) -> None:
     """Write a checked file atomically, and sync it and its folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.stem}-{secrets.token_hex(6)}.tmp")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(encode_checked(value))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync_folder(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
+    write(path, encode_checked(value))
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
