@@ -32,6 +32,7 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
 from tests.support import ring_ranks
+from tests.support.allocations import allocated_peak
 from tests.support.pairwise import thinned
 from tests.support.ring_ranks import Ranks
 
@@ -238,6 +239,13 @@ def test_plan_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert ring["tokens_per_s"] == pytest.approx(2**29 / ring["seconds"])
         assert ring["memory"].keys() == {"input_bytes", "buffer_bytes", "table_bytes", "peak_bytes", "setup_bytes"}
         assert plan["fastest"] in EXCHANGES
+
+
+def test_tables_of_all_tokens_are_not_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even to find the keys that no query sees, which this pattern has."""
+    words = "--tokens 1M --segments 2k,64k --dilations 2,64 --ranks 8 --rate 200 --link 50 --device cpu"
+    _, peak = allocated_peak(lambda: planned(capsys, words))
+    assert peak < 2**20
 
 
 def test_plan_as_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
