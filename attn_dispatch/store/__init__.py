@@ -1,4 +1,4 @@
-"""Files on disk: decisions, quarantine, crash markers, missed problems. kernels/native apart, no other room writes any.
+"""Files of the cache folder: decisions, quarantine, crash markers, missed problems. kernels/native adds its library.
 
 Imports spec and the base modules.
 Public: nothing.
