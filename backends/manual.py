@@ -138,8 +138,9 @@ class _Manual(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, Tensor]:
     problem, wide = pieces.problem, sum_dtype(q.dtype)
     q, k, v = pieces.hidden.zeroed(q, k, v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=wide, device=q.device)
+    # New tensors are of q's class: written into plain ones, the results of a wrapper subclass would be lost.
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=wide)
     for heads in pieces.head_slices():
         index = pieces.kv_index(heads, q.device)
         k_wide, v_wide = k[:, :, index].to(wide), v[:, :, index].to(wide)
@@ -157,8 +158,8 @@ def _backward(
     """The gradient by its formula, piece by piece: dS = P * (dO V^T - rowsum(dO * out) + dlse)."""
     problem, wide = pieces.problem, sum_dtype(q.dtype)
     q, k, v = pieces.hidden.zeroed(q, k, v)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
+    dq = q.new_empty(q.shape)
+    dk, dv = (k.new_zeros(k.shape, dtype=wide) for _ in range(2))
     for heads in pieces.head_slices():
         index = pieces.kv_index(heads, q.device)
         k_wide, v_wide = k[:, :, index].to(wide), v[:, :, index].to(wide)

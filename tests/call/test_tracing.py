@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -173,6 +174,24 @@ def test_a_forced_backend_that_cannot_be_traced(tracer: str) -> None:
         attend(*qkv(), backend=backend)
         with pytest.raises(NoBackend, match=f"{backend} cannot be traced"):
             TRACERS[tracer](lambda q, k, v: attend(q, k, v, backend=backend), *qkv())  # noqa: B023
+
+
+@crossed(pattern=PATTERNS, backend=(None, "manual", "sdpa", "sdpa_mask", "tiles", "native"))
+def test_a_wrapper_subclass_keeps_its_parts(pattern: Pattern, backend: str | None) -> None:
+    """Both tensors inside have their own results, or the call raises."""
+    make: Any = TwoTensor
+    q, k, v = (make(first, second).requires_grad_() for first, second in zip(qkv(), others()))
+    if backend in ("sdpa_mask", "tiles", "native") or (backend == "sdpa" and not isinstance(pattern, Dense)):
+        with pytest.raises(NoBackend):
+            attend(q, k, v, pattern, backend=backend)
+        return
+    out = attend(q, k, v, pattern, backend=backend)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    for part, plain in (("a", qkv()), ("b", others())):
+        x = [each.requires_grad_() for each in plain]
+        expected = exact(*x, pattern)[0]
+        right = [expected, *torch.autograd.grad(expected.sum(), x)]
+        assert all(close(getattr(one, part), other.double()) for one, other in zip([out, *grads], right))
 
 
 def test_dropout_cannot_be_traced() -> None:

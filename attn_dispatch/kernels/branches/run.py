@@ -130,8 +130,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: BranchPasses) -> tuple[Tenso
         out, lse = _block_forward(q, k, v, call.hidden, call, call.plan.blocks[0])
         out = out.to(q.dtype)
     else:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:-1], dtype=sum_dtype(q.dtype), device=q.device)
+        # New tensors are of q's class: written into plain ones, the results of a wrapper subclass would be lost.
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
         for rows, block in call.parts():
             hidden = None if call.hidden is None else call.hidden[rows, block.k]
             part, lse_part = _block_forward(q[rows, block.q], k[rows, block.k], v[rows, block.k], hidden, call, block)
@@ -153,8 +153,7 @@ def _block_forward(
         part, lse_part = _piece_forward(q, k, v, hidden, call, next(pieces))
         out, lse = part.reshape(q.shape).to(wide), lse_part.reshape(q.shape[:-1])
     else:
-        out = torch.empty(q.shape, dtype=wide, device=q.device)
-        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+        out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:-1], dtype=wide)
         if not block.covers_q:
             out.zero_()
             lse.fill_(-math.inf)
@@ -248,7 +247,7 @@ def _backward(
         return _as(dq, q.dtype), _as(dk, q.dtype), _as(dv, q.dtype)
     # For rows without keys exp(s + inf) would be inf; with lse = inf their weight is 0.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]
     lse = lse.transpose(1, 2)
     for rows, block in call.parts():
         hidden = None if call.hidden is None else call.hidden[rows, block.k]
@@ -265,10 +264,10 @@ def _block_backward(
     """dq, dk and dv of one block, in `sum_dtype`; `q_side` is grad, q, out and lse."""
     q = q_side[1]
     wide = sum_dtype(q.dtype)
-    new_q = torch.empty if block.covers_q else torch.zeros
-    new_k = torch.empty if block.covers_k else torch.zeros
-    dq = new_q(q.shape, dtype=wide, device=q.device)
-    dk, dv = (new_k(k.shape, dtype=wide, device=q.device) for _ in range(2))
+    new_q = q.new_empty if block.covers_q else q.new_zeros
+    new_k = k.new_empty if block.covers_k else k.new_zeros
+    dq = new_q(q.shape, dtype=wide)
+    dk, dv = (new_k(k.shape, dtype=wide) for _ in range(2))
     for piece in block.pieces:
         mine = [piece.q.of(x)[:, :, :, piece.heads] for x in q_side]
         views = [*mine, _kv(k, piece), _kv(v, piece)] + ([] if hidden is None else [piece.k.of(hidden)])
