@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from attn_dispatch.spec.orders import EXCHANGES
 from attn_dispatch.store.decision import Row
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice
+from attn_dispatch.tuning.candidates import utc_now
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.intervals import Timing
@@ -172,7 +172,7 @@ class Trial:
             ratio_high=outcome.ratio_high,
             break_even=outcome.break_even,
             error=self.errors.get(entrant.name),
-            measured=datetime.now(UTC).isoformat(timespec="seconds"),
+            measured=utc_now(),
         )
 
 

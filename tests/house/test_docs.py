@@ -236,7 +236,6 @@ def test_tables_name_all_there_is() -> None:
     assert first_column("docs/many-devices.md", "`Sharded` argument") == [each.name for each in fields(Sharded)][1:]
     raised = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"AttnDispatchError"}
     assert {name for name in first_column("docs/guide.md", "error") if name != "ValueError"} == raised
-    assert first_column("docs/house.md", "room") == []
 
 
 def test_the_arrows_are_those_that_are_checked() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,7 +195,6 @@ def lose_memory() -> None:
 
 
 def put_aside() -> None:
-    time.sleep(1.0)  # times of decisions are in whole seconds
     ring_ranks.forget()
     cache_folder().rename(_aside())
 
