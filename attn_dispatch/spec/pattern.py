@@ -342,25 +342,10 @@ class Neighborhood(Pattern):
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         seen = (k_pos >= 0).expand(len(q_pos), len(k_pos))
         stride = q_len
-        for axis, size in enumerate(self.grid):
-            stride //= size
-            seen = seen & self._axis(axis, (q_pos // stride % size)[:, None], k_pos // stride % size)
+        for axis in self.axes:
+            stride //= axis.size
+            seen = seen & axis.sees((q_pos // stride % axis.size)[:, None], k_pos // stride % axis.size)
         return seen[None]
-
-    def _axis(self, axis: int, x: Tensor, y: Tensor) -> Tensor:
-        size, width, step = self.grid[axis], self.window[axis], self.dilation[axis]
-        causal, half = self.is_causal[axis], (width - 1) // 2
-        query, key = x // step, y // step
-        if self.edges == "clip":
-            near = (query - key).abs() <= half
-            near = near & (key <= query) if causal else near
-        elif causal:
-            near = (query - width < key) & (key <= query)
-        else:
-            members = (size - x % step + step - 1) // step
-            low = (query - half).clamp(min=0).minimum(members - width)
-            near = (low <= key) & (key < low + width)
-        return near & (x % step == y % step)
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -128,13 +128,10 @@ class Axis:
         far = self.window - 1 if self.shift else half
         return far, 0 if self.is_causal else far
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """The first and last place in its residue class that each coordinate sees, int64 [size] each; outside the axis
-        where windows are cut.
+    def places(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and last place in its residue class that each coordinate sees; outside the axis where windows are
+        cut.
         """
-        import torch
-
-        x = torch.arange(self.size)
         place, half = x // self.dilation, (self.window - 1) // 2
         if not self.shift:
             return place - half, place if self.is_causal else place + half
@@ -143,6 +140,18 @@ class Axis:
         members = (self.size - x % self.dilation + self.dilation - 1) // self.dilation
         low = (place - half).clamp(min=0).minimum(members - self.window)
         return low, low + self.window - 1
+
+    def sees(self, x: Tensor, y: Tensor) -> Tensor:
+        """Whether query coordinates see key coordinates, of shapes that broadcast."""
+        (low, high), place = self.places(x), y // self.dilation
+        found = (low <= place) & (place <= high)
+        return found if self.dilation == 1 else found & (x % self.dilation == y % self.dilation)
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """`places` of every coordinate, int64 [size] each."""
+        import torch
+
+        return self.places(torch.arange(self.size))
 
 
 def grid_reach(axes: tuple[Axis, ...], queries: Tensor, keys: Tensor) -> Reach:

@@ -106,7 +106,7 @@ def neighbourhood(grid: tuple[int, ...], window: int, rounds: int, needs_grad: b
 def pairs(pattern: Neighborhood) -> int:
     """Of queries and keys that see each other: a product, since axes are independent."""
     by_axis = [
-        int(pattern._axis(axis, torch.arange(size)[:, None], torch.arange(size)).sum())
+        int(pattern.axes[axis].sees(torch.arange(size)[:, None], torch.arange(size)).sum())
         for axis, size in enumerate(pattern.grid)
     ]
     return math.prod(by_axis)

@@ -120,33 +120,15 @@ def _offset(
 def _neighborhood(pattern: Neighborhood) -> Count:
     axes = []
     stride = 1
-    for axis in reversed(range(len(pattern.grid))):
-        axes.append((stride, pattern.grid[axis], _axis(pattern, axis)))
-        stride *= pattern.grid[axis]
+    for axis in reversed(pattern.axes):
+        axes.append((stride, axis.size, axis.sees))
+        stride *= axis.size
 
     def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        stride, size, near = axes[0]
-        found = near(query // stride % size, key // stride % size)
-        for stride, size, near in axes[1:]:
-            found = found & near(query // stride % size, key // stride % size)
+        stride, size, sees = axes[0]
+        found = sees(query // stride % size, key // stride % size)
+        for stride, size, sees in axes[1:]:
+            found = found & sees(query // stride % size, key // stride % size)
         return found
 
     return seen
-
-
-def _axis(pattern: Neighborhood, axis: int) -> Callable[[Tensor, Tensor], Tensor]:
-    size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
-    causal, shift = pattern.is_causal[axis], pattern.edges == "shift"
-    half, (back, front) = (width - 1) // 2, pattern.axes[axis].sides
-
-    def near(x: Tensor, y: Tensor) -> Tensor:
-        query, key = x // step, y // step
-        if shift and not causal:
-            members = (size - x % step + step - 1) // step
-            low = (query - half).clamp(min=0).minimum(members - width)
-            found = (key >= low) & (key < low + width)
-        else:
-            found = (query - key <= back) & (key - query <= front)
-        return found if step == 1 else found & (x % step == y % step)
-
-    return near

@@ -103,7 +103,7 @@ def _chunks(
         for axis, (low, high) in enumerate(bounds):
             y = low[some, None] + torch.arange(int((high - low)[some].max()) + 1)
             x = _coordinate(pattern, axis, queries[some])
-            near = pattern._axis(axis, x[:, :, None], y[:, None, :]) & (y <= high[some, None])[:, None, :]
+            near = pattern.axes[axis].sees(x[:, :, None], y[:, None, :]) & (y <= high[some, None])[:, None, :]
             masks.append(_packed(near & in_range[some, :, None]))
             coordinates.append(y)
         tile, key, bits = _product(pattern, masks, coordinates)
