@@ -74,7 +74,7 @@ def kill_writers(folder: Path, processes: int, each: int, seed: int = 0) -> dict
     store, lost, decisions = Store(folder), 0, 0
     for writer in writers:
         decisions += len(writer.reported)
-        lost += sum(not _is_kept(store, made(writer.number, number)) for number in writer.reported)
+        lost += sum(not _is_stored(store, made(writer.number, number)) for number in writer.reported)
     return {
         "processes": processes,
         "decisions": decisions,
@@ -138,7 +138,7 @@ def made(writer: int, number: int) -> Decision:
     return base(key=key, group=f"{int(key, 16) % 5:012x}", choice=name, candidates=tuple(rows), **more)
 
 
-def _is_kept(store: Store, wanted: Decision) -> bool:
+def _is_stored(store: Store, wanted: Decision) -> bool:
     found = store.get(wanted.silicon, wanted.group, wanted.key)
     return found is not None and wanted.choice in {row.backend for row in found.candidates}
 
