@@ -242,7 +242,7 @@ def test_an_explanation_is_a_table(measured: bool) -> None:
     assert json.loads(json.dumps(found.to_dict()))["choice"] == found.choice
 
 
-def test_explain_takes_what_attend_takes() -> None:
+def test_explain_takes_the_arguments_of_attend() -> None:
     with pytest.raises(TypeError, match="colour"):
         explain(*qkv(), colour="red")
     with pytest.raises(InvalidInput, match="explain takes attend's arguments"):

@@ -87,7 +87,7 @@ def test_no_torch(measured: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "COMMAND"),
         (("profiel",), "invalid choice"),
@@ -112,16 +112,16 @@ def test_no_torch(measured: tuple[Path, dict[str, Any]]) -> None:
         (("explain", *SMALL, "--window", "8", "--causal"), "RIGHT = 0 is causal"),
     ],
 )
-def test_wrong_usage(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_wrong_usage(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = command(tmp_path, *arguments)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "more", "said"),
+    ("arguments", "more", "message"),
     [
         (("profile", *SMALL), {"ATTN_DISPATCH_MODE": "fast"}, "$ATTN_DISPATCH_MODE must be one of"),
         (("doctor",), {"ATTN_DISPATCH_BUDGET_MS": "long"}, "$ATTN_DISPATCH_BUDGET_MS must be a number"),
@@ -129,17 +129,17 @@ def test_wrong_usage(arguments: tuple[str, ...], said: str, tmp_path: Path) -> N
         (("explain", "--lengths", "64", "--device", "abacus"), {}, "device must be one of cpu"),
     ],
 )
-def test_wrong_settings(arguments: tuple[str, ...], more: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_wrong_settings(arguments: tuple[str, ...], more: dict[str, str], message: str, tmp_path: Path) -> None:
     done = command(tmp_path, *arguments, **more)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 # --- profile, inspect, explain ----------------------------------------------------------------------------------------
 
 
-def test_profile_tells_what_it_decided(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_profile_prints_its_decisions(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = measured
     assert printed["folder"] == str(folder)
     assert printed["interrupted"] is False
@@ -192,7 +192,7 @@ def test_profile_from_a_record(tmp_path: Path) -> None:
     assert (broken.returncode, f"{record}, line 1" in broken.stderr) == (2, True)
 
 
-def test_what_nothing_can_run(tmp_path: Path) -> None:
+def test_a_problem_that_no_backend_can_run(tmp_path: Path) -> None:
     done = command(tmp_path, "profile", *TOO_LONG, "--causal", "both")
     assert done.returncode == 1
     assert "no backend can run it" in done.stdout
@@ -218,7 +218,7 @@ def test_explain_runs_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
+def test_measured_decisions_are_stored_after_ctrl_c(tmp_path: Path) -> None:
     lengths = ",".join(["64", *map(str, range(1500, 1510))])
     arguments = ("profile", "--shape", "1,1,8,64", "--lengths", lengths, "--device", "cpu", "--quick", "--json")
     process = subprocess.Popen(
@@ -234,14 +234,14 @@ def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
     assert "of 11 problems are decided" in stderr
     printed = json.loads(stdout)
     assert printed["interrupted"] is True
-    kept = {path.stem for path in tmp_path.glob("v2/*/*/*.json")}
-    told = {decision["key"] for decision in printed["decisions"]}
+    stored_keys = {path.stem for path in tmp_path.glob("v2/*/*/*.json")}
+    printed_keys = {decision["key"] for decision in printed["decisions"]}
     # A decision is stored a moment before it is reported.
-    assert told <= kept
-    assert 1 <= len(kept) < 11
+    assert printed_keys <= stored_keys
+    assert 1 <= len(stored_keys) < 11
 
 
-def test_inspect_for_a_person(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_inspect_prints_a_table(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = measured
     done = command(folder, "inspect")
     assert done.returncode == 0
@@ -254,7 +254,7 @@ def test_inspect_for_a_person(measured: tuple[Path, dict[str, Any]]) -> None:
     assert any(row.startswith(f"stored in {folder}/v2/") for row in rows)
 
 
-def test_inspect_one(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_inspect_one_key(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = measured
     decision = printed["decisions"][0]
     done = command(folder, "inspect", "--key", decision["key"][:12].upper())
@@ -268,7 +268,7 @@ def test_inspect_one(measured: tuple[Path, dict[str, Any]]) -> None:
     assert plain(command(folder, "inspect", "--key", "xyz", "--json"), code=1)["decisions"] == []
 
 
-def test_inspect_nothing_and_rubbish(tmp_path: Path) -> None:
+def test_inspect_an_empty_and_a_damaged_folder(tmp_path: Path) -> None:
     empty = command(tmp_path, "inspect")
     assert empty.returncode == 0
     assert "attn-dispatch profile --quick" in empty.stdout
@@ -315,7 +315,7 @@ def test_inspect_regret_needs_evidence(tmp_path: Path) -> None:
         assert printed["total"]["mean"] is None
 
 
-def test_a_reader_that_leaves(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_a_closed_output_pipe(measured: tuple[Path, dict[str, Any]]) -> None:
     process = subprocess.Popen(
         [*COMMAND, "inspect"], env=surroundings(measured[0]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -360,6 +360,6 @@ def test_table(text: str, expected: str) -> None:
     assert text.endswith(expected)
 
 
-def test_json_holds_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_no_infinity_and_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [math.inf, (-math.inf, 1.5)], "b": {"c": math.nan}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": None}}

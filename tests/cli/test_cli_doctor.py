@@ -1,4 +1,4 @@
-"""`doctor`: what it finds, and what it lifts."""
+"""`doctor`: its report, and how it lifts quarantines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.commands import SMALL, command, plain, problems
 
 
-def test_doctor(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_doctor_reports_hardware_backends_and_the_store(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = measured
     report = plain(command(folder, "doctor", "--json", ATTN_DISPATCH_MODE="predict", ATTN_DISPATCH_BUDGET_MS="500"))
     assert report["hardware"]["cpu"]["cores"] >= 1
@@ -35,7 +35,7 @@ def test_doctor(measured: tuple[Path, dict[str, Any]]) -> None:
     assert report["missed"] == {"count": 0, "path": str(folder / "missed.jsonl"), "command": None, "reason": ""}
 
 
-def test_doctor_counts_what_is_still_missed(measured: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_doctor_counts_undecided_problems(measured: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = measured
     (decided,) = problems(*SMALL)
     (undecided,) = problems("--shape", "1,96,2,16")
@@ -67,14 +67,14 @@ def quarantined(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_doctor_lists_what_is_quarantined(quarantined: Path, tmp_path: Path) -> None:
+def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) -> None:
     shown = command(quarantined, "doctor").stdout.splitlines()
     start = next(index for index, text in enumerate(shown) if text.startswith("quarantine "))
-    since, told = ["2025-01-02", "03:04", "lifted"], ["dense", "dq", "is", "wrong"]
+    since, title_and_reason = ["2025-01-02", "03:04", "lifted"], ["dense", "dq", "is", "wrong"]
     assert [text.split() for text in shown[start + 1 : start + 4]] == [
-        ["flash", "2.7", "incorrect", "all", *since, "cpu-one", *told],
-        ["made_up", "-", "incorrect", "all", *since, "cpu-one", *told],
-        ["flash", "2.7", "incorrect", "0123456789ab", *since, "cpu-two", *told],
+        ["flash", "2.7", "incorrect", "all", *since, "cpu-one", *title_and_reason],
+        ["made_up", "-", "incorrect", "all", *since, "cpu-one", *title_and_reason],
+        ["flash", "2.7", "incorrect", "0123456789ab", *since, "cpu-two", *title_and_reason],
     ]
     in_fresh_thread = plain(command(quarantined, "doctor", "--json"))["quarantines"]
     assert [(each["backend"], each["silicon"]) for each in in_fresh_thread] == [
@@ -114,7 +114,7 @@ def test_doctor_lifts(quarantined: Path) -> None:
     assert "in quarantine: nothing" in unknown.stderr
 
 
-def test_doctor_says_what_cannot_be_lifted(
+def test_doctor_reports_entries_that_cannot_be_lifted(
     quarantined: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: Path, missing_ok: bool = False) -> None:
@@ -133,24 +133,24 @@ def a_pipe(path: Path) -> None:
 
 def a_huge_file(path: Path) -> None:
     path.touch()
-    os.truncate(path, 1 << 33)  # takes no room
+    os.truncate(path, 1 << 33)  # sparse
 
 
-@pytest.mark.parametrize(("make", "said"), [(a_pipe, "not a plain file"), (a_huge_file, "8589934592 bytes, over")])
-def test_doctor_does_not_wait_for_the_misses(make: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "message"), [(a_pipe, "not a plain file"), (a_huge_file, "8589934592 bytes, over")])
+def test_doctor_does_not_wait_for_the_misses(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path / "missed.jsonl")
     missed = _missed(tmp_path)
     assert (missed["count"], missed["command"]) == (0, None)
-    assert said in missed["reason"]
+    assert message in missed["reason"]
 
 
-def test_doctor_says_that_links_in_a_circle_cannot_be_written(tmp_path: Path) -> None:
+def test_a_circular_link_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / "cache")
     assert not _writable(tmp_path / "cache")
     assert _writable(tmp_path / "absent" / "below")
 
 
-def test_doctor_says_what_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_unusable_folders_and_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a folder")
     package = tmp_path / "site" / "made_up-1.dist-info"
     package.mkdir(parents=True)

@@ -58,7 +58,7 @@ def test_dtypes_and_passes() -> None:
     assert [problem.dtype for problem in problems("--lengths", "64")] == [torch.float32]
 
 
-def test_what_is_no_problem() -> None:
+def test_invalid_problems_are_refused() -> None:
     with pytest.raises(InvalidInput, match="must divide"):
         problems("--shape", "1,64,4/3,16")
     with pytest.raises(InvalidInput, match="holds 36 tokens, but the sequence has 64"):

@@ -1,4 +1,4 @@
-"""The tables of `attn-dispatch profile` over several problems: what refuses all of them is stated once."""
+"""The tables of `attn-dispatch profile` over several problems: a backend that refuses all of them is listed once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def explained(*refusals: tuple[str, str, str]) -> Explanation:
     return Explanation("sdpa", "natural", "measured", "0123456789", (chosen, *others), "[1] float32", "cpu")
 
 
-def test_what_refuses_every_problem_is_stated_with_the_reasons_they_share() -> None:
+def test_a_backend_that_refuses_every_problem_is_listed_with_the_shared_reasons() -> None:
     one = explained(
         ("triton", "unsupported", f"computes Window, not Dense(); {CUDA}"),
         ("flash", "not_installed", "none is installed"),
@@ -48,7 +48,7 @@ def test_a_candidate_of_one_problem_only_stays_in_its_table() -> None:
     assert refused_by_all([explained(("triton", "unsupported", CUDA)), explained()]) == {}
 
 
-def test_profile_states_it_once_and_repeats_it_when_asked(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_profile_lists_such_a_backend_once_and_in_every_table_if_verbose(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = measured
     short, whole = (command(folder, "profile", *TWO, "--quick", *more).stdout for more in ((), ("--verbose",)))
     assert (short.count("\n  triton: "), short.count("\ntriton ")) == (1, 0)

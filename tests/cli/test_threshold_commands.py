@@ -38,29 +38,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def keep(folder: Path, *decisions: Decision) -> None:
+def store_all(folder: Path, *decisions: Decision) -> None:
     for decision in decisions:
         Store(folder).put(decision)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     assert main(arguments) == code
     return capsys.readouterr().out
 
 
-def some(folder: Path) -> None:
+def store_three_series(folder: Path) -> None:
     """A crossover at 3,000 tokens, one length alone, one that never wins."""
-    keep(folder, *planted(crossing(3000, 0.3), 1))
-    keep(folder, measured(1024, {NATURAL: 2.0, HILBERT: 1.0}, window=31))
-    keep(folder, *(measured(n, {NATURAL: 0.5, HILBERT: 1.0}, window=7) for n in LENGTHS[:3]))
+    store_all(folder, *planted(crossing(3000, 0.3), 1))
+    store_all(folder, measured(1024, {NATURAL: 2.0, HILBERT: 1.0}, window=31))
+    store_all(folder, *(measured(n, {NATURAL: 0.5, HILBERT: 1.0}, window=7) for n in LENGTHS[:3]))
 
 
 # --- inspect ----------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    some(folder)
-    lines = told(capsys, "inspect", "--thresholds").splitlines()
+def test_inspect_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_three_series(folder)
+    lines = output(capsys, "inspect", "--thresholds").splitlines()
     rows = [re.split(r"\s{3,}", line) for line in lines if line.startswith("Neighborhood") and "   " in line]
     assert [row[:6] for row in rows] == [
         [f"Neighborhood(window={w},{w})", "float32", "64", "forward", "hilbert", n]
@@ -76,9 +76,9 @@ def test_inspect_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert max(map(len, lines)) <= 150
 
 
-def test_inspect_for_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    some(folder)
-    printed = json.loads(told(capsys, "inspect", "--thresholds", "--json"))
+def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_three_series(folder)
+    printed = json.loads(output(capsys, "inspect", "--thresholds", "--json"))
     assert printed["folder"] == str(folder)
     above, unknown, never = printed["thresholds"]
     assert [each["verdict"] for each in (above, unknown, never)] == ["above", "unknown", "never"]
@@ -95,22 +95,22 @@ def test_inspect_for_a_machine(folder: Path, capsys: pytest.CaptureFixture[str])
     }
     assert (above["dtype"], above["head_dim"], above["direction"]) == ("float32", 64, "forward")
     assert (above["order"], above["silicon"]) == ("hilbert", made_up.SILICON)
-    kept = {path.stem for path in folder.glob("v2/*/*/*.json")}
-    assert {each["key"] for series in printed["thresholds"] for each in series["points"]} == kept
+    stored = {path.stem for path in folder.glob("v2/*/*/*.json")}
+    assert {each["key"] for series in printed["thresholds"] for each in series["points"]} == stored
     assert [each["tokens"] for each in above["points"]] == list(LENGTHS)
     assert all(each["low"] <= each["gain"] <= each["high"] for each in above["points"])
 
 
-def test_inspect_without_any(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(folder, made_up.decision(made_up.problem_at(1024), {NATURAL: 1.0}))
-    assert "attn-dispatch profile --thresholds" in told(capsys, "inspect", "--thresholds")
-    assert json.loads(told(capsys, "inspect", "--thresholds", "--json"))["thresholds"] == []
+def test_inspect_without_thresholds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_all(folder, made_up.decision(made_up.problem_at(1024), {NATURAL: 1.0}))
+    assert "attn-dispatch profile --thresholds" in output(capsys, "inspect", "--thresholds")
+    assert json.loads(output(capsys, "inspect", "--thresholds", "--json"))["thresholds"] == []
 
 
-def test_what_else_makes_a_group_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_direction_includes_other_properties_of_a_group(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more: dict[str, Any] = {"needs_grad": True, "has_key_mask": True, "dropout_p": 0.5, "ranks": 2}
-    keep(folder, *(measured(n, {NATURAL: 2.0, HILBERT: 1.0}, **more) for n in LENGTHS[:2]))
-    (series,) = json.loads(told(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
+    store_all(folder, *(measured(n, {NATURAL: 2.0, HILBERT: 1.0}, **more) for n in LENGTHS[:2]))
+    (series,) = json.loads(output(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
     assert series["direction"] == "forward + backward key_mask dropout ranks 2"
 
 
@@ -121,7 +121,7 @@ def test_wrong_usage(folder: Path) -> None:
 
 
 def test_no_torch(folder: Path) -> None:
-    some(folder)
+    store_three_series(folder)
     for command in (("inspect", "--thresholds"), ("profile", "--help")):
         code = (
             f"import sys\nfrom attn_dispatch.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
@@ -142,7 +142,7 @@ def test_no_torch(folder: Path) -> None:
         ((None, 65_536, None), "never (up to 65,536 measured)"),
     ],
 )
-def test_a_threshold_in_words(values: Any, expected: str) -> None:
+def test_the_text_of_a_threshold(values: Any, expected: str) -> None:
     tokens, low, high = values
     assert threshold_text(Threshold("hilbert", {}, tokens, low, high, ())) == expected
 
@@ -151,11 +151,11 @@ def alike(head_dim: int, *windows: int) -> list[Decision]:
     return [measured(512, {NATURAL: 2.0, HILBERT: 1.0}, window=window, head_dim=head_dim) for window in windows]
 
 
-def test_a_pattern_stands_together_whatever_its_groups(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(folder, *alike(64, 7, 13), *alike(32, 7, 13), *alike(128, 7, 13))
-    found = json.loads(told(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
+def test_thresholds_are_sorted_by_pattern_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_all(folder, *alike(64, 7, 13), *alike(32, 7, 13), *alike(128, 7, 13))
+    found = json.loads(output(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
     assert [each["pattern"]["window"] for each in found] == [[13, 13]] * 3 + [[7, 7]] * 3
-    rows = [line.split() for line in told(capsys, "inspect", "--thresholds").splitlines() if "hilbert" in line]
+    rows = [line.split() for line in output(capsys, "inspect", "--thresholds").splitlines() if "hilbert" in line]
     assert [int(row[2]) for row in rows] == [each["head_dim"] for each in found] == [32, 64, 128] * 2
 
 
@@ -183,7 +183,7 @@ def test_a_plot() -> None:
     assert len(lines) == HEIGHT + 2
 
 
-def test_an_interval_without_end_leaves_the_rest_to_be_seen() -> None:
+def test_a_very_wide_interval_is_clipped_in_a_plot() -> None:
     lines = curve([(1000, 0.9, 1.0, 1.1), (2000, 1e-9, 1.5, 1e9)])
     assert columns(lines)[WIDTH].startswith("A")
     assert columns(lines)[WIDTH].endswith("v")
@@ -193,12 +193,12 @@ def test_an_interval_without_end_leaves_the_rest_to_be_seen() -> None:
 @pytest.mark.parametrize(
     "points", [[(5, 1.0, 1.0, 1.0)], [(5, 1.0, 1.0, 1.0), (6, 1.0, 1.0, 1.0)], [(1, 0.1, 0.2, 9.0)]]
 )
-def test_a_plot_of_little(points: Any) -> None:
+def test_a_plot_of_few_points(points: Any) -> None:
     lines = curve(points, 1 << 40)
     assert "".join(lines[:HEIGHT]).count("o") == len(points)
 
 
-def test_labels_keep_apart() -> None:
+def test_labels_do_not_overlap() -> None:
     lines = curve([(n, 0.9, 1.0, 1.1) for n in range(100_000, 100_100)])
     labels = lines[-1].split()
     assert labels[0] == "100,000"
@@ -215,7 +215,7 @@ def problems(*arguments: str) -> list[Problem]:
     return shapes.problems_of(parser.parse_args(["--device", "cpu", *arguments]))
 
 
-def test_a_grid_grows_to_lengths() -> None:
+def test_a_grid_is_scaled_to_lengths() -> None:
     found = problems("--grid", "64,64", "--window", "13,7", "--lengths", "1k:64k", "--causal")
     grids = [each.pattern.grid for each in found if isinstance(each.pattern, Neighborhood)]
     assert grids == [(n, n) for n in (32, 45, 64, 91, 128, 181, 256)]
@@ -233,7 +233,7 @@ def test_a_grid_grows_to_lengths() -> None:
         ((1, 64), 1, (1, 8)),
     ],
 )
-def test_a_grid_keeps_its_form(grid: tuple[int, ...], tokens: int, expected: tuple[int, ...]) -> None:
+def test_a_scaled_grid_has_the_same_proportions(grid: tuple[int, ...], tokens: int, expected: tuple[int, ...]) -> None:
     assert shapes.scaled(grid, tokens) == expected
 
 
@@ -248,7 +248,7 @@ def test_lengths_without_a_grid_are_as_before() -> None:
 
 
 @pytest.fixture
-def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+def profiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """The problems that would be measured; hilbert gains from 2,000 tokens on."""
     found: list[Problem] = []
 
@@ -258,24 +258,24 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
             times = {NATURAL: math.sqrt(problem.q_len / 2000), HILBERT: 1.0}
             where = silicon(problem.device)
             decision = made_up.decision(problem.to_dict(), times, silicon=where, key=problem.key(where))
-            keep(folder, decision)
+            store_all(folder, decision)
             report(index, Explanation.of(decision))
 
     monkeypatch.setattr(profiling, "profile", profile)
     return found
 
 
-ASKED = ("profile", "--thresholds", "--grid", "64,64", "--window", "13", "--shape", "1,1,2,16", "--device", "cpu")
+ARGUMENTS = ("profile", "--thresholds", "--grid", "64,64", "--window", "13", "--shape", "1,1,2,16", "--device", "cpu")
 
 
-def test_profile_measures_lengths_and_tells(
-    asked: list[Problem], folder: Path, capsys: pytest.CaptureFixture[str]
+def test_profile_measures_lengths_and_prints_thresholds(
+    profiled: list[Problem], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = silicon(torch.device("cpu"))
-    keep(folder, *planted(crossing(3000)))  # on another machine
-    keep(folder, *(replace(each, silicon=here) for each in alike(16, 7)))  # of another family
-    printed = told(capsys, *ASKED, "--lengths", "8k,1k,2k", "--causal", "both")
-    assert [each.q_len for each in asked] == [n * n for n in (32, 32, 45, 45, 91, 91)]
+    store_all(folder, *planted(crossing(3000)))  # on another machine
+    store_all(folder, *(replace(each, silicon=here) for each in alike(16, 7)))  # of another family
+    printed = output(capsys, *ARGUMENTS, "--lengths", "8k,1k,2k", "--causal", "both")
+    assert [each.q_len for each in profiled] == [n * n for n in (32, 32, 45, 45, 91, 91)]
     assert "stored in " in printed
     rows = [line for line in printed.splitlines() if line.startswith("Neighborhood") and "   " in line]
     assert len(rows) == 2
@@ -284,18 +284,20 @@ def test_profile_measures_lengths_and_tells(
     assert made_up.SILICON not in printed
 
 
-def test_profile_for_a_machine_takes_usual_lengths(asked: list[Problem], capsys: pytest.CaptureFixture[str]) -> None:
-    printed = json.loads(told(capsys, *ASKED, "--json"))
-    assert [each.q_len for each in asked] == [n * n for n in (32, 45, 64, 91, 128, 181, 256)]
+def test_profile_prints_json_for_default_lengths(profiled: list[Problem], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(output(capsys, *ARGUMENTS, "--json"))
+    assert [each.q_len for each in profiled] == [n * n for n in (32, 45, 64, 91, 128, 181, 256)]
     (series,) = printed["thresholds"]
     assert series["verdict"] == "above"
     assert abs(math.log2(series["tokens"] / 2000)) < 1
     assert len(printed["decisions"]) == 7
 
 
-def test_profile_leaves_thresholds_out_unless_asked(asked: list[Problem], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [each for each in ASKED if each != "--thresholds"]
-    assert "thresholds" not in json.loads(told(capsys, *arguments, "--lengths", "1k,2k", "--json"))
+def test_profile_prints_thresholds_only_with_the_option(
+    profiled: list[Problem], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [each for each in ARGUMENTS if each != "--thresholds"]
+    assert "thresholds" not in json.loads(output(capsys, *arguments, "--lengths", "1k,2k", "--json"))
 
 
 @pytest.mark.parametrize(
@@ -308,9 +310,9 @@ def test_profile_leaves_thresholds_out_unless_asked(asked: list[Problem], capsys
         (("--from", "x"), "remove --from"),
     ],
 )
-def test_what_cannot_tell_a_threshold(
-    arguments: tuple[str, ...], why: str, asked: list[Problem], capsys: pytest.CaptureFixture[str]
+def test_arguments_that_give_no_threshold_are_refused(
+    arguments: tuple[str, ...], why: str, profiled: list[Problem], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(("profile", "--thresholds", "--device", "cpu", *arguments)) == 2
     assert why in capsys.readouterr().err
-    assert asked == []
+    assert profiled == []

@@ -95,7 +95,7 @@ def row(name: str) -> Row:
     return next(row for row in stored().candidates if row.backend == name)
 
 
-def test_nothing_changed(installed: Installed) -> None:
+def test_unchanged_candidates_are_not_measured(installed: Installed) -> None:
     attend(*qkv())
     assert counted(loaded=1)
     assert installed.called() == set()
@@ -227,12 +227,12 @@ def test_another_environment_with_the_same_versions(installed: Installed, monkey
     attend(*qkv())
     assert counted(loaded=1)
     assert stored().environment != before
-    asked: list[object] = []
-    monkeypatch.setattr(Request, "candidates", property(asked.append))
+    compared: list[object] = []
+    monkeypatch.setattr(Request, "candidates", property(compared.append))
     installed.restart()
     attend(*qkv())
     assert counted(loaded=1)
-    assert asked == []
+    assert compared == []
 
 
 def test_within_a_process_only_profile_changes_a_decision(installed: Installed) -> None:

@@ -51,7 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]
     return make
 
 
-def problem(
+def problem_of(
     dtype: torch.dtype = F16, pattern: Pattern | None = None, *, needs_grad: bool = True, **changes: Any
 ) -> Problem:
     """8 heads of 64 on cuda:0, 128 tokens."""
@@ -60,8 +60,8 @@ def problem(
     return replace(made, **changes)
 
 
-def texts(name: str, asked: Problem) -> list[str]:
-    return [refusal.text for refusal in registry.load(name).refusals(asked)]
+def texts(name: str, problem: Problem) -> list[str]:
+    return [refusal.text for refusal in registry.load(name).refusals(problem)]
 
 
 # --- kernels by device ------------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ def test_backends_that_run_on_a_device(
     capability: tuple[int, int], dtype: torch.dtype, pattern: Pattern, device: Callable[..., None]
 ) -> None:
     device(capability)
-    asked = problem(dtype, pattern)
-    found = [name for name in ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32") if not texts(name, asked)]
+    problem = problem_of(dtype, pattern)
+    found = [name for name in ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32") if not texts(name, problem)]
     assert tuple(found) == CHOICES[capability, dtype]
 
 
@@ -112,9 +112,9 @@ def test_the_kernel_that_sdpa_uses(
     capability: tuple[int, int], changes: dict[str, Any], expected: str, device: Callable[..., None]
 ) -> None:
     device(capability)
-    kernel, _, _ = backend._prepared(sdpa.BACKEND, replace(problem(), **changes))
+    kernel, _, _ = backend._prepared(sdpa.BACKEND, replace(problem_of(), **changes))
     assert type(kernel).__name__ == expected
-    same = [refusal.code for refusal in registry.load("sdpa_efficient").refusals(replace(problem(), **changes))]
+    same = [refusal.code for refusal in registry.load("sdpa_efficient").refusals(replace(problem_of(), **changes))]
     assert same == ([] if expected == "CudaFlash" else ["same_kernel"])
 
 
@@ -124,7 +124,7 @@ REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
     "sdpa-old-device": (
         "sdpa",
         TURING,
-        problem(BF16),
+        problem_of(BF16),
         [
             "flash: needs compute capability 8.0 or higher, cuda:0 has 7.5",
             "memory-efficient: needs compute capability 8.0 or higher for bfloat16, cuda:0 has 7.5",
@@ -133,25 +133,25 @@ REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
     "sdpa-pattern": (
         "sdpa",
         HOPPER,
-        problem(F16, Window(3, 0)),
+        problem_of(F16, Window(3, 0)),
         ["computes Dense, Dilated, not Window(left=3, right=0)"],
     ),
     "sdpa-masks": (
         "sdpa",
         HOPPER,
-        problem(has_key_mask=True),
+        problem_of(has_key_mask=True),
         ["takes no mask, which seq_lens and key_mask need"],
     ),
     "efficient-same": (
         "sdpa_efficient",
         HOPPER,
-        problem(head_dim=320),
+        problem_of(head_dim=320),
         ["sdpa runs this kernel here, since PyTorch's flash kernel takes a head_dim up to 256, not 320"],
     ),
     "cudnn-everything": (
         "sdpa_cudnn",
         PASCAL,
-        problem(F32, Window(3, 0), head_dim=136, has_seq_lens=True, deterministic=True, dropout_p=0.25, ranks=2),
+        problem_of(F32, Window(3, 0), head_dim=136, has_seq_lens=True, deterministic=True, dropout_p=0.25, ranks=2),
         [
             "runs on one rank, the sequence is sharded over 2",
             "has no dropout, asked for 0.25",
@@ -166,53 +166,53 @@ REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
     "cudnn-new-device": (
         "sdpa_cudnn",
         (13, 0),
-        problem(),
+        problem_of(),
         ["needs compute capability 12.1 or lower, cuda:0 has 13.0"],
     ),
     "cudnn-one-key": (
         "sdpa_cudnn",
         HOPPER,
-        problem(F16, Dilated((32, 127), (1, 2)), q_len=129, k_len=129),
+        problem_of(F16, Dilated((32, 127), (1, 2)), q_len=129, k_len=129),
         ["takes 2 keys or more, a part of the pattern has 1"],
     ),
     "cudnn-lse-column": (
         "sdpa_cudnn",
         HOPPER,
-        problem(head_dim=128, return_lse=True),
+        problem_of(head_dim=128, return_lse=True),
         ["takes a head_dim up to 128, not 128, and one more for the gradient of lse"],
     ),
     "mask-old-device": (
         "sdpa_mask",
         TURING,
-        problem(BF16, Window(3, 0)),
+        problem_of(BF16, Window(3, 0)),
         ["needs compute capability 8.0 or higher for bfloat16, cuda:0 has 7.5"],
     ),
     "float32-wide": (
         "sdpa_float32",
         HOPPER,
-        problem(F32),
+        problem_of(F32),
         ["widens float16 and bfloat16 to float32, float32 is not half precision"],
     ),
     "many-segments": (
         "sdpa_efficient",
         HOPPER,
-        problem(F16, Dilated((8,), (1,)), q_len=8 * 65536, k_len=8 * 65536, batch=1, heads=1, kv_heads=1),
+        problem_of(F16, Dilated((8,), (1,)), q_len=8 * 65536, k_len=8 * 65536, batch=1, heads=1, kv_heads=1),
         ["takes 65535 batch rows at once, the pattern's segments make 65536"],
     ),
 }
 
 
-@pytest.mark.parametrize(("name", "capability", "asked", "expected"), REASONS.values(), ids=REASONS)
-def test_every_reason_is_given(
-    name: str, capability: tuple[int, int], asked: Problem, expected: list[str], device: Callable[..., None]
+@pytest.mark.parametrize(("name", "capability", "problem", "expected"), REASONS.values(), ids=REASONS)
+def test_a_refusal_has_every_reason(
+    name: str, capability: tuple[int, int], problem: Problem, expected: list[str], device: Callable[..., None]
 ) -> None:
     device(capability)
-    assert texts(name, asked) == expected
+    assert texts(name, problem) == expected
 
 
 def test_an_old_cudnn(device: Callable[..., None]) -> None:
     device(HOPPER, cudnn=8907)
-    assert texts("sdpa_cudnn", problem()) == ["needs cuDNN 90000 or newer, this PyTorch has 8907"]
+    assert texts("sdpa_cudnn", problem_of()) == ["needs cuDNN 90000 or newer, this PyTorch has 8907"]
     assert sdpa_cudnn.version() == f"{torch.__version__} cuDNN 8907"
 
 
@@ -220,14 +220,14 @@ def test_a_missing_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     for name in ("sdpa_efficient", "sdpa_cudnn"):
-        assert "cuda:0 is not there" in texts(name, problem())
+        assert "cuda:0 is not there" in texts(name, problem_of())
 
 
 def test_rocm_is_not_cuda(device: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     device(HOPPER)
     monkeypatch.setattr("torch.version.hip", "6.2")
-    assert texts("sdpa_cudnn", problem())[0] == "needs CUDA, this PyTorch has ROCm 6.2"
-    assert texts("sdpa", problem()) == []
+    assert texts("sdpa_cudnn", problem_of())[0] == "needs CUDA, this PyTorch has ROCm 6.2"
+    assert texts("sdpa", problem_of()) == []
 
 
 # --- limits that no backend uses --------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ CPU = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
 
 
 def on_cpu(dtype: torch.dtype = F16, **changes: Any) -> Problem:
-    return problem(dtype, device=torch.device("cpu"), **changes)
+    return problem_of(dtype, device=torch.device("cpu"), **changes)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {})
-    found = Branched("", (of_package(package()),), package().version).refusals(problem(has_key_mask=True))
+    found = Branched("", (of_package(package()),), package().version).refusals(problem_of(has_key_mask=True))
     assert [(refusal.code, refusal.text) for refusal in found] == [
         ("not_installed", "package abacus is not installed (pip install abacus)"),
         ("device", "runs on cpu, not cuda"),
@@ -310,7 +310,7 @@ def test_a_package_is_imported_last(version: str, monkeypatch: pytest.MonkeyPatc
     """An import takes seconds and memory: it is skipped for a problem with other refusals."""
     installed(monkeypatch, {"abacus": version})
     monkeypatch.delitem(sys.modules, "abacus", raising=False)
-    assert [refusal.code for refusal in of_package(package()).refusals(problem(F16))] == ["device"]
+    assert [refusal.code for refusal in of_package(package()).refusals(problem_of(F16))] == ["device"]
     (found,) = of_package(package()).refusals(on_cpu())
     assert found.code == "not_installed"
     assert found.text == "package abacus cannot be used: ModuleNotFoundError: No module named 'abacus'"
@@ -347,11 +347,11 @@ def test_flops_of_a_window(device: Callable[..., None]) -> None:
     device(HOPPER)
     windowed = Branched("", (sdpa.BACKEND.variants[1]._replace(patterns=(Dense, Window)),))
     whole, part = (
-        windowed.flops(problem(needs_grad=False)),
-        windowed.flops(problem(F16, Window(7, 0), needs_grad=False)),
+        windowed.flops(problem_of(needs_grad=False)),
+        windowed.flops(problem_of(F16, Window(7, 0), needs_grad=False)),
     )
     assert part * 16 == whole
-    assert windowed.flops(problem(F16, Window(None, 5), needs_grad=False)) == whole
+    assert windowed.flops(problem_of(F16, Window(None, 5), needs_grad=False)) == whole
 
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
@@ -359,18 +359,18 @@ def test_flops_of_a_window(device: Callable[..., None]) -> None:
 def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[..., None]) -> None:
     """`sdpa` leaves them to the kernel that takes a bias, whichever kernel it would run."""
     device(HOPPER)
-    asked = problem(dtype, has_key_mask=mask == "key_mask", has_seq_lens=mask == "seq_lens")
-    assert texts("sdpa_efficient", asked) == []
-    assert "takes no mask" in texts("sdpa", asked)[-1]
+    problem = problem_of(dtype, has_key_mask=mask == "key_mask", has_seq_lens=mask == "seq_lens")
+    assert texts("sdpa_efficient", problem) == []
+    assert "takes no mask" in texts("sdpa", problem)[-1]
 
 
 def test_a_deterministic_backward_takes_more_memory(device: Callable[..., None], monkeypatch: Any) -> None:
     """flash-attn allocates a dq for each processor where there is only one row of blocks."""
     device(AMPERE)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
-    asked = problem(heads=1, kv_heads=1, q_len=1000, k_len=1000)
-    plan = plan_of(asked, True)
+    problem = problem_of(heads=1, kv_heads=1, q_len=1000, k_len=1000)
+    plan = plan_of(problem, True)
     assert plan is not None
     columns, rows = 128, 1024
-    assert flash.scratch_bytes(asked, plan) == rows * columns * 4
-    assert flash.scratch_bytes(replace(asked, deterministic=True), plan) == 109 * rows * columns * 4
+    assert flash.scratch_bytes(problem, plan) == rows * columns * 4
+    assert flash.scratch_bytes(replace(problem, deterministic=True), plan) == 109 * rows * columns * 4

@@ -27,14 +27,14 @@ from tests.support.cases import CASES, CAUSAL, Case, gate
 from tests.support.pairwise import crossed
 
 
-def problem(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int = 3) -> Problem:
+def problem_of(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int = 3) -> Problem:
     return Case("", pattern, (1, q_len, heads, 4), k_len=k_len).problem(torch.float32, needs_grad=False)
 
 
-def table_multiplicity(asked: Problem) -> torch.Tensor:
+def table_multiplicity(problem: Problem) -> torch.Tensor:
     """How many times each query of each head sees each key by the tables."""
-    found = torch.zeros(asked.heads, asked.q_len, asked.k_len, dtype=torch.int64)
-    tables = native_tables(asked)
+    found = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int64)
+    tables = native_tables(problem)
     first_tile = tables.first_tile.tolist()
     for head, kind in enumerate(tables.head_class.tolist()):
         for query, step, count, first_run, runs in tables.tiles[first_tile[kind] : first_tile[kind + 1]].tolist():
@@ -49,16 +49,16 @@ def table_multiplicity(asked: Problem) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
 def test_tables_match_the_multiplicity(case: Case) -> None:
-    asked = case.problem(torch.float32, needs_grad=False)
-    expected = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
-    assert torch.equal(table_multiplicity(asked), expected.expand(asked.heads, -1, -1).long())
+    problem = case.problem(torch.float32, needs_grad=False)
+    expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
+    assert torch.equal(table_multiplicity(problem), expected.expand(problem.heads, -1, -1).long())
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
 def test_tables_fit_their_declared_bytes(case: Case) -> None:
-    asked = case.problem(torch.float32, needs_grad=False)
-    tables = native_tables(asked)
-    assert tables.tiles.nbytes + tables.runs.nbytes <= native_table_bytes(asked) / 3
+    problem = case.problem(torch.float32, needs_grad=False)
+    tables = native_tables(problem)
+    assert tables.tiles.nbytes + tables.runs.nbytes <= native_table_bytes(problem) / 3
 
 
 @given(st.data())
@@ -72,9 +72,9 @@ def test_tables_of_any_dilation(data: st.DataObject) -> None:
         data.draw(st.sampled_from(["mod", "block"])),
         data.draw(st.sampled_from(["all", "split"])),
     )
-    asked = problem(pattern, data.draw(st.integers(1, 150)))
-    expected = asked.pattern.multiplicity(asked.q_len, asked.k_len, asked.heads)
-    assert torch.equal(table_multiplicity(asked), expected.expand(asked.heads, -1, -1).long())
+    problem = problem_of(pattern, data.draw(st.integers(1, 150)))
+    expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
+    assert torch.equal(table_multiplicity(problem), expected.expand(problem.heads, -1, -1).long())
 
 
 LONG = [
@@ -113,8 +113,10 @@ def _three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_threads_that_share_a_key_head(kv_heads: int) -> None:
     """Each has its own sums; results are the same in every run."""
-    asked = Case("", Dense(is_causal=True), (1, 400, 4, 24), kv_heads=kv_heads).problem(torch.float32, needs_grad=True)
-    expected = Oracle.of(make(asked))
+    problem = Case("", Dense(is_causal=True), (1, 400, 4, 24), kv_heads=kv_heads).problem(
+        torch.float32, needs_grad=True
+    )
+    expected = Oracle.of(make(problem))
     first = expected.run(native)
     assert expected.check(first).failures == ()
     again = expected.run(native)
@@ -123,21 +125,21 @@ def test_threads_that_share_a_key_head(kv_heads: int) -> None:
 
 def test_growing_scores() -> None:
     """Every block of keys raises the maximum, so that every block rescales the earlier sums."""
-    asked = Case("", Dense(), (1, 70, 1, 16)).problem(torch.float32, needs_grad=False)
-    asked = replace(asked, k_len=1000, scale=1.0, return_lse=True)
+    problem = Case("", Dense(), (1, 70, 1, 16)).problem(torch.float32, needs_grad=False)
+    problem = replace(problem, k_len=1000, scale=1.0, return_lse=True)
     k = torch.arange(1000.0).view(1, 1000, 1, 1).expand(1, 1000, 1, 16) / 64
-    example = replace(make(asked), q=torch.ones(1, 70, 1, 16), k=k)
+    example = replace(make(problem), q=torch.ones(1, 70, 1, 16), k=k)
     expected = Oracle.of(example)
     assert expected.check(expected.run(native)).failures == ()
 
 
 def test_refusals() -> None:
-    plain = problem(Dense(), 8)
+    plain = problem_of(Dense(), 8)
     assert native.refusals(plain) == []
     assert [str(r) for r in native.refusals(replace(plain, dtype=torch.float64))] == [
         "computes in bfloat16, float16, float32, not float64"
     ]
-    rates = problem(Dilated((64, 64), (9, 8)), 128)
+    rates = problem_of(Dilated((64, 64), (9, 8)), 128)
     reasons = [str(refusal) for refusal in native.refusals(rates)]
     assert reasons == [f"its dilation rates repeat every 72 tokens, over {PERIOD_LIMIT}"]
 
@@ -145,7 +147,7 @@ def test_refusals() -> None:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     library.build_digest.cache_clear()
-    (refusal,) = native.refusals(problem(Dense(), 8))
+    (refusal,) = native.refusals(problem_of(Dense(), 8))
     reason = "no-such-compiler is not on the PATH, and $CXX is 'no-such-compiler'"
     assert (refusal.code, refusal.text) == ("not_installed", f"needs a C++ compiler: {reason}")
     with pytest.raises(ImportError, match=re.escape(reason)):
@@ -155,9 +157,9 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A compiler of no time: it writes the library that is loaded already. And nothing is compiled or loaded yet.
+    """A compiler that copies the loaded library, with caches cleared as if none was compiled or loaded.
 
-    Where it is built is below the folder that is given, in the user's cache.
+    Gives the folder in the user's cache below which the library is built.
     """
     cxx = tmp_path / "c++"
     cxx.write_text(
@@ -174,8 +176,8 @@ def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def restarted() -> None:
     """As in a new process."""
-    for remembered in (library.build_digest, library._loaded, library._own_folder):
-        remembered.cache_clear()
+    for cached in (library.build_digest, library._loaded, library._own_folder):
+        cached.cache_clear()
 
 
 def trusted_before_and_after_a_call() -> list[bool]:
@@ -186,12 +188,12 @@ def trusted_before_and_after_a_call() -> list[bool]:
     return [before, library._trusted(library._path())]
 
 
-def test_it_is_compiled_once(copying_compiler: Path) -> None:
+def test_the_library_is_compiled_once(copying_compiler: Path) -> None:
     assert trusted_before_and_after_a_call() == [False, True]
     (found,) = (copying_compiler / "native").iterdir()
     assert found.suffix == ".so"
     assert trusted_before_and_after_a_call() == [True, True]
-    # One that others may have written is not loaded, but made again.
+    # A library that other users can write is not loaded, but compiled again.
     found.chmod(0o777)
     assert trusted_before_and_after_a_call() == [False, True]
 
@@ -233,16 +235,16 @@ def test_a_changed_default_device() -> None:
     assert expected.check(found).failures == ()
     nowhere = torch.empty(1, 8, 3, 4, device="meta")
     with pytest.raises(TypeError, match="plain tensors"):
-        native.run(nowhere, nowhere, nowhere, problem(Dense(), 8))
+        native.run(nowhere, nowhere, nowhere, problem_of(Dense(), 8))
 
 
 def test_a_failed_transform_leaves_no_state() -> None:
-    asked = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
-    expected = gate(asked)
+    problem = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
+    expected = gate(problem)
     native_tables.cache_clear()
 
     def loss(q: torch.Tensor) -> torch.Tensor:
-        result = native.run(q, expected.example.k, expected.example.v, asked)
+        result = native.run(q, expected.example.k, expected.example.v, problem)
         return result[0].sum()
 
     with pytest.raises(RuntimeError):
@@ -253,8 +255,10 @@ def test_a_failed_transform_leaves_no_state() -> None:
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 def test_hidden_tokens_may_hold_nan(dtype: torch.dtype) -> None:
     """NaN in padding and masked keys reaches neither results nor gradients."""
-    asked = Case("", CAUSAL, (2, 150, 4, 16), kv_heads=2, seq_lens=True, key_mask=True).problem(dtype, needs_grad=True)
-    expected = gate(asked)
+    problem = Case("", CAUSAL, (2, 150, 4, 16), kv_heads=2, seq_lens=True, key_mask=True).problem(
+        dtype, needs_grad=True
+    )
+    expected = gate(problem)
     example, grad = expected.example, expected.grad
     assert grad is not None
     padding = torch.arange(150) >= example.masks["seq_lens"][:, None]
@@ -271,20 +275,20 @@ def test_hidden_tokens_may_hold_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_visible_nan_reaches_the_result(dtype: torch.dtype, name: str) -> None:
-    asked = Case("", Dense(), (1, 70, 1, 16)).problem(dtype, needs_grad=False)
-    example = make(asked)
+    problem = Case("", Dense(), (1, 70, 1, 16)).problem(dtype, needs_grad=False)
+    example = make(problem)
     tensor: torch.Tensor = getattr(example, name)
     tensor[0, 3, 0, 5] = torch.nan
-    out, _ = native.run(example.q, example.k, example.v, asked)
+    out, _ = native.run(example.q, example.k, example.v, problem)
     assert out[0, 3].isnan().any()
     assert out.isnan().any(-1).all() or name == "q"
 
 
 def test_a_mask_changed_before_the_backward_pass_is_an_error() -> None:
-    asked = Case("", Dense(), (1, 12, 1, 8), key_mask=True).problem(torch.float32, needs_grad=True)
-    example = make(asked)
+    problem = Case("", Dense(), (1, 12, 1, 8), key_mask=True).problem(torch.float32, needs_grad=True)
+    example = make(problem)
     masks: dict[str, Any] = example.masks
-    out, _ = native.run(example.q, example.k, example.v, asked, **masks)
+    out, _ = native.run(example.q, example.k, example.v, problem, **masks)
     masks["key_mask"].fill_(True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), example.q)
@@ -292,15 +296,15 @@ def test_a_mask_changed_before_the_backward_pass_is_an_error() -> None:
 
 def test_large_scores_over_many_keys_in_bfloat16() -> None:
     """The maximum is the same in all blocks, so that no block rescales earlier sums."""
-    asked = Case("", Dense(), (1, 16, 1, 16)).problem(torch.bfloat16, needs_grad=False)
-    asked = replace(asked, k_len=20_000, scale=1.0, return_lse=True)
+    problem = Case("", Dense(), (1, 16, 1, 16)).problem(torch.bfloat16, needs_grad=False)
+    problem = replace(problem, k_len=20_000, scale=1.0, return_lse=True)
     q = torch.full((1, 16, 1, 16), 7.875).bfloat16()
     v = torch.randn(1, 20_000, 1, 16).bfloat16()
-    expected = Oracle.of(replace(make(asked), q=q, k=q[:, :1].expand(1, 20_000, 1, 16), v=v))
+    expected = Oracle.of(replace(make(problem), q=q, k=q[:, :1].expand(1, 20_000, 1, 16), v=v))
     assert expected.check(expected.run(native)).failures == ()
 
 
-def test_it_is_compiled_by_a_launcher(copying_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_compiled_by_a_launcher(copying_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ccache, cxx = (copying_compiler.parents[1] / name for name in ("ccache", "c++"))
     ccache.write_text('#!/bin/sh\necho "$1" >> "$0.log"\nexec "$@"\n')
     ccache.chmod(0o755)

@@ -221,7 +221,7 @@ def test_a_cluster_does_not_hide_evidence_on_the_other_side() -> None:
     assert choice(1010, [*cluster, other]).backend == "a"
 
 
-def test_evidence_can_be_added_to() -> None:
+def test_evidence_can_be_extended() -> None:
     evidence = Evidence(crossing(512))
     assert predict(problem_at(4096), evidence, (A, B)) == predict(problem_at(4096), crossing(512), (A, B))
     for each in crossing(4096):
@@ -269,7 +269,7 @@ def test_p95(count: int, expected: int) -> None:
     assert GroupRegret("", "", "", choices, 0).p95 == expected
 
 
-def test_regret_of_nothing() -> None:
+def test_regret_without_choices() -> None:
     assert leave_one_out([]) == []
     assert leave_one_out([decision(problem_at(64), {A: 1.0})]) == []
     assert total([]).to_dict()["mean"] is None
@@ -323,7 +323,7 @@ def foreign(problem: Mapping[str, Any]) -> Decision:
     able=st.sets(st.sampled_from(NAMES)),
     versions=st.none() | st.fixed_dictionaries({"a": st.sampled_from(["1", "2"])}),
 )
-def test_with_any_evidence_the_choice_is_able(
+def test_with_any_evidence_the_choice_is_an_able_candidate(
     problem: dict[str, Any], evidence: list[Decision], able: set[Name], versions: dict[str, str | None] | None
 ) -> None:
     found = predict(problem, evidence, able, versions)

@@ -60,7 +60,7 @@ def test_an_order_that_is_never_faster_has_no_threshold(factor: float) -> None:
         assert (found.tokens, found.high, found.low) == (None, None, LENGTHS[-1])
 
 
-def test_an_order_that_is_always_faster_pays_from_the_shortest_length() -> None:
+def test_an_order_that_is_always_faster_has_the_shortest_length_as_threshold() -> None:
     for seed in range(20):
         found = learned(planted(lambda n: 1.2, seed))
         assert found is not None
@@ -95,7 +95,7 @@ def test_between_two_lengths_the_factor_is_interpolated() -> None:
 @pytest.mark.parametrize(
     ("factors", "expected"),
     [
-        # POSSIBLE lengths do not move the threshold; it lies above those with NONE
+        # POSSIBLE lengths do not move the threshold; it is above those with NONE
         (((1, 1.5), (2, 1.2, 0.98, 1.3), (4, 1.5)), (1, None, 1)),
         (((1, 1.5), (2, 1.0, 0.979, 1.3), (4, 1.5)), (3, 2, 4)),
         (((1, 1.5), (2, 0.99, 0.985, 0.999), (4, 1.5)), (3, 2, 4)),
@@ -105,7 +105,7 @@ def test_between_two_lengths_the_factor_is_interpolated() -> None:
         (((1, 0.9), (2, 1.02, 1.01, 1.04), (4, 1.02, 1.02, 1.03)), (None, 4, None)),
         (((1, 0.9), (2, 1.02, 1.01, 1.04), (4, 1.03, 1.021, 1.04)), (2, 1, 2)),
         (((1, 1.5), (2, 0.9), (4, 1.015, 1.01, 1.02)), (None, 4, None)),
-        # POSSIBLE lengths before the first that pays: the threshold may lie among them
+        # POSSIBLE lengths before the first that pays: the threshold may be among them
         (((100, 0.9), (1000, 0.99, 0.985, 1.01), (10_000, 1.2)), (1128, 100, 10_000)),
         (((100, 0.9), (1000, 1.01, 0.985, 1.03), (10_000, 1.2)), (820, 100, 10_000)),
         (((1000, 1.01, 0.99, 1.03), (10_000, 1.2)), (1136, 1000, 10_000)),
@@ -115,7 +115,7 @@ def test_between_two_lengths_the_factor_is_interpolated() -> None:
         (((100, 1.5, 0.5, 3.0), (10_000, 2.5, 2.0, 3.0)), (1000, 100, 10_000)),
     ],
 )
-def test_where_the_threshold_lies(factors: Any, expected: tuple[int | None, int | None, int | None]) -> None:
+def test_thresholds_of_given_intervals(factors: Any, expected: tuple[int | None, int | None, int | None]) -> None:
     assert limits(*factors) == expected
 
 

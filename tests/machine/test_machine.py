@@ -102,7 +102,7 @@ def test_clock_in_the_name_does_not_make_it_a_model(tmp_path: Path) -> None:
         ("NO AVX", "x86_64", ()),
     ],
 )
-def test_torch_is_asked_without_cpuinfo(
+def test_torch_gives_the_capability_without_cpuinfo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, arch: str, sets: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -277,7 +277,7 @@ def test_cpu_advice(name: str) -> None:
     assert hardware.advise(replace(CPU, instruction_sets=("avx2", "avx512", "avx512_fp16"))).dtype == "float32"
 
 
-def test_gpu_silicon_ignores_what_is_not_silicon() -> None:
+def test_gpu_silicon_ignores_other_properties() -> None:
     other = replace(GPU, index=3, name="x", uuid=None, driver=None, total_bytes=GPU.total_bytes + 600 * MIB)
     assert hardware.silicon_of(other) == hardware.silicon_of(GPU)
     for change in ({"sm_count": 114}, {"capability": (8, 0)}, {"l2_bytes": None}, {"mig": True}):

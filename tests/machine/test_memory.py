@@ -111,8 +111,8 @@ def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert memory._address_space_left(tmp_path) is None
 
 
-def test_address_space_as_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the module that asks for it, which takes as long to load as the rest of the answer."""
+def test_address_space_from_files_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the module for it, which takes as long to load as the rest of the answer."""
     monkeypatch.setattr("os.sysconf", lambda name: 4096)
     write(tmp_path / "self" / "statm", "262144 100 50 1 0 200 0")
     write(tmp_path / "self" / "limits", limits_file(3 * GIB))
@@ -144,26 +144,26 @@ def meminfo(total: object, available: object) -> str:
 
 
 @linux
-def test_host_memory_is_what_psutil_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both read the same copy: what is free changes between two looks."""
+def test_host_memory_is_that_of_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both read the same copy: free memory changes between two readings."""
     text = Path("/proc/meminfo").read_text(encoding="ascii")
     write(tmp_path / "meminfo", text.strip())
     psutil = memory.host_psutil()
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    said = psutil.virtual_memory()
-    monkeypatch.setattr(memory, "host_psutil", lambda: pytest.fail("psutil was asked"))
-    assert memory.host_memory(tmp_path) == (said.total, said.available)
+    expected = psutil.virtual_memory()
+    monkeypatch.setattr(memory, "host_psutil", lambda: pytest.fail("psutil was called"))
+    assert memory.host_memory(tmp_path) == (expected.total, expected.available)
 
 
 @linux
-def test_mapped_memory_is_what_psutil_says() -> None:
+def test_mapped_memory_is_that_of_psutil() -> None:
     process = memory.host_psutil().Process()
-    before, said, after = (
+    before, expected, after = (
         memory._mapped_bytes(memory.PROC),
         process.memory_info().vms,
         memory._mapped_bytes(memory.PROC),
     )
-    assert min(before, after) <= said <= max(before, after)
+    assert min(before, after) <= expected <= max(before, after)
 
 
 @pytest.mark.usefixtures("roomy")
@@ -172,12 +172,12 @@ def test_mapped_memory_is_what_psutil_says() -> None:
     ["", "MemTotal: 5 kB", meminfo(5, 0), meminfo(5, 6), "MemTotal: 0 kB\nMemAvailable: 0 kB"],
     ids=["empty", "old", "none", "more-than-all", "hidden"],
 )
-def test_psutil_is_asked_where_the_file_does_not_say(tmp_path: Path, text: str) -> None:
+def test_psutil_is_used_if_the_file_lacks_the_numbers(tmp_path: Path, text: str) -> None:
     write(tmp_path / "meminfo", text)
     assert memory.host_memory(tmp_path) == (128 * GIB, 100 * GIB)
 
 
-def test_a_level_is_looked_at_once(tmp_path: Path) -> None:
+def test_a_level_is_read_once(tmp_path: Path) -> None:
     write(tmp_path / "self" / "cgroup", "0::/")
     assert list(memory.cgroup_levels("memory", tmp_path, tmp_path)) == [tmp_path]
     write(tmp_path / "self" / "cgroup", "0::/a/b")
@@ -186,7 +186,7 @@ def test_a_level_is_looked_at_once(tmp_path: Path) -> None:
 
 
 def test_cpu_memory_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was asked"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was called"))
     assert memory.available_bytes("cpu")
 
 
@@ -204,7 +204,7 @@ def test_cuda_available_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.available_bytes("cuda:0") == 85_045_018_624 // 2 - 2 * GIB
 
 
-def test_nvml_is_asked_about_the_right_one_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_reads_the_right_one_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, GTX1080, H100)
     fake_nvml(monkeypatch, {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}})
     cuda_memory(monkeypatch, free=None)
@@ -212,7 +212,7 @@ def test_nvml_is_asked_about_the_right_one_of_unequal_gpus(monkeypatch: pytest.M
     assert memory.available_bytes("cuda") == 70
 
 
-def test_nvml_knows_the_slice_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_reads_the_slice_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, SLICE)
     fake_nvml(monkeypatch, {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}})
     cuda_memory(monkeypatch, free=None)
@@ -227,7 +227,7 @@ def test_parent_board_memory_is_not_taken_for_the_slice(monkeypatch: pytest.Monk
         memory.available_bytes("cuda:0")
 
 
-def test_bad_device_lists_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_bad_device_lists_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, GTX1080, H100)
     with pytest.raises(InvalidInput, match=r"one of cpu, cuda:0, cuda:1; got 'cuda:2'"):
         memory.available_bytes("cuda:2")

@@ -90,7 +90,7 @@ for call in (lambda: None, lambda: touched(96), nested, lambda: touched(32)):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
-def test_cpu_peak_is_what_becomes_resident() -> None:
+def test_cpu_peak_is_the_memory_that_becomes_resident() -> None:
     done = processes.run(RESIDENT)
     assert [float(line) for line in done.stdout.split()] == pytest.approx([0, 96, 192, 32], abs=4)
 
@@ -113,12 +113,12 @@ def test_peak_is_none_for_other_devices() -> None:
     assert memory.peak_bytes(lambda: 7, torch.device("meta")) == (7, None)
 
 
-def test_peak_lets_errors_through() -> None:
+def test_peak_raises_errors_of_the_call() -> None:
     with pytest.raises(ZeroDivisionError):
         memory.peak_bytes(lambda: 1 / 0, CPU)
 
 
-def test_cuda_peak_is_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_peak_excludes_earlier_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     reset: list[torch.device] = []
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)

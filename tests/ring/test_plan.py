@@ -261,7 +261,7 @@ def test_plan_as_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_the_rate_is_that_of_the_nearest_decision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for length, ms in ((1024, 1.0), (16384, 100.0)):
         problem = problem_of((1, length, 8, 64), Dense(is_causal=True), torch.float32, CPU, kv_heads=4, backward=True)
-        keep(folder, problem, ms)
+        store_decision(folder, problem, ms)
     out, err = planned(capsys, f"{SMALL} --ranks 4 --json")
     rate = json.loads(out)["rate"]
     assert rate["operations"] == pytest.approx(8 * 16384 * 16385 / 2 * 64 * 14 / 0.1)
@@ -271,13 +271,13 @@ def test_the_rate_is_that_of_the_nearest_decision(folder: Path, capsys: pytest.C
 
 def test_a_call_that_is_mostly_overhead_gives_no_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     problem = problem_of((1, 16, 2, 8), Dense(is_causal=True), torch.float32, CPU, kv_heads=2, backward=True)
-    keep(folder, problem, 5.0)
+    store_decision(folder, problem, 5.0)
     out, err = planned(capsys, f"{SMALL} --ranks 4 --json")
     assert json.loads(out)["rate"] is None
     assert "no time is predicted" in err
 
 
-def keep(folder: Path, problem: Problem, median_ms: float) -> None:
+def store_decision(folder: Path, problem: Problem, median_ms: float) -> None:
     where, plain = silicon(problem.device), problem.to_dict()
     row = Row(backend="sdpa", order="natural", status="chosen", median_ms=median_ms)
     decision = Decision(

@@ -334,7 +334,7 @@ def without_gradients(order: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
-def test_no_gradients_unless_asked_for(ranks: Ranks, order: str, set_mode: Any) -> None:
+def test_no_gradients_unless_required(ranks: Ranks, order: str, set_mode: Any) -> None:
     set_mode("off")
     assert ranks.everywhere(without_gradients, order, ranks=2) == [(False, True)] * 2
 
@@ -351,7 +351,7 @@ def some_gradients(which: str) -> bool:
 
 
 @pytest.mark.parametrize("which", ["q", "k", "qv"])
-def test_gradients_of_some(ranks: Ranks, which: str, set_mode: Any) -> None:
+def test_gradients_of_some_inputs(ranks: Ranks, which: str, set_mode: Any) -> None:
     set_mode("off")
     assert all(ranks.everywhere(some_gradients, which, ranks=3))
 
@@ -375,7 +375,7 @@ def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: 
     ],
     ids=lambda case: case.id,
 )
-def test_what_no_query_sees_never_matters(ranks: Ranks, case: Case, exchange: str, set_mode: Any) -> None:
+def test_invisible_rows_reach_no_result(ranks: Ranks, case: Case, exchange: str, set_mode: Any) -> None:
     set_mode("off")
     example = with_hidden(gate(case.problem(torch.float32, needs_grad=True)).example, math.nan)
     layout = Layout(deal(case.shape[1], 2), ZIGZAG)

@@ -28,7 +28,7 @@ for number in range(3):
 
 
 def test_a_group_that_was_destroyed_is_dropped_with_the_next(tmp_path: Path) -> None:
-    """Its threads and connections would live on."""
+    """Otherwise its threads and connections would stay."""
     found = processes.run(ONE_AFTER_ANOTHER, str(tmp_path))
     assert found.stdout.splitlines() == ["1", "0 1", "0 0 1"]
 
@@ -49,7 +49,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_latest_groups_are_kept(tmp_path: Path) -> None:
+def test_the_latest_groups_stay_cached(tmp_path: Path) -> None:
     assert processes.run(MANY, str(tmp_path)).stdout == "True\n"
 
 

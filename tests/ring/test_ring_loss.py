@@ -1,4 +1,4 @@
-"""Ranks that die, hang or make no call: every other rank raises RankLost within the time-out, at each further call."""
+"""Ranks that crash, hang or make no call: every other rank raises RankLost within the time-out, at every later call."""
 
 from __future__ import annotations
 

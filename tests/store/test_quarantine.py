@@ -1,4 +1,4 @@
-"""What is kept out stays out, in every process and in no other version, whatever is wrong with the disk."""
+"""Quarantined versions are excluded in every process, other versions are not; damaged files and failing disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.quarantines import GROUP, entry, path_of, path_of_new
 # --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_added_is_found_in_later_processes(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_an_entry_is_found_in_later_processes(folder: Path, anew: Callable[[], Quarantine]) -> None:
     given = entry(kind="hung", provenance={"torch": "2"})
     for found in (Quarantine(folder, SILICON), Quarantine(folder, SILICON), anew()):
         if not place_of(folder, SILICON).exists():
@@ -31,16 +31,16 @@ def test_what_is_added_is_found_in_later_processes(folder: Path, anew: Callable[
 
 
 @pytest.mark.parametrize(
-    ("scope", "asked", "is_out"),
+    ("scope", "group", "is_out"),
     [("", "", True), ("", GROUP, True), (GROUP, GROUP, True), (GROUP, "", False), (GROUP, "f" * 12, False)],
 )
-def test_scopes(folder: Path, scope: str, asked: str, is_out: bool) -> None:
-    kept = Quarantine(folder, SILICON)
-    kept.add(entry(scope=scope))
-    assert (kept.find("made_up", "1", asked) is not None) is is_out
+def test_an_entry_applies_within_its_scope(folder: Path, scope: str, group: str, is_out: bool) -> None:
+    quarantined = Quarantine(folder, SILICON)
+    quarantined.add(entry(scope=scope))
+    assert (quarantined.find("made_up", "1", group) is not None) is is_out
     for backend, version in (("made_up", "2"), ("made_up", None), ("other", "1")):
-        assert kept.find(backend, version, asked) is None
-    assert Quarantine(folder, "cpu-other").find("made_up", "1", asked) is None
+        assert quarantined.find(backend, version, group) is None
+    assert Quarantine(folder, "cpu-other").find("made_up", "1", group) is None
 
 
 def test_a_backend_without_a_version(folder: Path, anew: Callable[[], Quarantine]) -> None:
@@ -49,7 +49,7 @@ def test_a_backend_without_a_version(folder: Path, anew: Callable[[], Quarantine
     assert anew().find("made_up", "") is None
 
 
-def test_groups_and_versions_lie_side_by_side(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_groups_and_versions_have_separate_entries(folder: Path, anew: Callable[[], Quarantine]) -> None:
     given = [entry(), entry(scope=GROUP), entry(version="2"), entry(backend="other")]
     for each in reversed(given):
         Quarantine(folder, SILICON).add(each)
@@ -61,22 +61,22 @@ def test_the_folder_is_read_once(folder: Path, anew: Callable[[], Quarantine]) -
     path = path_of(folder)
     content = path.read_bytes()
     path.unlink()
-    kept = anew()
-    assert kept.find("made_up", "1") is None
+    quarantined = anew()
+    assert quarantined.find("made_up", "1") is None
     path.write_bytes(content)
-    assert kept.find("made_up", "1") is None
-    kept.reread()
-    assert kept.find("made_up", "1") is not None
+    assert quarantined.find("made_up", "1") is None
+    quarantined.reread()
+    assert quarantined.find("made_up", "1") is not None
 
 
-def test_nothing_is_made_before_there_is_something(folder: Path) -> None:
+def test_no_folder_is_created_without_entries(folder: Path) -> None:
     assert Quarantine(folder, SILICON).find("made_up", "1") is None
     assert Quarantine(folder, SILICON).lift() == []
     assert silicons(folder) == []
     assert not folder.exists()
 
 
-def test_an_entry_of_another_silicon(folder: Path) -> None:
+def test_an_entry_of_another_silicon_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="cpu-other"):
         Quarantine(folder, SILICON).add(entry(silicon="cpu-other"))
 
@@ -91,7 +91,7 @@ def test_paths_stay_in_the_folder(name: str, folder: Path) -> None:
     assert path_of(folder).parent == folder / "quarantine" / SILICON
 
 
-def test_what_is_shown_is_one_line(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_reasons_and_titles_are_one_line(folder: Path, anew: Callable[[], Quarantine]) -> None:
     Quarantine(folder, SILICON).add(entry(reason="RuntimeError:\n  at \x1b[31m0x7", title="a\tb"))
     (found,) = anew().entries()
     assert (found.reason, found.title) == ("RuntimeError: at ?[31m0x7", "a b")
@@ -101,41 +101,43 @@ def test_what_is_shown_is_one_line(folder: Path, anew: Callable[[], Quarantine])
 
 
 @pytest.mark.parametrize(
-    ("name", "left"), [("made_up", ["other"]), (None, []), ("nobody", ["made_up", "made_up", "other"])]
+    ("name", "left"), [("made_up", ["other"]), (None, []), ("absent", ["made_up", "made_up", "other"])]
 )
-def test_lifting(folder: Path, name: str | None, left: list[str], anew: Callable[[], Quarantine]) -> None:
+def test_lifting_removes_entries(
+    folder: Path, name: str | None, left: list[str], anew: Callable[[], Quarantine]
+) -> None:
     given = [entry(), entry(scope=GROUP), entry(backend="other")]
     for each in given:
         Quarantine(folder, SILICON).add(each)
-    kept = Quarantine(folder, SILICON)
-    assert kept.lift(name) == [each for each in given if each.backend not in left]
-    for found in (kept, anew()):
+    quarantined = Quarantine(folder, SILICON)
+    assert quarantined.lift(name) == [each for each in given if each.backend not in left]
+    for found in (quarantined, anew()):
         assert [each.backend for each in found.entries()] == left
 
 
-def test_another_process_is_lifted_too(folder: Path, anew: Callable[[], Quarantine]) -> None:
-    kept = anew()
-    assert kept.entries() == []
+def test_entries_of_another_process_are_lifted(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    quarantined = anew()
+    assert quarantined.entries() == []
     mine = quarantine._tables.copy()
     anew().add(entry())
     quarantine._tables.update(mine)
-    assert [each.backend for each in kept.lift("made_up")] == ["made_up"]
+    assert [each.backend for each in quarantined.lift("made_up")] == ["made_up"]
     assert anew().entries() == []
 
 
-def test_what_cannot_be_removed_stays(
+def test_an_entry_that_cannot_be_removed_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    kept = Quarantine(folder, SILICON)
-    kept.add(entry())
+    quarantined = Quarantine(folder, SILICON)
+    quarantined.add(entry())
 
     def refuse(path: Path, missing_ok: bool) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "unlink", refuse)
     for _ in range(2):
-        assert kept.lift() == []
-    assert kept.find("made_up", "1") is not None
+        assert quarantined.lift() == []
+    assert quarantined.find("made_up", "1") is not None
     (text,) = warnings()
     assert "made_up stays in quarantine" in text
 
@@ -164,7 +166,7 @@ DAMAGED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_damage_is_ignored_and_said_once(
+def test_damage_is_ignored_with_one_warning(
     folder: Path, content: bytes, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
     Quarantine(folder, SILICON).add(entry())
@@ -189,14 +191,14 @@ def link(path: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("make", [pipe, link, lambda path, _: path.mkdir()], ids=["pipe", "link", "folder"])
 @pytest.mark.parametrize("suffix", [".json", ".mark"])
-def test_what_is_no_plain_file_is_not_opened(
+def test_only_plain_files_are_opened(
     make: Callable[[Path, Path], None],
     suffix: str,
     folder: Path,
     anew: Callable[[], Quarantine],
     warnings: Callable[[], list[str]],
 ) -> None:
-    """A pipe would be waited for."""
+    """Opening a pipe would block."""
     Quarantine(folder, SILICON).add(entry())
     there = path_of(folder).rename(folder / "elsewhere")
     make(path_of_new(folder, suffix), there)
@@ -219,27 +221,27 @@ def test_a_folder_that_cannot_be_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(target, refuse)
-        kept = Quarantine(folder, SILICON)
+        quarantined = Quarantine(folder, SILICON)
         for scope in ("", GROUP):
-            kept.add(entry(scope=scope))
+            quarantined.add(entry(scope=scope))
         (text,) = warnings()
         assert "for this process only" in text
-    kept.reread()
-    assert [each.scope for each in kept.entries()] == ["", GROUP]
+    quarantined.reread()
+    assert [each.scope for each in quarantined.entries()] == ["", GROUP]
     assert [path for path in folder.rglob("*") if path.is_file()] == []
     assert anew().entries() == []
 
 
-def test_what_could_not_be_written_can_be_lifted(folder: Path, warnings: Callable[[], list[str]]) -> None:
+def test_an_entry_that_could_not_be_written_is_lifted(folder: Path, warnings: Callable[[], list[str]]) -> None:
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("not a folder")
-    kept = Quarantine(folder, SILICON)
-    kept.add(entry())
-    assert kept.find("made_up", "1") is not None
+    quarantined = Quarantine(folder, SILICON)
+    quarantined.add(entry())
+    assert quarantined.find("made_up", "1") is not None
     with crash_marker(folder, SILICON, "made_up", "1", ""):
         pass
     assert Quarantine(folder, SILICON).sweep() == []
     folder.unlink()
-    assert len(kept.lift()) == 1
-    assert kept.find("made_up", "1") is None
+    assert len(quarantined.lift()) == 1
+    assert quarantined.find("made_up", "1") is None
     assert len(warnings()) == len({text.split(":")[0] for text in warnings()}) > 1

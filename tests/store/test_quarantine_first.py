@@ -1,4 +1,4 @@
-"""The first death keeps a version out for an hour; another one after that, for good."""
+"""The first crash quarantines a version for an hour; a second crash after that, permanently."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def die(folder: Path, at: datetime, token: int = 0, where: str = SILICON, **changes: Any) -> None:
-    """Leave the marker of a process that was killed in a trial begun then; its lock has gone with it."""
+def crash(folder: Path, at: datetime, token: int = 0, where: str = SILICON, **changes: Any) -> None:
+    """Write the marker of a process that was killed in a trial begun at `at`, without its lock."""
     values = {"backend": "made_up", "version": "1", "scope": "", **changes}
     marker = MarkerContent(
         **values, silicon=where, title="x", process=crash_markers._this_process(), locked=True, began=at.timestamp()
@@ -57,91 +57,91 @@ def die(folder: Path, at: datetime, token: int = 0, where: str = SILICON, **chan
     path.write_bytes(files.encode_checked(marker))
 
 
-def out(kept: Quarantine) -> Entry | None:
-    return kept.find("made_up", "1")
+def found_entry(quarantined: Quarantine) -> Entry | None:
+    return quarantined.find("made_up", "1")
 
 
-def test_the_first_death_counts_for_an_hour(
+def test_the_first_crash_quarantines_for_an_hour(
     folder: Path, clock: Clock, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
-    die(folder, START - MINUTE)
-    kept = anew()
-    first = out(kept)
+    crash(folder, START - MINUTE)
+    quarantined = anew()
+    first = found_entry(quarantined)
     assert first is not None
     assert first.until == "2026-01-01T13:00:00+00:00"
     (text,) = warnings()
     assert "quarantined until 2026-01-01 13:00 UTC" in text
     for after, is_out in ((HOUR - MINUTE, True), (HOUR, False), (30 * HOUR, False)):
         clock.now = START + after
-        for each in (kept, anew()):  # the process that runs on, too
-            assert (out(each) is not None) is is_out
+        for each in (quarantined, anew()):  # the process that runs on, too
+            assert (found_entry(each) is not None) is is_out
             assert bool(each.entries()) is is_out
 
 
-def test_the_second_death_counts_for_good(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+def test_the_second_crash_quarantines_permanently(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
     for number, after in enumerate((0 * HOUR, HOUR)):
         clock.now = START + after
-        die(folder, clock.now, number)
-        assert out(anew()) is not None
+        crash(folder, clock.now, number)
+        assert found_entry(anew()) is not None
     clock.now += 1000 * HOUR
-    found = out(anew())
+    found = found_entry(anew())
     assert found is not None
     assert found.until is None
     assert "an earlier process died likewise, recorded on 2026-01-01 12:00 UTC" in found.reason
     assert markers(folder) == []
 
 
-def test_many_kills_within_the_hour_are_one_death(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
-    """All ranks of a job at once; and trials that began before others knew."""
+def test_crashes_within_the_hour_count_once(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    """All ranks of a job at once, and trials that began before the first crash was recorded."""
     for rank in range(4):
-        die(folder, START - MINUTE, rank)
-    first = out(anew())
+        crash(folder, START - MINUTE, rank)
+    first = found_entry(anew())
     for number in range(30):
         clock.now = START + number * MINUTE
-        die(folder, clock.now, number)
-        assert out(anew()) == first
+        crash(folder, clock.now, number)
+        assert found_entry(anew()) == first
     clock.now = START + 2 * HOUR
-    die(folder, START + HOUR - MINUTE)  # found late
-    assert out(anew()) is None
+    crash(folder, START + HOUR - MINUTE)  # found late
+    assert found_entry(anew()) is None
     assert markers(folder) == []
 
 
-def test_versions_and_groups_have_deaths_of_their_own(
+def test_versions_and_groups_count_crashes_separately(
     folder: Path, clock: Clock, anew: Callable[[], Quarantine]
 ) -> None:
-    die(folder, START)
-    assert out(anew()) is not None
+    crash(folder, START)
+    assert found_entry(anew()) is not None
     clock.now = START + HOUR
-    die(folder, clock.now, version="2")
-    die(folder, clock.now, scope="a" * 12)
+    crash(folder, clock.now, version="2")
+    crash(folder, clock.now, scope="a" * 12)
     assert [each.until for each in anew().entries()] == ["2026-01-01T14:00:00+00:00"] * 2
 
 
-def test_lifting_forgets_the_first_death(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
-    die(folder, START)
-    assert out(anew()) is not None
+def test_lifting_removes_the_first_crash(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    crash(folder, START)
+    assert found_entry(anew()) is not None
     clock.now = START + 2 * HOUR
     assert [each.backend for each in anew().lift("made_up")] == ["made_up"]
-    die(folder, clock.now)
-    found = out(anew())
+    crash(folder, clock.now)
+    found = found_entry(anew())
     assert found is not None
     assert found.until is not None
 
 
-def test_a_wrong_clock_keeps_nothing_out_for_longer(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+def test_a_wrong_clock_does_not_extend_a_quarantine(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
     clock.now = START + 9000 * HOUR
-    die(folder, START)
-    assert out(anew()) is not None
+    crash(folder, START)
+    assert found_entry(anew()) is not None
     clock.now = START
-    assert out(anew()) is None
-    die(folder, START)
-    found = out(anew())
+    assert found_entry(anew()) is None
+    crash(folder, START)
+    found = found_entry(anew())
     assert found is not None
     assert found.until is None
 
 
-def test_what_is_known_otherwise_counts_for_good(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
-    """A result that was wrong, and what an earlier version of this package wrote."""
+def test_an_entry_without_an_end_is_permanent(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    """Entries of wrong results have none, nor have any that an earlier version of this package wrote."""
     Quarantine(folder, SILICON).add(entry(kind="died"))
     path = path_of(folder)
     written = msgspec.json.decode(path.read_bytes())["content"]
@@ -150,15 +150,15 @@ def test_what_is_known_otherwise_counts_for_good(folder: Path, clock: Clock, ane
     digest = sha256(content).hexdigest()
     path.write_bytes(msgspec.json.encode({"sha256": digest, "content": msgspec.Raw(content)}) + b"\n")
     clock.now += 1000 * HOUR
-    assert out(anew()) is not None
-    die(folder, clock.now)
-    found = out(anew())
+    assert found_entry(anew()) is not None
+    crash(folder, clock.now)
+    found = found_entry(anew())
     assert found is not None
     assert found.until is None
 
 
 @pytest.mark.parametrize("until", ["soon", "2026-01-01T13:00:00", "2026-01-01T13:00:00+00:00\n\x1b[31m"])
-def test_a_time_that_is_none(
+def test_an_invalid_end_is_damage(
     until: str, folder: Path, clock: Clock, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
     Quarantine(folder, SILICON).add(entry())
@@ -168,9 +168,9 @@ def test_a_time_that_is_none(
     assert text.startswith(f"ignored {path_of(folder)}: ")
 
 
-def test_it_is_shown_until_when(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_quarantine_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     where = silicon("cpu")
-    die(cache_folder(), START, where=where, backend="sdpa", version=registry.version_of(sdpa))
+    crash(cache_folder(), START, where=where, backend="sdpa", version=registry.version_of(sdpa))
     problem = Problem.of(*qkv(32), Dense())
     (row,) = (each.row for each in Request.of(problem).candidates if each.name == "sdpa")
     assert row is not None

@@ -62,7 +62,7 @@ def test_without_locks_processes_are_looked_up(folder: Path, anew: Callable[[], 
 
 
 @pytest.mark.usefixtures("unlockable")
-def test_without_locks_a_death_is_remembered(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_without_locks_a_crash_is_found(folder: Path, anew: Callable[[], Quarantine]) -> None:
     code = STARTED + "import errno, fcntl\ndef refuse(*_): raise OSError(errno.ENOLCK, '')\nfcntl.flock = refuse\n"
     trying = code + TRIED.removeprefix(STARTED).format("print(flush=True); time.sleep(60)")
     with start(folder, trying) as process:
@@ -70,7 +70,7 @@ def test_without_locks_a_death_is_remembered(folder: Path, anew: Callable[[], Qu
         process.stdout.readline()
         assert anew().entries() == []
         process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but still listed
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, but still listed
         assert anew().find("made_up", "1") is not None
 
 
@@ -102,28 +102,28 @@ def test_processes_that_cannot_be_looked_up(
         ({}, True),
     ],
 )
-def test_a_reboot_is_no_death(
+def test_a_reboot_is_no_crash(
     there: dict[str, str],
     is_out: bool,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     anew: Callable[[], Quarantine],
 ) -> None:
-    """A loss of power leaves the markers of all trials. A lock that is gone needs no age."""
+    """A loss of power leaves the markers of all trials. With a released lock the age does not count."""
     monkeypatch.setattr(crash_markers, "_machine", lambda: (HERE.namespace, "now", "here"))
     plant(folder, msgspec.structs.replace(HERE, **{"boot": "now", **there}), locked=True)
     assert (anew().find("made_up", "1") is not None) is is_out
     assert markers(folder) == []
 
 
-def test_a_marker_that_its_process_had_done_with(folder: Path, anew: Callable[[], Quarantine]) -> None:
-    """Seen at the moment it goes, left where files cannot be removed, or by a process that was killed just then."""
+def test_the_marker_of_a_finished_trial_is_removed(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Read just before its removal, left where files cannot be removed, or left by a process killed at that moment."""
     plant(folder, HERE, locked=True, note=b"over\n")
     assert anew().find("made_up", "1") is None
     assert markers(folder) == []
 
 
-def test_a_marker_that_another_process_took_note_of(folder: Path) -> None:
+def test_a_marker_that_another_process_has_removed(folder: Path) -> None:
     path = plant(folder, HERE, locked=True)
     handle = files.open_regular(path)
     path.unlink()
@@ -155,7 +155,7 @@ def test_a_damaged_marker(folder: Path, anew: Callable[[], Quarantine], warnings
     assert text.startswith(f"ignored {path}: ")
 
 
-def test_news_that_cannot_be_written_down_is_kept_as_a_marker(
+def test_a_crash_that_cannot_be_recorded_stays_as_a_marker(
     folder: Path, monkeypatch: pytest.MonkeyPatch, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
     plant(folder, HERE, locked=True)
@@ -174,7 +174,7 @@ def test_news_that_cannot_be_written_down_is_kept_as_a_marker(
 
 
 @pytest.mark.parametrize("target", ["os.fsync", "pathlib.Path.mkdir", "os.write"])
-def test_a_trial_goes_on_unmarked(
+def test_a_trial_runs_if_its_marker_cannot_be_written(
     target: str, folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     def refuse(*args: object, **options: object) -> None:
@@ -194,21 +194,21 @@ def test_a_trial_goes_on_unmarked(
 
 def test_trials_of_many_threads(folder: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    met = threading.Barrier(8)
+    barrier = threading.Barrier(8)
 
     def trial(name: str) -> None:
         for _ in range(5):
             with crash_marker(folder, SILICON, name, "1", "x"):
-                met.wait(60)
+                barrier.wait(60)
                 assert len(markers(folder)) == 8
-                met.wait(60)
+                barrier.wait(60)
 
     threads = [threading.Thread(target=trial, args=(f"made_up_{index}",)) for index in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not met.broken
+    assert not barrier.broken
     assert markers(folder) == []
     assert (crash_markers._own_markers, crash_markers._noted_signals) == ({}, set())
     assert len(os.listdir("/proc/self/fd")) == before

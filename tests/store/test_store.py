@@ -22,13 +22,13 @@ from tests.support.fakes import SILICON
 # --- reading and writing ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_put_is_got(folder: Path) -> None:
+def test_a_written_decision_is_read_back(folder: Path) -> None:
     given = decision(budget_ms=2000.0, elapsed_ms=12.5)
     assert Store(folder).put(given) == folder / "v2" / SILICON / GROUP / f"{KEY}.json"
     assert Store(folder).get(SILICON, GROUP, KEY) == given
 
 
-def test_the_later_one_holds(folder: Path) -> None:
+def test_a_later_decision_replaces_an_earlier_one(folder: Path) -> None:
     for choice, created in (("sdpa", "2025-01-01T00:00:00"), ("other", "2025-01-01T00:00:01")):
         Store(folder).put(decision(created=created, **chosen(choice)))
     found = Store(folder).get(SILICON, GROUP, KEY)
@@ -36,14 +36,14 @@ def test_the_later_one_holds(folder: Path) -> None:
     assert found.choice == "other"
 
 
-def test_nothing_is_there_at_first(folder: Path, warnings: Callable[[], list[str]]) -> None:
+def test_a_new_folder_has_no_decisions(folder: Path, warnings: Callable[[], list[str]]) -> None:
     assert Store(folder).get(SILICON, GROUP, KEY) is None
     assert list(Store(folder).all()) == []
     assert not folder.exists()
     assert warnings() == []
 
 
-def test_all_in_the_order_of_their_addresses(folder: Path) -> None:
+def test_all_is_sorted_by_address(folder: Path) -> None:
     given = [decision(silicon=s, key=k) for s in ("cpu-b", "cpu-a") for k in (OTHER, KEY)]
     for each in given:
         Store(folder).put(each)
@@ -51,7 +51,7 @@ def test_all_in_the_order_of_their_addresses(folder: Path) -> None:
     assert found == [("cpu-a", KEY), ("cpu-a", OTHER), ("cpu-b", KEY), ("cpu-b", OTHER)]
 
 
-def test_all_passes_over_damaged_files(folder: Path, warnings: Callable[[], list[str]]) -> None:
+def test_all_skips_damaged_files(folder: Path, warnings: Callable[[], list[str]]) -> None:
     plant(folder, b"{")
     Store(folder).put(decision(key=OTHER))
     assert [each.key for _, each in Store(folder).all()] == [OTHER]
@@ -91,7 +91,7 @@ def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> N
     assert not folder.exists()
 
 
-def test_a_clock_too_coarse_to_tell(folder: Path) -> None:
+def test_times_of_zero_are_stored(folder: Path) -> None:
     given = decision(
         candidates=(
             Row(backend="sdpa", order="natural", status="chosen", median_ms=0.0, low_ms=0.0, high_ms=0.0, rounds=1),
@@ -110,7 +110,7 @@ FAILURES: dict[str, str] = {"folder": "pathlib.Path.mkdir", "file": "tempfile.mk
 def test_a_folder_that_cannot_be_written(
     folder: Path, target: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    """The names of temporary files differ from one attempt to the next, what is said must not."""
+    """The names of temporary files differ between attempts, the warning must not."""
     attempts = count()
 
     def refuse(*args: object, **options: object) -> None:
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written(
 
 @pytest.mark.parametrize("target", ["os.replace", "os.fsync"])
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, MemoryError], ids=lambda kind: kind.__name__)
-def test_a_writer_that_is_stopped_leaves_the_old_file(
+def test_an_interrupted_write_leaves_the_old_file(
     folder: Path, target: str, stop: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Store(folder).put(decision())
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_the_old_file(folder: Path, monkeypatch: pytest.Monke
     assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
 
-def test_what_a_killed_writer_left_is_not_seen(folder: Path, warnings: Callable[[], list[str]]) -> None:
+def test_temporary_files_of_killed_writers_are_not_read(folder: Path, warnings: Callable[[], list[str]]) -> None:
     """Killed between writing and renaming: nothing cleans up."""
     killed = "import os\nos.replace = lambda *paths: os._exit(9)\n" + WRITER
     command = [sys.executable, "-c", killed, str(folder), "one", "1"]
@@ -167,13 +167,13 @@ def test_what_a_killed_writer_left_is_not_seen(folder: Path, warnings: Callable[
     assert warnings() == []
 
 
-def test_problems_that_were_missed_are_noted(folder: Path) -> None:
+def test_missed_problems_are_appended_to_the_file(folder: Path) -> None:
     for batch in (1, 2):
         problem_files.note_missed(folder, {"batch": batch})
     assert (folder / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
 
 
-def test_problems_that_cannot_be_noted(folder: Path, warnings: Callable[[], list[str]]) -> None:
+def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable[[], list[str]]) -> None:
     folder.write_text("not a folder")
     for _ in range(2):
         problem_files.note_missed(folder, {"batch": 1})
@@ -181,7 +181,7 @@ def test_problems_that_cannot_be_noted(folder: Path, warnings: Callable[[], list
     assert text.startswith("misses are not recorded: ")
 
 
-def test_files_are_as_open_as_the_users_others(tmp_path: Path) -> None:
+def test_files_have_default_permissions(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.touch()
     path = Store(tmp_path).put(decision())
@@ -189,7 +189,7 @@ def test_files_are_as_open_as_the_users_others(tmp_path: Path) -> None:
     assert path.stat().st_mode == plain.stat().st_mode
 
 
-def test_the_mask_may_change(tmp_path: Path) -> None:
+def test_a_changed_umask_applies_to_later_files(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         modes = []
@@ -237,7 +237,7 @@ def titles_seen(folder: Path, writers: list[subprocess.Popen[bytes]]) -> Iterato
     there = False
     while any(writer.poll() is None for writer in writers):
         found = Store(folder).get(SILICON, GROUP, KEY)
-        assert found is not None or not there, "a decision that was there is gone"
+        assert found is not None or not there, "a stored decision has disappeared"
         if found is not None:
             there = True
             yield found.title
@@ -259,10 +259,10 @@ def test_readers_see_whole_files_while_others_write(folder: Path, warnings: Call
     assert found.title.split()[1] == str(WRITES - 1)
 
 
-# --- where ------------------------------------------------------------------------------------------------------------
+# --- the cache folder -------------------------------------------------------------------------------------------------
 
 
-def test_the_folder_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "here"))
     assert settings.cache_folder() == tmp_path / "here"
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -271,7 +271,7 @@ def test_the_folder_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_the_folder_by_default(value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_folder(value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if value is None:
         monkeypatch.delenv("ATTN_DISPATCH_CACHE_DIR")
     else:

@@ -1,4 +1,4 @@
-"""What the cache folder may grow to, who clears it up, and how writers wait for one another."""
+"""The size limit of the cache folder, its clean-up, and the locks of writers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY = 86400
 
 
 def plant_many(folder: Path, count: int) -> list[Path]:
-    """Decisions of which the first has not been used for longest."""
+    """Decisions, the least recently used first."""
     paths = []
     for number in range(count):
         key = f"{number:020x}"
@@ -48,7 +48,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
 # --- size -------------------------------------------------------------------------------------------------------------
 
 
-def test_those_not_used_for_longest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_decisions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = plant_many(tmp_path, 20)
     bound(monkeypatch, 10)
     assert Store(tmp_path).get(SILICON, paths[0].parent.name, paths[0].stem) is not None
@@ -57,7 +57,7 @@ def test_those_not_used_for_longest_go(tmp_path: Path, monkeypatch: pytest.Monke
     assert set(files_in(tmp_path)) == {paths[0], *paths[-7:], written}
 
 
-def test_what_was_just_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_decision_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_many(tmp_path, 3)
     bound(monkeypatch, 0.5)
     written = Store(tmp_path).put(decision(key=OTHER))
@@ -65,25 +65,25 @@ def test_what_was_just_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert files_in(tmp_path) == [written]
 
 
-def test_within_the_bound_nothing_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_the_limit_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_many(tmp_path, 9)
     bound(monkeypatch, 10)
     Store(tmp_path).put(decision(key=OTHER))
     assert len(files_in(tmp_path)) == 10
 
 
-def test_the_size_is_looked_at_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = []
-    monkeypatch.setattr(files, "tidy", lambda *given, **named: looked.append(len(written)))
+def test_the_size_is_checked_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(files, "tidy", lambda *given, **named: checked.append(len(written)))
     monkeypatch.setattr("os.fsync", lambda handle: None)
     written: list[int] = []
     for number in range(2 * store.PUTS_PER_CLEANUP + 1):
         written.append(number)
         Store(tmp_path).put(decision(key=f"{number:020x}"))
-    assert looked == [1, store.PUTS_PER_CLEANUP + 1, 2 * store.PUTS_PER_CLEANUP + 1]
+    assert checked == [1, store.PUTS_PER_CLEANUP + 1, 2 * store.PUTS_PER_CLEANUP + 1]
 
 
-def test_others_may_clear_up_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_clean_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = plant_many(tmp_path, 6)
     real = os.stat
 
@@ -106,14 +106,14 @@ def test_others_may_clear_up_at_the_same_time(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "much", "1 MB"])
-def test_a_bound_that_is_none(tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_limit_is_refused(tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_MB", value)
     with pytest.raises(InvalidInput, match=r"ATTN_DISPATCH_CACHE_MB.*" + value):
         Store(tmp_path).put(decision())
     assert files_in(tmp_path) == []
 
 
-def test_use_is_noted_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_updates_the_file_time_once_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = plant_many(tmp_path, 1)
     times = []
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_use_is_noted_once_in_a_process(tmp_path: Path, monkeypatch: pytest.Monk
     assert times[1] == 10**18
 
 
-def test_use_that_cannot_be_noted(
+def test_a_file_time_that_cannot_be_updated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     (path,) = plant_many(tmp_path, 1)
@@ -137,12 +137,12 @@ def test_use_that_cannot_be_noted(
     assert warnings() == []
 
 
-# --- what killed writers leave ----------------------------------------------------------------------------------------
+# --- temporary files of killed writers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
 def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
-    """A time that has not come says nothing of the age."""
+    """A file time in the future gives no age."""
     left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd_123.tmp")
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half a")
@@ -154,7 +154,7 @@ def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_time_that_has_not_come_does_not_win(tmp_path: Path) -> None:
+def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
     ahead = (datetime.now(UTC) + timedelta(days=900)).isoformat()
     wrong = decision(created=ahead, candidates=(Row(backend="sdpa", order="natural", status="chosen", measured=ahead),))
     path = Store(tmp_path).path(SILICON, GROUP, KEY)
@@ -173,7 +173,7 @@ def row(backend: str, status: str) -> Row:
     return Row(backend=backend, order="natural", status=status, median_ms=1.0, measured="2025-01-01T00:00:00")
 
 
-def test_writers_of_one_key_do_not_lose_each_others_rows(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_key_lose_no_rows(tmp_path: Path) -> None:
     def write(name: str) -> None:
         for number in range(10):
             mine = decision(choice=f"{name}{number}", candidates=(row(f"{name}{number}", "chosen"),))
@@ -189,7 +189,7 @@ def test_writers_of_one_key_do_not_lose_each_others_rows(tmp_path: Path) -> None
     assert {each.backend for each in found.candidates} == {f"{name}{number}" for name in "abcd" for number in range(10)}
 
 
-def test_a_writer_that_holds_on_is_not_waited_for_long(
+def test_a_held_lock_is_waited_for_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(files, "LOCK_S", 0.05)
@@ -203,7 +203,7 @@ def test_a_writer_that_holds_on_is_not_waited_for_long(
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get)
-def test_folders_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int, how: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -213,7 +213,7 @@ def test_folders_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.Mo
     assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
 
 
-def test_something_else_in_place_of_the_lock(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_the_lock(tmp_path: Path) -> None:
     folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
     (folder / files.LOCK).mkdir(parents=True)
     assert Store(tmp_path).put(decision()) is not None
@@ -224,7 +224,7 @@ def test_a_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert Store(tmp_path).put(decision()) is not None
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     path = Store(tmp_path).path(SILICON, GROUP, KEY)
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
@@ -240,23 +240,23 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, warnings: C
 # --- problems that were missed ----------------------------------------------------------------------------------------
 
 
-def test_a_problem_is_noted_once_in_a_process(tmp_path: Path) -> None:
+def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
     for batch in (1, 2, 1):
         note_missed(tmp_path, {"batch": batch})
     assert (tmp_path / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
 
 
-def test_a_huge_file_of_misses_is_cut_down(tmp_path: Path) -> None:
+def test_a_huge_file_of_misses_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / problem_files.MISSED
     path.touch()
-    os.truncate(path, 1 << 33)  # takes no room
+    os.truncate(path, 1 << 33)  # sparse
     with path.open("ab") as file:
         file.write(b"\n")
     note_missed(tmp_path, {"batch": 7})
     assert path.read_text() == '{"batch":7}\n'
 
 
-def test_the_older_half_of_the_misses_goes(tmp_path: Path) -> None:
+def test_the_older_half_of_the_misses_is_removed(tmp_path: Path) -> None:
     path = tmp_path / problem_files.MISSED
     for number in range(1100):
         note_missed(tmp_path, {"number": number, "text": "x" * 1000})

@@ -1,4 +1,4 @@
-"""Whatever a file of a decision holds, and whatever stands in its place: a miss, said once."""
+"""Damaged files of decisions, and other things in their place: a miss, with one warning."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ DAMAGED: dict[str, bytes] = {
 }
 
 
-def test_the_damage_is_damage() -> None:
+def test_every_damaged_content_differs() -> None:
     assert all(content != WHOLE for content in DAMAGED.values())
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_damage_is_a_miss_and_said_once(folder: Path, content: bytes, warnings: Callable[[], list[str]]) -> None:
+def test_damage_is_a_miss_with_one_warning(folder: Path, content: bytes, warnings: Callable[[], list[str]]) -> None:
     path = plant(folder, content)
     for _ in range(2):
         assert Store(folder).get(SILICON, GROUP, KEY) is None
@@ -104,7 +104,7 @@ def test_a_file_in_place_of_the_folder(folder: Path, warnings: Callable[[], list
     assert "decisions are not stored" in text
 
 
-def test_links_in_a_circle_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
+def test_a_circular_link_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
     folder.symlink_to(folder)
     for _ in range(2):
         assert Store(folder).get(SILICON, GROUP, KEY) is None

@@ -1,4 +1,4 @@
-"""`attn-dispatch export` and `import`: what is kept here, there too; what others wrote is not trusted."""
+"""`attn-dispatch export` and `import`: decisions are copied unchanged, and files of others are checked."""
 
 from __future__ import annotations
 
@@ -47,34 +47,34 @@ def run(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) ->
 Run = Callable[..., tuple[int, str]]
 
 
-def keep(*decisions: Decision) -> None:
+def store_all(*decisions: Decision) -> None:
     for each in decisions:
         assert Store(cache_folder()).put(each) is not None
 
 
-def kept() -> dict[str, bytes]:
+def stored_files() -> dict[str, bytes]:
     folder = cache_folder()
     return {str(path.relative_to(folder)): path.read_bytes() for path in files_in(folder)}
 
 
-def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def use_cache_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(folder))
 
 
-# --- there and back ---------------------------------------------------------------------------------------------------
+# --- export and import ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["{folder}/bundle.json", "memory://attn/{folder}.json", "file://{folder}/b.json"])
 def test_an_import_of_an_export_is_the_original(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    keep(*GIVEN)
+    store_all(*GIVEN)
     name = place.format(folder=tmp_path)
     code, out = run("export", name)
     assert code == 0
     assert f"3 decisions from {cache_folder()} written to {name}" in out
-    before = kept()
-    elsewhere(monkeypatch, tmp_path / "elsewhere")
+    before = stored_files()
+    use_cache_folder(monkeypatch, tmp_path / "elsewhere")
     code, out = run("import", name, "--json")
     plain = json.loads(out)
     assert code == 0
@@ -84,15 +84,15 @@ def test_an_import_of_an_export_is_the_original(
         "unchanged": 0,
         "refused": 0,
     }
-    assert kept() == before
+    assert stored_files() == before
     assert json.loads(run("import", name, "--json")[1])["unchanged"] == 3
 
 
 def test_the_same_decisions_make_the_same_bytes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = tmp_path / "one.json", tmp_path / "other.json"
     for path, order in zip(paths, (1, -1)):
-        elsewhere(monkeypatch, tmp_path / path.stem)
-        keep(*GIVEN[::order])
+        use_cache_folder(monkeypatch, tmp_path / path.stem)
+        store_all(*GIVEN[::order])
         run("export", path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     addresses = [(each["silicon"], each["key"]) for each in json.loads(paths[0].read_bytes())["decisions"]]
@@ -103,33 +103,33 @@ def test_the_same_decisions_make_the_same_bytes(run: Run, tmp_path: Path, monkey
     ("options", "count"),
     [((), 3), (("--silicon", SILICON), 2), (("--key", "FF"), 1), (("--silicon", "cpu-o", "--key", KEY[:3]), 1)],
 )
-def test_what_is_exported(run: Run, tmp_path: Path, options: tuple[str, ...], count: int) -> None:
-    keep(*GIVEN)
+def test_options_select_the_exported_decisions(run: Run, tmp_path: Path, options: tuple[str, ...], count: int) -> None:
+    store_all(*GIVEN)
     code, out = run("export", tmp_path / "bundle.json", *options, "--json")
     assert code == 0
     assert json.loads(out)["decisions"] == count
     assert len(read_bundle((tmp_path / "bundle.json").read_bytes())) == count
 
 
-def test_nothing_is_meant(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(*GIVEN)
+def test_an_export_without_decisions_fails(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_all(*GIVEN)
     assert cli.main(["export", str(tmp_path / "bundle.json"), "--key", "abc"]) == 1
     assert "no decision in" in capsys.readouterr().err
     assert not (tmp_path / "bundle.json").exists()
 
 
 def test_single_files_and_folders(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(*GIVEN)
-    folder, before = cache_folder(), kept()
+    store_all(*GIVEN)
+    folder, before = cache_folder(), stored_files()
     (folder / "missed.jsonl").write_text("{}\n")
     (folder / "v2" / ".half.json").write_text("{")
     single = tmp_path / "single.json"
     single.write_bytes(encode(GIVEN[0]))
-    elsewhere(monkeypatch, tmp_path / "elsewhere")
+    use_cache_folder(monkeypatch, tmp_path / "elsewhere")
     code, out = run("import", single, folder)
     assert code == 0
     assert [line.split()[1:] for line in out.splitlines()[1:3]] == [["1", "0", "0", "0"], ["2", "0", "1", "0"]]
-    assert kept() == before
+    assert stored_files() == before
 
 
 def test_imports_in_any_order(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,9 @@ def test_imports_in_any_order(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
         urls[-1].write_bytes(write_bundle([given]))
     results = []
     for order in (1, -1):
-        elsewhere(monkeypatch, tmp_path / str(order))
+        use_cache_folder(monkeypatch, tmp_path / str(order))
         assert run("import", *urls[::order])[0] == 0
-        results.append(kept())
+        results.append(stored_files())
     assert results[0] == results[1]
     (plain,) = map(json.loads, results[0].values())
     assert (plain["choice"], plain["a"], plain["b"]) == ("plugin", 1, 2)
@@ -189,39 +189,39 @@ PARTLY: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "reason"), WHOLLY.values(), ids=WHOLLY)
-def test_a_file_that_is_refused(run: Run, tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_damaged_file_is_refused(run: Run, tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "good.json").write_bytes(encode(decision()))
     (tmp_path / "bad.json").write_bytes(content)
     code, out = run("import", tmp_path / "bad.json", tmp_path / "good.json", "--json")
     plain = json.loads(out)
     assert code == 1
     assert (plain["added"], plain["refused"]) == (1, 1)
-    (told,) = plain["sources"][0]["reasons"]
-    assert told["what"] == str(tmp_path / "bad.json")
-    assert reason in told["reason"]
+    (refusal,) = plain["sources"][0]["reasons"]
+    assert refusal["what"] == str(tmp_path / "bad.json")
+    assert reason in refusal["reason"]
 
 
 @pytest.mark.parametrize(("content", "reason"), PARTLY.values(), ids=PARTLY)
-def test_a_decision_that_is_refused(run: Run, tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_damaged_decision_is_refused(run: Run, tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "bundle.json").write_bytes(bundle(encode(decision()), content))
     code, out = run("import", tmp_path / "bundle.json", "--json")
     plain = json.loads(out)
     assert code == 1
     assert (plain["added"], plain["refused"]) == (1, 1)
     assert reason in plain["sources"][0]["reasons"][0]["reason"]
-    assert list(kept()) == [f"v2/{SILICON}/{GROUP}/{KEY}.json"]
+    assert list(stored_files()) == [f"v2/{SILICON}/{GROUP}/{KEY}.json"]
     assert set(files_in(tmp_path)) == {tmp_path / "bundle.json", *files_in(cache_folder())}
 
 
 @pytest.mark.parametrize("title", ["C:\\u001b \\\\b\tline\nline Ω", "\x1b]0;owned\x07", "\x9b2J"])
-def test_any_title_goes_there_and_back_and_is_shown_in_print(
+def test_any_title_is_exported_imported_and_shown_printable(
     run: Run, tmp_path: Path, title: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = decision().candidates
     given = decision(title=title, provenance={"name": title}, candidates=(first, replace(second, reason=title)))
-    keep(given)
+    store_all(given)
     assert run("export", tmp_path / "bundle.json")[0] == 0
-    elsewhere(monkeypatch, tmp_path / "there")
+    use_cache_folder(monkeypatch, tmp_path / "there")
     assert run("import", tmp_path / "bundle.json")[0] == 0
     assert [each for _, each in Store(cache_folder()).all()] == [given]
     for options in ((), ("--key", KEY)):
@@ -232,7 +232,7 @@ def test_any_title_goes_there_and_back_and_is_shown_in_print(
 
 
 def test_a_whole_cache_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(*GIVEN)
+    store_all(*GIVEN)
     entry = Entry(
         backend="made_up", version="1", silicon=SILICON, kind="incorrect", reason="dq is wrong", title="dense"
     )
@@ -240,13 +240,13 @@ def test_a_whole_cache_folder(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     (cache_folder() / "native").mkdir()
     (cache_folder() / "native" / "built.json").write_text("{}")
     source = cache_folder()
-    elsewhere(monkeypatch, tmp_path / "there")
+    use_cache_folder(monkeypatch, tmp_path / "there")
     code, out = run("import", source, "--json")
     assert (code, json.loads(out)["added"]) == (0, len(GIVEN))
-    assert run("import", source / "quarantine")[0] == 1  # what is named is meant
+    assert run("import", source / "quarantine")[0] == 1  # a folder that is named is not skipped
 
 
-def test_a_refusal_is_told_in_words(run: Run, tmp_path: Path) -> None:
+def test_a_refusal_has_a_text(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_bytes(bundle(canonical(written(title="\x1b"))))
     code, out = run("import", tmp_path / "bad.json", tmp_path / "absent.json")
     assert code == 1
@@ -256,22 +256,22 @@ def test_a_refusal_is_told_in_words(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing://there", "http://127.0.0.1:9/bundle.json", "memory://absent.json", "://"])
-def test_a_url_that_leads_nowhere(run: Run, name: str) -> None:
+def test_an_unreachable_url_is_refused(run: Run, name: str) -> None:
     code, out = run("import", name, "--json")
     assert code == 1
     assert json.loads(out)["sources"][0]["reasons"][0]["reason"]
 
 
-def test_a_file_that_is_too_large(run: Run, tmp_path: Path) -> None:
+def test_a_too_large_file_is_refused(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     with path.open("wb") as file:
-        file.truncate(urls.MAX_BYTES + 1)  # takes no room
+        file.truncate(urls.MAX_BYTES + 1)  # sparse
     code, out = run("import", path)
     assert code == 1
     assert f"{urls.MAX_BYTES + 1} bytes, over {urls.MAX_BYTES}" in out
 
 
-def test_a_url_that_is_too_large(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_large_url_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "large.json").write_bytes(BUNDLE)
     monkeypatch.setattr(urls, "MAX_BYTES", len(BUNDLE) - 1)
     code, out = run("import", f"file://{tmp_path}/large.json")
@@ -293,14 +293,14 @@ def test_a_folder_that_cannot_be_written(run: Run, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("place", ["absent/bundle.json", "", "nothing://there"])
 def test_a_place_that_cannot_be_written(run: Run, tmp_path: Path, place: str, capsys: Any) -> None:
-    keep(*GIVEN)
+    store_all(*GIVEN)
     assert cli.main(["export", place if "://" in place else f"{tmp_path}/{place}"]) == 1
     assert "cannot be written: " in capsys.readouterr().err
     assert set(tmp_path.iterdir()) == {cache_folder()}
 
 
 def test_a_link_stays_a_link(run: Run, tmp_path: Path) -> None:
-    keep(*GIVEN)
+    store_all(*GIVEN)
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
     assert run("export", tmp_path / "link.json")[0] == 0
     assert (tmp_path / "link.json").is_symlink()
@@ -308,7 +308,7 @@ def test_a_link_stays_a_link(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_written_to_and_not_replaced(run: Run, tmp_path: Path) -> None:
-    keep(*GIVEN)
+    store_all(*GIVEN)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -326,12 +326,12 @@ def test_wrong_usage(arguments: list[str]) -> None:
     assert stop.value.code == 2
 
 
-def test_bundles_in_bundles_are_decisions_without_a_key() -> None:
+def test_a_bundle_in_a_bundle_is_refused() -> None:
     (found,) = read_bundle(bundle(BUNDLE))
     assert isinstance(found, Refused)
 
 
-def test_damage_has_one_name() -> None:
+def test_a_damaged_bundle_raises_damaged() -> None:
     with pytest.raises(Damaged):
         read_bundle(b'{"schema":2,"decisions":3}')
 

@@ -32,7 +32,7 @@ FOREIGN = [
     # Another name at the right level.
     *(f"{IN_GROUP}/{name}.json" for name in (KEY[:-1], KEY + "0", KEY.upper(), f"{KEY}.old", f".{KEY}")),
     *(f"{IN_GROUP}/{KEY}{suffix}" for suffix in (".json.bak", ".JSON", "", ".tmp")),
-    # What other programs call what they have not finished.
+    # Temporary files of other programs.
     *(f"{IN_GROUP}/{name}" for name in (".0123-abc.tmp", f".{KEY}.tmp", f".{KEY}-ABCD1234.tmp", "tmpabcd_123.tmp")),
     f"{SILICON}/.{KEY}-abcd_123.tmp",
     f".{KEY}-abcd_123.tmp",
@@ -68,7 +68,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_room")
-def test_what_is_somebody_elses_stays(tmp_path: Path) -> None:
+def test_foreign_files_stay(tmp_path: Path) -> None:
     cache, outside = tmp_path / "cache", tmp_path / "outside"
     root = Store(cache).root
     own = [plant(Store(cache).path(SILICON, GROUP, key), encode(decision(key=key))) for key in KEYS]
@@ -93,7 +93,7 @@ def test_what_is_somebody_elses_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("little_room")
-def test_no_store_is_cleared_up_through_a_link(tmp_path: Path) -> None:
+def test_clean_up_does_not_follow_a_link(tmp_path: Path) -> None:
     path = plant(Store(tmp_path / "other").path(SILICON, GROUP, KEY))
     link(tmp_path / "cache" / "v2", tmp_path / "other" / "v2")
     files.tidy(tmp_path / "cache" / "v2", LEVELS, 1.0, keep=tmp_path)
@@ -155,7 +155,7 @@ def test_a_link_in_place_of_a_file_is_replaced_or_refused(
 
 
 @pytest.mark.parametrize("linked", ["quarantine", f"quarantine/{SILICON}"])
-def test_a_linked_quarantine_is_left_alone(
+def test_a_linked_quarantine_is_not_changed(
     linked: str, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, outside = tmp_path / "cache", tmp_path / "outside"
@@ -163,14 +163,14 @@ def test_a_linked_quarantine_is_left_alone(
     marker = plant(outside / path_of_new(cache, ".mark").relative_to(cache / linked), b"half a line")
     link(cache / linked, outside)
     before = everything(outside)
-    kept = Quarantine(cache, SILICON)
+    quarantined = Quarantine(cache, SILICON)
     with crash_marker(cache, SILICON, "made_up", "1", "x"):
         assert everything(outside) == before
-    assert kept.entries() == []
-    kept.add(entry())
+    assert quarantined.entries() == []
+    quarantined.add(entry())
     assert everything(outside) == before
     plant(outside / (place / f"{path_of_new(cache, '.json').name}").relative_to(cache / linked))
-    assert kept.lift() == []
+    assert quarantined.lift() == []
     assert everything(outside) - before
     assert marker.exists()
     assert all("symbolic link" in text for text in warnings())

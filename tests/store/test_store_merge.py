@@ -1,4 +1,4 @@
-"""Merging decisions: no order of copying matters, no candidate is lost, and what one decision said of itself holds."""
+"""Merging decisions: the order of copying does not matter, no candidate is lost, statuses within a decision stay."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_order_through_files(given: list[Decision]) -> None:
 
 
 @given(four)
-def test_what_a_merge_is(given: list[Decision]) -> None:
+def test_a_merge_has_all_rows_and_one_choice(given: list[Decision]) -> None:
     a, b, *_ = given
     found = merge(a, b)
     names = {(row.backend, row.order) for one in (a, b) for row in one.candidates}
@@ -133,7 +133,7 @@ def statuses(one: Decision) -> dict[str, str]:
     return {each.backend: each.status for each in one.candidates}
 
 
-def test_rows_that_the_later_one_does_not_mention_are_kept() -> None:
+def test_rows_absent_from_the_later_decision_stay() -> None:
     old = of(1, row("a", "chosen", 1, 1.0), row("plugin", "slower", 1, 5.0), row("gone", "failed", 1, reason="broke"))
     new = of(2, row("a", "slower", 2, 3.0), row("b", "chosen", 2, 2.0), title="new")
     found = merge(old, new)
@@ -152,8 +152,8 @@ def test_a_later_row_in_an_earlier_decision() -> None:
     assert next(each.median_ms for each in found.candidates if each.backend == "a") == 4.0
 
 
-def test_what_a_decision_says_of_its_own_rows_holds() -> None:
-    """Paired samples can tell more than two intervals do."""
+def test_statuses_within_one_decision_stay() -> None:
+    """Paired samples resolve more than two intervals do."""
     fresh = of(2, row("b", "slower", 2, 1.01, ratio=1.01, reason="by a little"), row("a", "chosen", 2, 1.0))
     old = of(1, row("a", "tie", 1, 1.0), row("b", "chosen", 1, 1.0))
     assert merge(old, fresh) == fresh
@@ -163,7 +163,7 @@ def test_what_a_decision_says_of_its_own_rows_holds() -> None:
     assert [(each.ratio, each.reason) for each in more.candidates] == [(None, "")] * 3
 
 
-def test_a_choice_that_a_later_row_rules_out_comes_back_with_a_later_one() -> None:
+def test_a_ruled_out_choice_returns_with_a_later_row() -> None:
     header = of(3, row("a", "chosen", 1, 1.0), row("b", "slower", 1, 3.0), row("c", "slower", 1, 2.0))
     failed = of(2, row("a", "failed", 2), row("b", "chosen", 1, 3.0))
     found = merge(header, failed)
@@ -173,7 +173,7 @@ def test_a_choice_that_a_later_row_rules_out_comes_back_with_a_later_one() -> No
     assert (again.choice, again.preferred) == ("a", None)
 
 
-def test_each_rules_out_the_others_choice() -> None:
+def test_two_decisions_that_rule_out_each_others_choice() -> None:
     a = of(2, row("a", "chosen", 1, 1.0), row("b", "failed", 2))
     b = of(1, row("a", "failed", 2), row("b", "chosen", 1, 1.0))
     assert (merge(a, b).choice, merge(b, a).choice) == ("", "")

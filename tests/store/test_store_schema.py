@@ -1,4 +1,4 @@
-"""Files of other versions: what a later one adds is carried along."""
+"""Files of other versions: fields that a later version adds are preserved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_unknown_fields_are_read_and_written_back(tmp_path: Path, warnings: Call
     assert warnings() == []
 
 
-def test_unknown_fields_outlive_what_an_older_version_puts(tmp_path: Path) -> None:
+def test_unknown_fields_stay_after_a_write_by_an_older_version(tmp_path: Path) -> None:
     path = plant(tmp_path, LATER)
     fresh = decision(created="2026-01-01T00:00:00.000000+00:00", title="fresh")
     Store(tmp_path).put(fresh)
@@ -40,14 +40,14 @@ def test_unknown_fields_outlive_what_an_older_version_puts(tmp_path: Path) -> No
     assert [row.get("joules") for row in plain["candidates"]] == [3, None]
 
 
-def test_an_unknown_field_cannot_take_the_place_of_a_known_one() -> None:
+def test_an_unknown_field_cannot_replace_a_known_one() -> None:
     row = Row(backend="sdpa", order="natural", status="chosen", extra={"status": "failed"})
     given = decision(candidates=(row,), extra={"key": OTHER, "checksum": "0"})
     assert to_plain(given) == to_plain(replace(given, candidates=(replace(row, extra={}),), extra={}))
 
 
 def test_rows_without_a_time_are_as_old_as_their_decision(tmp_path: Path) -> None:
-    """Each way round, so that no order of bytes can stand in for it."""
+    """Both ways round, so that the order of their bytes does not decide."""
     for first, then in ((1.0, 2.0), (2.0, 1.0)):
         row = decision().candidates[0]
         for month, median in enumerate((first, then), 1):
@@ -75,9 +75,7 @@ def test_another_number_is_another_content() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_could_not_be_read_back_is_not_written(
-    tmp_path: Path, value: float, warnings: Callable[[], list[str]]
-) -> None:
+def test_an_unreadable_decision_is_not_written(tmp_path: Path, value: float, warnings: Callable[[], list[str]]) -> None:
     row = replace(decision().candidates[0], error=value)
     for _ in range(2):
         assert Store(tmp_path).put(decision(candidates=(row,))) is None

@@ -42,7 +42,7 @@ def test_shipped_decisions(package: Path) -> None:
     assert folder.shipped(SILICON) == {KEY: given, OTHER: decision(key=OTHER, source="shipped")}
 
 
-def test_nothing_is_shipped_for_most(package: Path, warnings: Callable[[], list[str]]) -> None:
+def test_most_machines_have_no_shipped_profile(package: Path, warnings: Callable[[], list[str]]) -> None:
     assert folder.shipped(SILICON) == {}
     assert warnings() == []
 
@@ -73,12 +73,12 @@ def test_a_shipped_profile_that_is_damaged(package: Path, warnings: Callable[[],
     assert "ignored the shipped profile" in text
 
 
-def test_only_profiles_are_shipped(package: Path) -> None:
+def test_files_outside_the_package_are_not_read(package: Path) -> None:
     (package.parent / "secret.json").write_bytes(write_bundle([decision()]))
     assert folder.shipped("../secret") == {}
 
 
-def test_the_real_package_is_looked_into() -> None:
+def test_the_installed_package_is_searched() -> None:
     assert folder.shipped(SILICON) == {}
 
 
@@ -92,7 +92,7 @@ def rows(choice: str) -> tuple[Row, ...]:
     )
 
 
-def test_shipped_decisions_lie_beneath_the_users(package: Path) -> None:
+def test_stored_decisions_take_precedence_over_shipped_ones(package: Path) -> None:
     x = torch.zeros(1, 8, 1, 4)
     problem = Problem.of(x, x, x)
     where = silicon(problem.device)

@@ -72,7 +72,7 @@ def test_rows_drawn_must_be_right_and_all_there() -> None:
         checked(found, worse)
 
 
-def test_faults_are_what_was_asked_for_and_always_the_same() -> None:
+def test_faults_are_of_every_kind_and_repeatable() -> None:
     found = ring_faults.faults(200, 0)
     assert len(found) == 200
     assert found == ring_faults.faults(200, 0) != ring_faults.faults(200, 1)
@@ -97,7 +97,7 @@ RIGHT = ("right", "")
         ("memory", [("raised", "BackendFailed"), ("not a number", "dk"), RIGHT], ""),
     ],
 )
-def test_what_should_not_be_is_seen(kind: str, answers: list[tuple[str, str]], what: str) -> None:
+def test_unexpected_outcomes_are_detected(kind: str, answers: list[tuple[str, str]], what: str) -> None:
     found = ring_faults.unexpected(ring_faults.Fault(kind, 0, victim=0), answers)
     assert found.startswith(what)
     assert bool(found) == bool(what)
@@ -107,7 +107,7 @@ def test_each_part_has_its_tables() -> None:
     assert ring_tables.MADE.keys() == set(ring.PARTS)
 
 
-def test_the_tables_say_when_nothing_was_needed() -> None:
+def test_tables_of_traffic_that_needs_no_bytes() -> None:
     one = {"pattern": "P", "ranks": 8, "shipped_bytes": 0, "needed_bytes": 0, "most_received_bytes": 0}
     (found,) = ring_tables.traffic([{**one, "shipped_over_needed": None, "share_of_dense_ring": 0.0}])
     assert "nothing needed" in found[1][1]

@@ -18,7 +18,7 @@ PROJECTED = json.loads((RESULTS / "projections.json").read_text())
 PASSES = ("forward", "backward")
 
 
-def test_the_example_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_is_the_printed_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any machine: scratch memory goes by threads."""
     threads = PLAN["hardware"]["cpu"]["threads"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -26,7 +26,7 @@ def test_the_example_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan_examples.printed(PLAN["command"]) == PLAN["lines"]
 
 
-def test_a_wrong_example_is_none() -> None:
+def test_a_wrong_example_is_refused() -> None:
     with pytest.raises(RuntimeError, match="ended with 2"):
         plan_examples.printed("attn-dispatch plan --tokens 2 --ranks 4 --link 1 --rate 1")
 

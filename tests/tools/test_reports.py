@@ -87,7 +87,7 @@ def whole(found: dict[str, Any]) -> dict[str, list[str]]:
     return texts
 
 
-def test_tables_of_what_was_run() -> None:
+def test_every_experiment_has_its_table() -> None:
     assert whole(FOUND).keys() == reports.EXPERIMENTS.keys() & FOUND.keys()
 
 

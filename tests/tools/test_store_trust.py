@@ -1,4 +1,4 @@
-"""A short run of the trials in tools/checks/trust_store.py, and that they would tell."""
+"""A short run of the trials in tools/checks/trust_store.py, and that they detect losses and mutations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_dispatch.store.folder import Store
 from tools.checks import trust_store
 
 
-def test_nothing_is_lost_and_nothing_wrong_believed() -> None:
+def test_no_decision_is_lost_and_no_wrong_one_accepted() -> None:
     found = trust_store.figures(quick=True)
     assert found["killed"]["kills"] > 0
     assert found == {
@@ -27,23 +27,23 @@ def test_nothing_is_lost_and_nothing_wrong_believed() -> None:
     }
 
 
-def test_a_loss_would_be_told(tmp_path: Path) -> None:
+def test_a_lost_decision_is_detected(tmp_path: Path) -> None:
     for number in (0, 4):
         Store(tmp_path).put(trust_store.made(3, number))
     shared, other = trust_store.made(3, 0), trust_store.made(3, 4 * 8)
-    assert trust_store._is_kept(Store(tmp_path), shared)
+    assert trust_store._is_stored(Store(tmp_path), shared)
     assert shared.key == other.key
-    assert not trust_store._is_kept(Store(tmp_path), other)
+    assert not trust_store._is_stored(Store(tmp_path), other)
     (path,) = tmp_path.rglob(f"{shared.key}.json")
     assert trust_store._is_whole(path)
     path.write_bytes(path.read_bytes()[:-1])
     assert not trust_store._is_whole(path)
-    assert not trust_store._is_kept(Store(tmp_path), shared)
+    assert not trust_store._is_stored(Store(tmp_path), shared)
 
 
 @pytest.mark.parametrize("mutation", trust_store.MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_each_change_would_be_told(mutation: trust_store.Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a reader that believes what can be parsed and fails in its own words on the rest."""
+def test_each_mutation_is_detected(mutation: trust_store.Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reader that accepts whatever can be parsed and raises other errors for the rest."""
 
     def credulous(content: bytes) -> Decision:
         plain = msgspec.json.decode(content)

@@ -22,7 +22,7 @@ ROUNDS = 20
 
 
 def entrant(name: str, cost_ms: float, *, rounds: int = ROUNDS, wobble: float = 0.001, **more: Any) -> Entrant:
-    """One whose samples are all but equal: what lies apart is surely apart."""
+    """An entrant with nearly equal samples, so that different costs are surely different."""
     shift = sum(map(ord, name))
     samples = (cost_ms * (1.0 + wobble * math.sin(shift + 2.0 * index)) for index in range(rounds))
     return Entrant(name, Timing(tuple(samples), cost_ms + more.get("plan_ms", 0.0)), **more)
@@ -45,7 +45,7 @@ def test_margin_is_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("incumbent", [None, "gone"])
-def test_without_an_incumbent_the_order_decides_among_the_close(incumbent: str | None) -> None:
+def test_without_an_incumbent_the_order_decides_among_close_candidates(incumbent: str | None) -> None:
     entrants = [
         entrant("fastest", 1.0, workspace_bytes=2, rank=0),
         entrant("complex", 1.01, workspace_bytes=1, rank=2),
@@ -55,14 +55,14 @@ def test_without_an_incumbent_the_order_decides_among_the_close(incumbent: str |
     assert choose(entrants, incumbent, calls=1)[0] == "simple"
 
 
-def test_who_beats_the_incumbent_may_yet_be_beaten_by_another() -> None:
+def test_candidate_that_beats_the_incumbent_can_lose_to_another() -> None:
     entrants = [entrant("old", 1.0), entrant("lean", 0.9), entrant("fast", 0.8, workspace_bytes=100)]
     chosen, outcomes = choose(entrants, "old", calls=1)
     assert chosen == "fast"
     assert [outcomes[name].status for name in ("old", "lean", "fast")] == ["slower", "slower", "chosen"]
 
 
-def test_where_everyone_is_beaten_the_least_median_is_chosen() -> None:
+def test_least_median_is_chosen_if_all_are_beaten() -> None:
     """Each beats the next one in two thirds of all rounds."""
     samples = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 1.0), "c": (2.9, 0.9, 1.9)}
     entrants = [Entrant(name, Timing(each * 40, 1.0)) for name, each in samples.items()]
@@ -85,19 +85,19 @@ def test_first_call_is_spread_over_the_calls() -> None:
     assert found.ratio == pytest.approx(0.5, rel=0.01)
 
 
-def test_chosen_one_says_when_its_first_call_is_paid_for() -> None:
+def test_chosen_candidate_has_its_break_even_as_reason() -> None:
     found = outcome("built", [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)], calls=10_000)
     assert (found.status, found.reason) == ("chosen", "pays after 1,000 calls")
 
 
-def test_who_pays_too_late_to_save_the_margin_says_so() -> None:
+def test_candidate_with_a_late_break_even_is_a_tie() -> None:
     found = outcome("built", [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)], calls=1010)
     assert found.status == "tie"
     assert found.reason == "pays after 1,000 calls, and not surely by 2% within 1,010"
 
 
 @pytest.mark.parametrize(("cost_ms", "plan_ms"), [(1.0, 500.0), (1.5, 500.0), (0.99, 500.0), (0.5, 0.0)])
-def test_no_break_even_without_a_dearer_first_call_and_faster_later_ones(cost_ms: float, plan_ms: float) -> None:
+def test_no_break_even_without_a_slower_first_call_and_faster_later_calls(cost_ms: float, plan_ms: float) -> None:
     assert outcome("new", [entrant("old", 1.0), entrant("new", cost_ms, plan_ms=plan_ms)]).break_even is None
 
 
@@ -106,7 +106,7 @@ def test_first_calls_that_only_warm_up_are_free(plan_ms: float, per_call_ms: flo
     assert choice.per_call_ms(plan_ms, 5) == per_call_ms
 
 
-def test_dropped_ones_are_not_chosen() -> None:
+def test_dropped_candidates_are_not_chosen() -> None:
     entrants = [entrant("old", 1.0), entrant("hopeless", 0.1, rounds=1, dropped=5.0)]
     chosen, outcomes = choose(entrants, None, calls=1)
     assert chosen == "old"
@@ -114,7 +114,7 @@ def test_dropped_ones_are_not_chosen() -> None:
     assert outcomes["hopeless"].reason == "5.0 times the fastest in first calls, not tried again"
 
 
-def test_someone_is_chosen_even_of_dropped_ones() -> None:
+def test_dropped_candidate_is_chosen_if_there_is_no_other() -> None:
     assert choose([entrant("hopeless", 1.0, dropped=5.0)], "hopeless", calls=1)[0] == "hopeless"
 
 
@@ -141,7 +141,7 @@ def test_tie_with_the_winner_that_does_not_beat_the_incumbent() -> None:
     assert (outcomes["near"].status, outcomes["near"].reason) == ("tie", "not surely 2% faster than old")
 
 
-def test_ratio_is_of_the_times_over_the_chosen_ones() -> None:
+def test_ratio_is_the_time_over_that_of_the_chosen_candidate() -> None:
     found = outcome("slow", [entrant("old", 1.0), entrant("slow", 3.0)])
     low, median, high = found.ratio_low, found.ratio, found.ratio_high
     assert median == pytest.approx(3.0, rel=0.01)
@@ -165,7 +165,7 @@ def test_the_documented_confidence_of_each_interval_is_the_computed_one() -> Non
         assert "`ratio_low` and `ratio_high` its 99 % interval" in text
 
 
-def test_choose_refuses() -> None:
+def test_choose_refuses_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="at least one entrant"):
         choose([], None, calls=1)
     with pytest.raises(ValueError, match="calls must be at least 1"):
@@ -195,22 +195,22 @@ def test_picks_in_five_rounds_do_not_flip() -> None:
 
 
 @thinned("machine", [{"noise": NOISE, "swing": 0.2}, {"noise": NOISE, "tail": 0.05}], 2)
-def test_disturbed_machine_does_not_flip_either(machine: dict[str, float]) -> None:
+def test_picks_on_a_disturbed_machine_do_not_flip(machine: dict[str, float]) -> None:
     tuner = Tuner(machine)
     assert set(trust_choice.independent(tuner, CLOSE, "c4", 30)) == {"c4"}
     assert set(trust_choice.independent(tuner, {"slow": 1.2, "fast": 1.0}, "slow", 30)) == {"fast"}
 
 
-def test_naive_rule_flips_where_ours_does_not() -> None:
+def test_picks_of_the_naive_rule_flip() -> None:
     assert trust_choice.flips(trust_choice.independent(trust_choice.naive, CLOSE, None, 50)) > 0.3
 
 
-def test_what_is_four_percent_faster_is_found() -> None:
+def test_candidate_four_percent_faster_is_found() -> None:
     found = trust_choice.grey_zone(Tuner(), 30)
     assert min(found["4.0%"], found["5.0%"], found["10.0%"]) >= 0.95
 
 
-def test_spreads_are_picked_from_without_much_loss() -> None:
+def test_picks_of_spread_candidates_lose_little() -> None:
     found = trust_choice.spreads(Tuner(), 50)
     assert found["mean_loss"] <= 0.01
     assert found["worst"] <= 0.04

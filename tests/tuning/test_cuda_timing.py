@@ -86,7 +86,7 @@ def watch(stream: Stream) -> CudaStopwatch:
     return CudaStopwatch(DEVICE, stream.clock)
 
 
-def test_sample_is_what_the_device_took(stream: Stream) -> None:
+def test_sample_is_the_time_of_the_device(stream: Stream) -> None:
     # The host enqueues the first of four before the device can start; the others wait in the queue.
     assert watch(stream).mean_ms(stream.kernel, 4) == pytest.approx(WARM_MS + HOST_MS / 4)
     assert stream.log == ["synchronize", "event", *["kernel"] * 4, "event", "synchronize"]
@@ -134,7 +134,7 @@ def test_collector_is_off_while_timed(stream: Stream) -> None:
     assert gc.isenabled()
 
 
-def test_race_fills_in_all_three(stream: Stream) -> None:
+def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
     turns = time_in_rounds(
         {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
     )
@@ -146,7 +146,7 @@ def test_race_fills_in_all_three(stream: Stream) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_on_a_device() -> None:
+def test_times_on_a_device() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     a = torch.randn(2048, 2048, device=device)
     stopwatch = CudaStopwatch(device)

@@ -32,7 +32,7 @@ PROBLEM = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_gra
 
 
 CLOCK = VirtualClock()  #: all time that passes is what backends here take
-CALL_S = 0.001  #: of a call of `PROBLEM`, if nothing else is said
+CALL_S = 0.001  #: of a call of `PROBLEM`, by default
 CASE_S = 1e-6  #: of a hard case
 
 
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Builder:
-    """The reference, whose first call of a problem is said to take `first_s`, and takes `sleep_s`; each call of
+    """The reference, whose first call of a problem is declared as `first_s` and takes `sleep_s`; each call of
     `PROBLEM` takes `call_s`.
     """
 
@@ -149,9 +149,9 @@ def test_not_tried_past_the_budget(alone: Alone) -> None:
     assert found.status == "not_measured"
     start, rest = found.reason.split(", with ")
     assert start == "its first calls, the checks' too, take about 45 s more than later ones"
-    left, told = rest.split(" s of the budget left: ")
+    left, hint = rest.split(" s of the budget left: ")
     assert left == "1"
-    assert told == "`attn-dispatch profile --full` measures it"
+    assert hint == "`attn-dispatch profile --full` measures it"
 
 
 def test_a_spent_budget_is_reported_as_zero(alone: Alone) -> None:
@@ -238,7 +238,7 @@ def test_a_forced_backend_runs_without_a_budget() -> None:
 # --- cleared tables ---------------------------------------------------------------------------------------------------
 
 
-def test_tables_of_the_slower_are_cleared_and_of_the_chosen_kept(alone: Alone) -> None:
+def test_only_tables_of_slower_candidates_are_cleared(alone: Alone) -> None:
     winner, loser = Builder("winner"), Builder("loser", sleep_s=0.02, call_s=0.01)
     alone(winner, loser)
     assert measured(None).choice == "winner"

@@ -1,4 +1,4 @@
-"""What is tried cannot hang the process, and leaves nothing behind."""
+"""A guarded call cannot hang the process, and none of its objects stays referenced."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.guarded import PATIENT_S, run
 
 pytestmark = pytest.mark.usefixtures("no_threads_are_left")
 
-# --- calls that come back ---------------------------------------------------------------------------------------------
+# --- calls that return ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("timeout_s", [PATIENT_S, None])
-def test_the_result(timeout_s: float | None) -> None:
+def test_the_result_is_returned(timeout_s: float | None) -> None:
     result = object()
     assert run_guarded(lambda: result, timeout_s) is result
 
@@ -36,22 +36,22 @@ def fail(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, StopIteration])
-def test_exceptions_come_back_as_they_are(kind: type[BaseException]) -> None:
-    given = kind("said")
+def test_exceptions_are_raised_unchanged(kind: type[BaseException]) -> None:
+    given = kind("text")
     with pytest.raises(kind) as caught:
         run_guarded(lambda: fail(given), PATIENT_S)
     assert caught.value is given
     names = [frame.name for frame in traceback.extract_tb(given.__traceback__)]
     assert names[-2:] == ["<lambda>", "fail"]
-    assert "run" not in names  # the other thread's own frames say nothing to anyone
+    assert "run" not in names  # frames of the other thread's own code are left out
     assert run_guarded(lambda: 1, PATIENT_S) == 1
 
 
 class Big:
-    """What a kernel had allocated."""
+    """Memory that a kernel has allocated."""
 
 
-def test_nothing_is_held_after_a_failure() -> None:
+def test_no_object_is_referenced_after_a_failure() -> None:
     seen: list[weakref.ref[Big]] = []
 
     def call() -> None:
@@ -66,7 +66,7 @@ def test_nothing_is_held_after_a_failure() -> None:
     assert seen[0]() is None
 
 
-def test_nothing_is_held_after_a_success() -> None:
+def test_no_object_is_referenced_after_a_success() -> None:
     """Without the garbage collector: no cycles either."""
     argument, result = Big(), Big()
     held = weakref.ref(argument), weakref.ref(result)
@@ -83,7 +83,7 @@ def test_nothing_is_held_after_a_success() -> None:
     assert [each() for each in held] == [None, None]
 
 
-def test_the_callers_context_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_context_is_not_referenced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "IDLE_S", PATIENT_S)
     held: list[weakref.ref[Big]] = []
 
@@ -96,11 +96,11 @@ def test_the_callers_context_is_not_held(monkeypatch: pytest.MonkeyPatch) -> Non
     contextvars.copy_context().run(caller)
     end_s = time.monotonic() + 5.0
     while held[0]() is not None and time.monotonic() < end_s:
-        time.sleep(0.001)  # the thread lets go just after it has said that it is done
+        time.sleep(0.001)  # the thread drops its reference just after it sets `done`
     assert held[0]() is None
 
 
-def test_an_exception_is_held_by_nobody_else() -> None:
+def test_an_exception_is_referenced_by_the_caller_only() -> None:
     def call() -> None:
         raise Failure
 
@@ -116,7 +116,7 @@ def test_an_exception_is_held_by_nobody_else() -> None:
     assert seen() is None
 
 
-def test_a_thread_is_kept_and_can_be_retired() -> None:
+def test_a_thread_is_reused_and_can_be_ended() -> None:
     first, second = (run_guarded(threading.current_thread, PATIENT_S) for _ in range(2))
     assert first is second
     assert first is not threading.current_thread()
@@ -135,7 +135,7 @@ def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_guarded(lambda: 1, PATIENT_S) == 1
 
 
-def test_guarded_calls_within_guarded_calls() -> None:
+def test_nested_guarded_calls() -> None:
     def within(depth: int) -> list[int]:
         here = threading.get_ident()
         return [here] if depth == 0 else [here, *run_guarded(lambda: within(depth - 1), PATIENT_S)]
@@ -145,12 +145,12 @@ def test_guarded_calls_within_guarded_calls() -> None:
 
 
 def test_guarded_calls_of_many_threads() -> None:
-    met = threading.Barrier(6)
+    barrier = threading.Barrier(6)
     found: list[int] = []
 
     def caller(index: int) -> None:
         for _ in range(10):
-            run_guarded(lambda: met.wait(PATIENT_S), PATIENT_S)  # all six at the same time
+            run_guarded(lambda: barrier.wait(PATIENT_S), PATIENT_S)  # all six at the same time
             found.append(run_guarded(lambda: index, PATIENT_S) - index)
 
     threads = [threading.Thread(target=caller, args=(index,)) for index in range(6)]
@@ -161,7 +161,7 @@ def test_guarded_calls_of_many_threads() -> None:
     assert found == [0] * 60
 
 
-# --- calls that do not ------------------------------------------------------------------------------------------------
+# --- calls that do not return -----------------------------------------------------------------------------------------
 
 
 def loop() -> None:
@@ -199,8 +199,8 @@ def test_a_loop_is_ended(call: Callable[[], None]) -> None:
     assert run_guarded(threading.current_thread, PATIENT_S) is not threads[0]
 
 
-def test_what_sleeps_is_left_behind(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """In C code it cannot be ended; its thread ends as soon as it comes back, and nobody hears of what it found."""
+def test_a_sleeping_call_is_abandoned(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A call in C code cannot be ended; its thread ends as soon as it returns, and its result is dropped."""
     monkeypatch.setattr(guard, "GRACE_S", 0.01)
     threads: list[threading.Thread] = []
     awake, done = threading.Lock(), []
@@ -224,7 +224,7 @@ def test_what_sleeps_is_left_behind(monkeypatch: pytest.MonkeyPatch, capfd: pyte
 
 
 @pytest.mark.parametrize("sleep", ["time.sleep(60)", "ctypes.CDLL(None).sleep(60)", "lock.acquire()"])
-def test_what_is_left_behind_does_not_keep_the_process(sleep: str) -> None:
+def test_an_abandoned_call_does_not_delay_the_end_of_the_process(sleep: str) -> None:
     code = f"""
 import ctypes, threading, time
 from attn_dispatch.tuning import guard
@@ -239,7 +239,7 @@ except guard.TimedOut as error:
     assert run(code) == (0, "did not return within 0.05 s 7\n", "")
 
 
-def test_a_call_whose_time_is_over_before_it_began() -> None:
+def test_a_call_that_times_out_before_it_begins() -> None:
     called: list[int] = []
     worker = guard._Worker()
     worker.stopping = True  # as `stop` leaves it
@@ -252,7 +252,7 @@ def test_a_call_whose_time_is_over_before_it_began() -> None:
     assert called == []
 
 
-def test_ctrl_c_passes_on_at_once() -> None:
+def test_ctrl_c_is_raised_at_once() -> None:
     ended = threading.Event()
 
     def hang() -> None:
@@ -270,8 +270,8 @@ def test_ctrl_c_passes_on_at_once() -> None:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("late_s", [0.0, 0.0005, 0.001, 0.002])
-def test_a_call_that_ends_as_its_time_does(late_s: float, capfd: pytest.CaptureFixture[str]) -> None:
-    """The exception that is to end it must not hit whatever its thread does next."""
+def test_a_call_that_returns_at_its_time_out(late_s: float, capfd: pytest.CaptureFixture[str]) -> None:
+    """The exception that is to end the call must not reach its thread's next call."""
 
     def call() -> int:
         time.sleep(late_s)
@@ -288,7 +288,7 @@ def test_a_call_that_ends_as_its_time_does(late_s: float, capfd: pytest.CaptureF
     assert capfd.readouterr().err == ""
 
 
-def test_in_a_forked_child() -> None:
+def test_guarded_calls_in_a_forked_child() -> None:
     code = """
 import os
 from attn_dispatch.tuning.guard import run_guarded
@@ -302,7 +302,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert (code_, out) == (0, "7\n")
 
 
-def test_while_the_interpreter_ends() -> None:
+def test_guarded_calls_while_the_interpreter_ends() -> None:
     code = """
 import atexit
 from attn_dispatch.tuning.guard import run_guarded
@@ -312,7 +312,7 @@ atexit.register(lambda: print(run_guarded(lambda: 7, 60)))
     assert run(code)[:2] == (0, "7\n")
 
 
-def test_without_threads_a_call_is_run_as_it_is(
+def test_without_threads_a_call_runs_unguarded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
@@ -357,7 +357,7 @@ print("done")
 """
 
 
-def test_profiled_code_goes_on() -> None:
-    """A request to look for an exception that nobody takes makes a traced interpreter look for ever."""
+def test_profiled_code_continues_after_a_time_out() -> None:
+    """A request to check for an exception that no thread takes makes a traced interpreter check for ever."""
     done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("done\n", "")

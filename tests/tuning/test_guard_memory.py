@@ -1,4 +1,4 @@
-"""What is tried cannot take the process's memory; errors for want of it, and of a lost device, are told apart."""
+"""Guarded calls have a memory limit; out-of-memory errors, lost devices and other errors are distinguished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LITTLE = 256 * MIB
 
 @pytest.fixture
 def _threads_of_other_tests(no_threads_are_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ran before in this process has left some (torch's compiler keeps its own): beside them there is no cap."""
+    """Earlier tests in this process have left threads, such as torch's compiler's: beside them there is no cap."""
     before, listed = set(threading.enumerate()) - {threading.current_thread()}, threading.enumerate
     monkeypatch.setattr(threading, "enumerate", lambda: [each for each in listed() if each not in before])
 
@@ -66,10 +66,10 @@ guard.available_bytes = lambda device: 1 << 20
 torch.set_num_threads(24)
 def call():
     with guard.capped(torch.device("cpu")):
-        met = threading.Barrier(13)
+        barrier = threading.Barrier(13)
         for _ in range(12):  # another library's
-            threading.Thread(target=met.wait, daemon=True).start()
-        met.wait()
+            threading.Thread(target=barrier.wait, daemon=True).start()
+        barrier.wait()
         return float((torch.ones(2000, 1000) + 1).sum())
 print(guard.run_guarded(call, 60))
 """
@@ -100,8 +100,8 @@ def test_other_threads_are_not_limited() -> None:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_the_threads_of_trials_are_no_others() -> None:
-    """Those that run one, those that wait for it, within one another too, and those that have none."""
+def test_threads_of_trials_do_not_prevent_the_limit() -> None:
+    """Threads that run a trial, that wait for one, nested ones too, and idle ones."""
     before = limit()
 
     def inside() -> int:
@@ -118,7 +118,7 @@ def test_the_threads_of_trials_are_no_others() -> None:
     assert guard._waiting == []
 
 
-def test_what_is_free_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_follows_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
     for room in (GIB, 3 * GIB):
         monkeypatch.setattr(guard, "available_bytes", lambda device, room=room: room)
@@ -161,7 +161,7 @@ def test_caps_may_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_where_no_limit_can_be_set_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_without_a_limit_if_none_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise ValueError("current limit exceeds maximum limit")
 
@@ -206,7 +206,7 @@ def test_the_cap_on_cuda(before: float, free: int, expected: float, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("peak", "declared", "kind", "said"),
+    ("peak", "declared", "kind", "expected"),
     [
         (1288490189, 10 * MIB, "cpu", "allocated 1.2 GiB, its workspace_bytes declared 10.0 MiB"),
         (74 * MIB, 8 * MIB, "cpu", None),
@@ -217,8 +217,10 @@ def test_the_cap_on_cuda(before: float, free: int, expected: float, monkeypatch:
         (None, 0, "cpu", None),
     ],
 )
-def test_lies(peak: int | None, declared: int, kind: str, said: str | None) -> None:
-    assert memory_excess(peak, declared, kind) == said
+def test_memory_over_the_declared_workspace_is_an_excess(
+    peak: int | None, declared: int, kind: str, expected: str | None
+) -> None:
+    assert memory_excess(peak, declared, kind) == expected
 
 
 def raised(call: Callable[[], object]) -> BaseException:
@@ -255,7 +257,7 @@ OTHER_ERRORS = {
 
 
 @pytest.mark.parametrize("error", MEMORY_ERRORS.values(), ids=MEMORY_ERRORS)
-def test_errors_for_want_of_memory(error: BaseException) -> None:
+def test_out_of_memory_errors(error: BaseException) -> None:
     assert is_memory_error(error)
 
 
@@ -264,9 +266,9 @@ def test_other_errors(error: BaseException) -> None:
     assert not is_memory_error(error)
 
 
-def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr("torch.cuda.synchronize", asked.append)
+def test_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    synchronized: list[object] = []
+    monkeypatch.setattr("torch.cuda.synchronize", synchronized.append)
     assert not device_lost(CPU)
     assert not device_lost(CUDA)
 
@@ -276,4 +278,4 @@ def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.synchronize", fail)
     assert not device_lost(CPU)
     assert device_lost(CUDA)
-    assert asked == [CUDA]
+    assert synchronized == [CUDA]

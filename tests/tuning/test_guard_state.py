@@ -1,4 +1,4 @@
-"""What is tried runs in the caller's state, and changes nothing of it."""
+"""A guarded call runs in the caller's state and does not change it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STATES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_the_callers_state_holds(state: Callable[[], Any]) -> None:
+def test_a_call_runs_in_the_callers_state(state: Callable[[], Any]) -> None:
     """In a thread that has run kernels before, which does not follow the others' number of threads any more."""
     plain = run_guarded(surroundings, PATIENT_S)
     assert plain == surroundings()
@@ -62,8 +62,8 @@ def test_the_callers_state_holds(state: Callable[[], Any]) -> None:
     assert run_guarded(surroundings, PATIENT_S) == plain
 
 
-def test_what_a_call_changes_ends_with_it() -> None:
-    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
+def test_changes_of_a_call_end_with_it() -> None:
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="default")
     name.set("caller")
 
     def call() -> str:

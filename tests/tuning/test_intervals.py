@@ -90,7 +90,7 @@ def test_ratio_interval_pairs_shared_rounds_only() -> None:
     assert ratio_interval(Timing((0.5, 1.0), 1.0), baseline) == Interval(0.5, 0.5)
 
 
-def test_ratio_interval_survives_a_clock_that_saw_nothing() -> None:
+def test_ratio_interval_of_times_of_zero() -> None:
     assert ratio_interval(Timing((0.0, 1.0), 0.0), Timing((0.0, 0.0), 0.0)) == Interval(1.0, math.inf)
 
 
@@ -176,7 +176,7 @@ def test_one_look_at_few_rounds_errs_seldom(noise: float) -> None:
 @pytest.mark.parametrize(
     ("rounds", "guard"), [(1, 0.64), (3, 0.16), (4, 0.08), (5, 0.04), (7, 0.04), (8, 0.02), (11, 0.02)]
 )
-def test_last_look_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
+def test_last_look_requires_more_of_few_rounds(rounds: int, guard: float) -> None:
     baseline = Timing((1.0,) * rounds, 1.0)
     # Ratios apart, so that no interval is surely below the margin before there are 11.
     near, far = (tuple(1.0 - guard + step - 0.5 * (i % 2) for i in range(rounds)) for step in (0.001, -0.001))
@@ -184,7 +184,7 @@ def test_last_look_asks_more_of_few_rounds(rounds: int, guard: float) -> None:
     assert not faster_at_last_look(Timing(near, 1.0), baseline)
 
 
-def test_last_look_is_content_with_99_percent() -> None:
+def test_last_look_requires_99_percent() -> None:
     # 12 rounds, one of which is no gain: ranks 2 and 11 bound the median with 0.9936, and 1 and 12 with 0.9995.
     candidate, baseline = Timing((0.9,) * 11 + (1.1,), 1.0), Timing((1.0,) * 12, 1.0)
     assert faster_at_last_look(candidate, baseline)

@@ -67,7 +67,7 @@ def test_every_round_runs_each_survivor_once() -> None:
     assert all(len(timing.samples_ms) == 7 for timing in turns.timings.values())
 
 
-def test_first_call_is_kept_apart() -> None:
+def test_first_call_is_no_sample() -> None:
     machine = Machine()
     turns = time_in_rounds(
         {"jit": machine.call("jit", 1.0, first_ms=900.0), "plain": machine.call("plain", 2.0)},
@@ -79,7 +79,7 @@ def test_first_call_is_kept_apart() -> None:
     assert not turns.dropped
 
 
-def test_hopeless_is_dropped_with_its_one_sample() -> None:
+def test_hopeless_candidate_is_dropped_with_its_one_sample() -> None:
     machine = Machine()
     turns = machine.race({"slow": 50.0, "fast": 10.0})
     assert turns.dropped == {"slow": pytest.approx(5.0)}
@@ -89,7 +89,7 @@ def test_hopeless_is_dropped_with_its_one_sample() -> None:
     assert not turns.first_call_only
 
 
-def test_disturbed_warm_run_drops_nobody() -> None:
+def test_disturbed_warm_run_drops_no_candidate() -> None:
     """The first call was quick, so the slow second one was no property of the candidate."""
     machine = Machine()
     costs_ms = iter([1.0, 10.0])
@@ -100,7 +100,7 @@ def test_disturbed_warm_run_drops_nobody() -> None:
 
 
 @pytest.mark.parametrize(("costs_ms", "dropped"), [([900.0, 10.0, 1.0], False), ([900.0, 10.0, 10.0], True)])
-def test_who_built_something_runs_once_more_before_it_is_dropped(costs_ms: list[float], dropped: bool) -> None:
+def test_candidate_with_a_slow_first_call_runs_again_before_it_is_dropped(costs_ms: list[float], dropped: bool) -> None:
     machine = Machine()
     planted = iter(costs_ms)
     calls = {"a": machine.call("a", 1.0), "b": lambda: machine.call("b", next(planted, 1.0))()}
@@ -109,27 +109,27 @@ def test_who_built_something_runs_once_more_before_it_is_dropped(costs_ms: list[
     assert (len(turns.timings["b"].samples_ms) == 1) == dropped
 
 
-def test_the_incumbent_is_dropped_past_all_doubt() -> None:
+def test_incumbent_is_dropped_beyond_a_higher_limit() -> None:
     turns = Machine().race({"slow": 170.0, "fast": 10.0}, incumbents=("slow",))
     assert turns.dropped == {"slow": pytest.approx(17.0)}
     assert not Machine().race({"slow": 150.0, "fast": 10.0}, incumbents=("slow",)).dropped
 
 
-def test_keep_and_no_limit_are_never_dropped() -> None:
+def test_incumbent_or_race_without_a_limit_drops_no_candidate() -> None:
     costs_ms = {"slow": 50.0, "fast": 10.0}
     for turns in (Machine().race(costs_ms, incumbents=("slow",)), Machine().race(costs_ms, hopeless=None)):
         assert not turns.dropped
         assert len(turns.timings["slow"].samples_ms) == turns.rounds == 5
 
 
-def test_hopeless_first_call_stands_once_the_budget_is_gone() -> None:
+def test_first_call_is_the_only_sample_once_the_budget_is_spent() -> None:
     machine = Machine()
-    turns = machine.race({"slow": 500.0, "kept": 150.0, "fast": 10.0}, budget_s=0.1, incumbents=("kept",))
+    turns = machine.race({"slow": 500.0, "old": 150.0, "fast": 10.0}, budget_s=0.1, incumbents=("old",))
     assert turns.dropped == {"slow": pytest.approx(50.0)}
     assert turns.first_call_only == {"slow"}
     assert turns.timings["slow"].samples_ms == (turns.timings["slow"].first_ms,)
     assert machine.log.count("slow") == 1
-    assert (machine.log.count("kept"), machine.log.count("fast"), turns.rounds) == (2, 2, 1)
+    assert (machine.log.count("old"), machine.log.count("fast"), turns.rounds) == (2, 2, 1)
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[[], None]:
@@ -159,7 +159,7 @@ def test_failure_of_all_ends_the_race() -> None:
     assert (list(turns.failures), turns.timings, turns.rounds) == (["bad"], {}, 0)
 
 
-def test_failure_lets_go_of_what_the_call_held() -> None:
+def test_failure_releases_the_objects_of_the_call() -> None:
     class Held:
         alive = 0
 
@@ -185,7 +185,7 @@ def test_interrupts_propagate_with_the_collector_back_on(error: BaseException) -
     assert gc.isenabled()
 
 
-def test_collector_is_off_while_timed_and_stays_off_for_who_had_it_off() -> None:
+def test_collector_is_off_while_timed_and_stays_off_if_it_was_off() -> None:
     seen: list[bool] = []
     time_in_rounds({"a": lambda: seen.append(gc.isenabled())}, budget_s=None, clock=Machine().clock)
     assert seen
@@ -212,7 +212,7 @@ def test_budget_is_respected_where_calls_are_repeated() -> None:
         assert 0.5 * 0.01 < turns.elapsed_s <= 1.005 * 0.01
 
 
-def test_each_survivor_has_a_round_whatever_the_budget() -> None:
+def test_each_survivor_has_a_round_at_any_budget() -> None:
     turns = Machine().race({"a": 4.0, "b": 5.0}, budget_s=0.0)
     assert turns.rounds == 1
     assert [len(timing.samples_ms) for timing in turns.timings.values()] == [1, 1]
@@ -223,7 +223,7 @@ def test_settled_candidates_end_at_min_rounds_and_noisy_ones_at_max_rounds() -> 
     assert Machine(0.3).race({"a": 1.0, "b": 1.1}, max_rounds=12).rounds == 12
 
 
-def test_beaten_ones_retire_and_the_close_ones_race_on() -> None:
+def test_beaten_candidates_retire_and_close_ones_race_on() -> None:
     turns = Machine(0.03).race({"a": 1.0, "b": 1.0, "far": 1.5})
     rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
     assert turns.retired == {"far"}
@@ -232,7 +232,7 @@ def test_beaten_ones_retire_and_the_close_ones_race_on() -> None:
     assert turns.timings["far"].median_ms == pytest.approx(1.5, rel=0.05)
 
 
-def test_who_surely_does_not_beat_the_incumbent_retires() -> None:
+def test_candidate_that_surely_does_not_beat_the_incumbent_retires() -> None:
     turns = Machine(0.01).race(
         {"old": 1.0, "tie": 1.0, "near": 0.98}, incumbents=("old",), max_rounds=100, resolution=0.0
     )
@@ -241,7 +241,7 @@ def test_who_surely_does_not_beat_the_incumbent_retires() -> None:
     assert rounds["tie"] < rounds["near"] == turns.rounds == 100
 
 
-def test_somebody_races_on_where_everyone_is_beaten() -> None:
+def test_one_candidate_races_on_if_all_are_beaten() -> None:
     """Each beats the next one in two thirds of all rounds."""
     machine = Machine()
     costs_ms = {"a": cycle((1.0, 2.0, 3.0)), "b": cycle((2.0, 3.0, 1.0)), "c": cycle((2.9, 0.9, 1.9))}
@@ -250,7 +250,7 @@ def test_somebody_races_on_where_everyone_is_beaten() -> None:
     assert turns.retired == {"a", "b"}
 
 
-def test_incumbent_races_until_all_who_are_left_surely_beat_it() -> None:
+def test_incumbent_races_until_all_remaining_candidates_surely_beat_it() -> None:
     turns = Machine(0.03).race({"old": 1.5, "a": 1.0, "b": 1.0}, incumbents=("old",))
     rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
     assert turns.retired == {"old"}
@@ -258,20 +258,20 @@ def test_incumbent_races_until_all_who_are_left_surely_beat_it() -> None:
     assert rounds["old"] < rounds["a"] == rounds["b"]
 
 
-def test_incumbent_that_beats_everyone_is_never_retired() -> None:
+def test_fastest_incumbent_is_never_retired() -> None:
     turns = Machine(0.03).race({"old": 1.0, "a": 1.5, "b": 2.0}, incumbents=("old",))
     assert turns.retired == {"a", "b"}
     assert len(turns.timings["old"].samples_ms) == turns.rounds
 
 
-def test_lone_survivor_ends_once_its_median_is_fine_enough() -> None:
+def test_single_candidate_ends_once_its_median_is_resolved() -> None:
     assert Machine(0.01).race({"a": 1.0}).rounds == 5
     assert 5 < Machine(0.03).race({"a": 1.0}).rounds <= 30
     assert 24 <= Machine(0.5).race({"a": 1.0}).rounds <= 30
 
 
 @pytest.mark.parametrize(("cost_ms", "least", "most"), [(0.2, 500, 1000), (2.0, 300, 300), (1000.0, 24, 24)])
-def test_dear_calls_get_fewer_rounds_whatever_the_budget(cost_ms: float, least: int, most: int) -> None:
+def test_slow_calls_get_fewer_rounds_at_any_budget(cost_ms: float, least: int, most: int) -> None:
     turns = Machine(0.3).race({"a": cost_ms, "b": cost_ms}, resolution=0.0)
     assert least <= turns.rounds <= most
 
@@ -287,7 +287,7 @@ def test_extra_cost_counts_in_comparisons_and_in_no_sample() -> None:
     assert list(Machine().race(costs_ms).dropped) == ["plain"]
 
 
-def test_any_stopwatch_will_do_and_survivors_get_their_extras() -> None:
+def test_stopwatch_can_be_replaced_and_survivors_get_host_and_cold_times() -> None:
     machine = Machine()
     timings = time_in_rounds(
         {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
@@ -299,7 +299,7 @@ def test_any_stopwatch_will_do_and_survivors_get_their_extras() -> None:
     assert (timings["far"].median_ms, timings["far"].host_ms, timings["far"].cold_ms) == (4.0, None, None)
 
 
-def test_extras_wait_for_no_budget_and_their_failure_ends_a_candidate() -> None:
+def test_host_and_cold_times_need_budget_and_their_failure_ends_a_candidate() -> None:
     machine = Machine()
     turns = time_in_rounds(
         {"a": machine.call("a", 1.0)}, budget_s=0.002, clock=machine.clock, stopwatch=Doubling(machine)
@@ -311,7 +311,7 @@ def test_extras_wait_for_no_budget_and_their_failure_ends_a_candidate() -> None:
     assert (turns.failures, turns.timings) == ({"a": error}, {})
 
 
-def test_extras_are_unknown_to_the_hosts_clock() -> None:
+def test_host_clock_gives_no_host_and_cold_times() -> None:
     timing = Machine().race({"a": 1.0}).timings["a"]
     assert (timing.host_ms, timing.cold_ms) == (None, None)
 
@@ -352,10 +352,10 @@ def test_synchronize_brackets_each_sample() -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_rounds": 0}, {"hopeless": 0.5}])
-def test_time_in_turns_refuses(options: dict[str, Any]) -> None:
+def test_time_in_rounds_refuses_invalid_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         time_in_rounds({}, budget_s=None, **options)
 
 
-def test_no_calls_give_empty_turns() -> None:
+def test_no_calls_give_empty_rounds() -> None:
     assert time_in_rounds({}, budget_s=1.0, clock=Machine().clock) == Rounds({}, {}, {}, 0, 0.0)

@@ -192,7 +192,7 @@ def test_gate_catches_a_wrong_lse() -> None:
 
 
 def test_gate_catches_rows_without_keys_given_a_finite_lse() -> None:
-    """The dense kernel says 0 there; -inf is right."""
+    """The dense kernel returns 0 there; -inf is right."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **masks: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = sdpa.run(q, k, v, problem, **masks)
@@ -225,7 +225,7 @@ def test_gate_catches_wrong_shapes_and_dtypes() -> None:
     assert "lse has shape [1, 48, 4], not [1, 4, 48]" in found
 
 
-def test_gate_refuses_one_that_writes_into_its_inputs() -> None:
+def test_gate_refuses_a_backend_that_writes_into_its_inputs() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **masks: Tensor) -> tuple[Tensor, Tensor]:
         k.detach().mul_(1.0)
         return sdpa.run(q, k, v, problem, **masks)
@@ -260,7 +260,7 @@ def test_detached_merge_weights_give_another_gradient() -> None:
 
 
 @pytest.mark.parametrize("case", [DILATED, UNEVEN], ids=["even", "uneven"])
-def test_conformance_would_notice_a_broken_merge(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_catches_a_broken_merge(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutations of the code itself: a merge that averages, and rows found by slicing from the start."""
 
     def average_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

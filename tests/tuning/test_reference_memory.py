@@ -1,4 +1,4 @@
-"""Where there is no memory for the reference, a trial ends, the call goes on, and no backend is to blame."""
+"""Where there is no memory for the reference, a trial ends, the call runs, and no backend is quarantined."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, where: object, name: str, first: 
 
 
 @crossed(lambda place, error: {"error": error}, place=tuple(PLACES), error=tuple(ERRORS))
-def test_the_call_goes_on(
+def test_a_call_runs_without_memory_for_the_reference(
     place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     where, name, first = PLACES[place]
@@ -72,7 +72,7 @@ def test_the_call_goes_on(
     assert text.startswith("not measured, too little memory to check results: ")
 
 
-def test_other_errors_of_the_reference_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_the_reference_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_from(monkeypatch, oracle._Sample, "evaluate", 1, RuntimeError("a mistake"))
     with pytest.raises(RuntimeError, match="a mistake"):
         attend(*qkv(32))

@@ -1,4 +1,4 @@
-"""Wrong, crashing, hanging and greedy backends: each is kept out, named and quarantined, and the call is right."""
+"""Wrong, crashing, hanging and greedy backends: each is reported and quarantined, and the call is right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WRONG: dict[str, tuple[planted.Fault, dict[str, Any], str, str]] = {
     "partial": (planted.partial_write, {}, "incorrect", "out has NaN"),
     "hangs": (planted.hangs, {}, "hung", "did not return within 1"),
     "allocates": (planted.allocates, {}, "memory", ""),
-    "lies": (planted.lies, {}, "memory", "workspace_bytes declared"),
+    "undeclared": (planted.lies, {}, "memory", "workspace_bytes declared"),
 }
 
 
@@ -55,7 +55,7 @@ def plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @thinned(("fault", "arguments", "kind", "message"), WRONG.values(), 2, WRONG)
-def test_kept_out_named_and_quarantined(
+def test_a_wrong_backend_is_reported_and_quarantined(
     fault: planted.Fault, arguments: dict[str, Any], kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "1")
@@ -111,7 +111,7 @@ print(backend.calls, row.status, row.reason)
 
 
 @thinned("fault", ["aborts", "killed"], 2)
-def test_a_process_that_died_is_told_to_the_next(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_quarantines_the_backend_in_the_next_process(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "100")
     assert processes.run(DYING.format(fault=fault)).returncode < 0
     second = processes.run(DYING.format(fault=fault))
@@ -122,8 +122,8 @@ def test_a_process_that_died_is_told_to_the_next(fault: str, monkeypatch: pytest
     assert last.startswith("0 quarantined died")
 
 
-def test_the_last_resort_is_never_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something must be left to run."""
+def test_the_last_resort_is_never_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One backend must remain."""
     monkeypatch.setattr(registry, "backends", lambda: [manual])
     run: Callable[..., Any] = manual.run
     monkeypatch.setattr(

@@ -52,15 +52,15 @@ def compiled(folder: Path) -> Path:
     return program
 
 
-def problem(tokens: int) -> Problem:
+def problem_of(tokens: int) -> Problem:
     side = math.isqrt(tokens)
     q = torch.empty(1, side * side, 1, HEAD_DIM, device="meta")
     return Problem.of(q, q, q, Neighborhood((side, side), (WINDOW,)), device="cpu")
 
 
-def dump(asked: Problem, order: str, path: Path) -> None:
-    tables = native_tables(asked, order)
-    sizes = torch.tensor([asked.q_len, HEADS, HEAD_DIM])
+def dump(problem: Problem, order: str, path: Path) -> None:
+    tables = native_tables(problem, order)
+    sizes = torch.tensor([problem.q_len, HEADS, HEAD_DIM])
     arrays: list[tuple[Tensor | None, int]] = [
         (sizes, 1), (tables.tiles, 5), (tables.runs, 5), (tables.order, 1), (tables.listed, 1), (tables.lanes, 1)
     ]  # fmt: skip
@@ -85,10 +85,10 @@ def simulated(program: Path, data: Path, works: bool) -> dict[str, int]:
     return found
 
 
-def misses(program: Path, asked: Problem, order: str, data: Path) -> dict[str, Any]:
-    dump(asked, order, data)
+def misses(program: Path, problem: Problem, order: str, data: Path) -> dict[str, Any]:
+    dump(problem, order, data)
     with_it, without = simulated(program, data, True), simulated(program, data, False)
-    tables = native_tables(asked, order)
+    tables = native_tables(problem, order)
     assert tables.listed is not None
     return {
         **{name: with_it[name] - without[name] for name in with_it},
@@ -108,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         program = compiled(Path(name))
         for tokens in options.tokens:
-            by_order = {o: misses(program, problem(tokens), o, Path(name) / "tables") for o in (NATURAL, HILBERT)}
+            by_order = {o: misses(program, problem_of(tokens), o, Path(name) / "tables") for o in (NATURAL, HILBERT)}
             fewer = {n: 1 - by_order[HILBERT][n] / by_order[NATURAL][n] for n in by_order[NATURAL]}
             found.append({"tokens": tokens, **by_order, "fewer": fewer})
             print(found[-1])

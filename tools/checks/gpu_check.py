@@ -101,8 +101,8 @@ def measure(output: Path, seconds: float) -> dict[str, Any]:
 
     end = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []
-    asked = [(problem, FIRST_S) for problem in first_problems()] + [(problem, LATER_S) for problem in problems()]
-    for problem, most_s in asked:
+    planned = [(problem, FIRST_S) for problem in first_problems()] + [(problem, LATER_S) for problem in problems()]
+    for problem, most_s in planned:
         left = end - time.monotonic()
         if left <= 0:
             break
@@ -115,7 +115,7 @@ def measure(output: Path, seconds: float) -> dict[str, Any]:
     where = silicon(torch.device("cuda", 0))
     decisions = [decision for _, decision in Store(cache_folder()).all() if decision.silicon == where]
     (output / f"{where}.json").write_bytes(write_bundle(decisions))
-    return {"silicon": where, "problems": len(asked), "measured": len(decisions), "rows": len(rows)}
+    return {"silicon": where, "problems": len(planned), "measured": len(decisions), "rows": len(rows)}
 
 
 def main() -> None:

@@ -73,9 +73,9 @@ class Fault:
         kind: one of `SHARES`, or "none".
         case: number of the problem in `CASES`.
         at: the exchange or the part in which it happens, counted from 0. A kill or a stop then comes from within;
-            None: from outside, `moment_s` after the call was asked for.
-        backward: whether gradients are asked for, too.
-        late: it happens in the backward pass. Where a rank fails in the forward pass and gradients are asked for, the
+            None: from outside, `moment_s` after the call was requested.
+        backward: whether gradients are computed, too.
+        late: it happens in the backward pass. Where a rank fails in the forward pass and gradients are required, the
             others go on to wait for it.
         what: how a call differs from the others'.
     """
@@ -258,7 +258,7 @@ class Group:
 
     folder: str
     timeout_s: float = 0.0
-    asked: int = 0
+    calls: int = 0
     ranks: list[Any] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
 
@@ -289,15 +289,15 @@ class Group:
         if not self.ranks or (fault.kind != "none" and timeout_s != self.timeout_s):
             self.start(timeout_s)
             # What takes time only once is not to be waited for later.
-            first = self._asked(Fault("none", 0), START_S)
+            first = self._call(Fault("none", 0), START_S)
             if any(status != "right" for status, _ in first):
                 raise RuntimeError(f"a new group's first call: {first}")
-        return self._asked(fault, self.timeout_s + GRACE_S)
+        return self._call(fault, self.timeout_s + GRACE_S)
 
-    def _asked(self, fault: Fault, within_s: float) -> list[tuple[str, str]]:
-        self.asked += 1
+    def _call(self, fault: Fault, within_s: float) -> list[tuple[str, str]]:
+        self.calls += 1
         for pipe in self.pipes:
-            pipe.send((self.asked, fault))
+            pipe.send((self.calls, fault))
         if fault.kind in ("kill", "stop", "pause"):
             self._signals(fault)
         until = time.monotonic() + within_s
@@ -325,7 +325,7 @@ class Group:
         try:
             while self.pipes[rank].poll(max(0.0, until - time.monotonic())):
                 number, found = self.pipes[rank].recv()
-                if number == self.asked:
+                if number == self.calls:
                     return str(found[0]), str(found[1])
         except (EOFError, OSError):
             return "dead", ""
@@ -349,7 +349,7 @@ def unexpected(fault: Fault, answers: list[tuple[str, str]]) -> str:
         if fault.kind in ("none", "pause", "trial") and status != "right":
             return f"should be right: rank {rank}, {status} {what}"
         if fault.kind == "mismatch" and what not in (GroupMismatch.__name__, InvalidInput.__name__):
-            return f"wrong: rank {rank} did not hear of it, {status} {what}"
+            return f"wrong: rank {rank} raised no mismatch, {status} {what}"
         if status == "raised" and fault.kind in ("kill", "stop") and what != RankLost.__name__:
             return f"should be RankLost: rank {rank}, {what}"
     return ""
@@ -357,7 +357,7 @@ def unexpected(fault: Fault, answers: list[tuple[str, str]]) -> str:
 
 def run(count: int = 200, seed: int = 0) -> dict[str, Any]:
     """Inject faults; returns the outcomes by kind."""
-    told: dict[str, Counter[str]] = {}
+    outcomes: dict[str, Counter[str]] = {}
     faulty, groups, after = [], 0, 0
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
         path = Path(folder, "gates")
@@ -382,8 +382,8 @@ def run(count: int = 200, seed: int = 0) -> dict[str, Any]:
                     print(faulty[-1], answers, flush=True)
                     group.end()
                 for rank, (status, what) in enumerate(answers):
-                    who = "victim" if rank == fault.victim else "others"
-                    told.setdefault(fault.kind, Counter())[f"{who}: {status} {what}".strip()] += 1
+                    side = "victim" if rank == fault.victim else "others"
+                    outcomes.setdefault(fault.kind, Counter())[f"{side}: {status} {what}".strip()] += 1
         finally:
             group.end()
     hangs = sum("hang" in each["what"] for each in faulty)
@@ -392,7 +392,7 @@ def run(count: int = 200, seed: int = 0) -> dict[str, Any]:
     return {
         "faults": sum(counted.values()), "seed": seed, "ranks": RANKS, "timeout_s": TIMEOUT_S, "grace_s": GRACE_S,
         "by_kind": dict(counted), "hangs": hangs, "wrong": wrong, "unexpected": faulty, "groups_started": groups,
-        "right_afterwards": after, "answers": {kind: dict(each) for kind, each in told.items()},
+        "right_afterwards": after, "answers": {kind: dict(each) for kind, each in outcomes.items()},
     }  # fmt: skip
 
 

@@ -48,21 +48,21 @@ class Writer:
 
     number: int
     process: subprocess.Popen[bytes] | None = None
-    told: list[int] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
     rest: bytes = b""
 
     def start(self, folder: Path, count: int) -> None:
-        given = [str(folder), str(self.number), str(len(self.told)), str(count)]
+        given = [str(folder), str(self.number), str(len(self.reported)), str(count)]
         command = [sys.executable, __file__, "--child", *given]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
 
-    def hear(self) -> bool:
+    def read_report(self) -> bool:
         """Read a report; returns whether more will follow."""
         assert self.process is not None
         assert self.process.stdout is not None
         text = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self.rest = (self.rest + text).split(b"\n")
-        self.told += map(int, lines)
+        self.reported += map(int, lines)
         return bool(text)
 
 
@@ -71,13 +71,13 @@ def kill_writers(folder: Path, processes: int, each: int, seed: int = 0) -> dict
     random = Random(seed)
     writers = [Writer(number) for number in range(processes)]
     kills = _drive(folder, writers, each, random)
-    store, lost, told = Store(folder), 0, 0
+    store, lost, decisions = Store(folder), 0, 0
     for writer in writers:
-        told += len(writer.told)
-        lost += sum(not _is_kept(store, made(writer.number, number)) for number in writer.told)
+        decisions += len(writer.reported)
+        lost += sum(not _is_stored(store, made(writer.number, number)) for number in writer.reported)
     return {
         "processes": processes,
-        "decisions": told,
+        "decisions": decisions,
         "kills": kills,
         "lost": lost,
         "parse_errors": sum(not _is_whole(path) for path in folder.rglob("*.json")),
@@ -98,10 +98,10 @@ def _drive(folder: Path, writers: list[Writer], each: int, random: Random) -> in
             start(writer)
         while selector.get_map():
             for key, _ in selector.select(timeout=KILL_S / 4):
-                if not key.data.hear():
+                if not key.data.read_report():
                     selector.unregister(key.fileobj)
                     _end(key.data)
-                    if len(key.data.told) < each:
+                    if len(key.data.reported) < each:
                         start(key.data)
             if kills < KILLS_EACH * len(writers) and time.monotonic() > following and selector.get_map():
                 victim = random.choice([key.data for key in selector.get_map().values()])
@@ -138,7 +138,7 @@ def made(writer: int, number: int) -> Decision:
     return base(key=key, group=f"{int(key, 16) % 5:012x}", choice=name, candidates=tuple(rows), **more)
 
 
-def _is_kept(store: Store, wanted: Decision) -> bool:
+def _is_stored(store: Store, wanted: Decision) -> bool:
     found = store.get(wanted.silicon, wanted.group, wanted.key)
     return found is not None and wanted.choice in {row.backend for row in found.candidates}
 

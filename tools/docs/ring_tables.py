@@ -72,7 +72,9 @@ def faults(found: Any) -> Iterator[Section]:
     for kind, what in FAULTS.items():
         if kind in found["by_kind"]:
             answers = found["answers"][kind]
-            rows.append((what, str(found["by_kind"][kind]), *(_answers(answers, who) for who in ("others", "victim"))))
+            rows.append(
+                (what, str(found["by_kind"][kind]), *(_answers(answers, side) for side in ("others", "victim")))
+            )
     yield (
         f"{found['faults']} faults injected into {found['ranks']} ranks, on random ranks at random moments, from fixed "
         f"seeds; the group's time-out is {found['timeout_s']:.0f} s, and {found['grace_s']:.0f} s of grace are given. "
@@ -93,8 +95,8 @@ FAULTS = {
 }
 
 
-def _answers(answers: Any, who: str) -> str:
-    mine = {what.removeprefix(f"{who}: "): count for what, count in answers.items() if what.startswith(who)}
+def _answers(answers: Any, side: str) -> str:
+    mine = {what.removeprefix(f"{side}: "): count for what, count in answers.items() if what.startswith(side)}
     return ", ".join(f"{what.removeprefix('raised ')} {count}" for what, count in sorted(mine.items()))
 
 

@@ -66,16 +66,16 @@ def table() -> list[str]:
 def _row(name: str, device: str) -> Iterator[str]:
     patterns = problems(device, Dense())
     pattern = next((each for column, each in PATTERNS.items() if _takes(name, patterns[column])), Dense())
-    asked = problems(device, pattern)
-    takes = {column: _takes(name, problem) for column, problem in asked.items()}
+    by_column = problems(device, pattern)
+    takes = {column: _takes(name, problem) for column, problem in by_column.items()}
     if any(takes.values()):
         cells = ["yes" if taken else "-" for taken in takes.values()]
-        yield f"| `{name}` | {device.upper()} | {' | '.join(cells)} | {_head_dims(name, asked, takes)} |"
+        yield f"| `{name}` | {device.upper()} | {' | '.join(cells)} | {_head_dims(name, by_column, takes)} |"
 
 
-def _head_dims(name: str, asked: dict[str, Problem], takes: dict[str, bool]) -> str:
+def _head_dims(name: str, by_column: dict[str, Problem], takes: dict[str, bool]) -> str:
     """The largest supported of HEAD_DIMS, for a supported problem."""
-    problem = next(asked[column] for column, taken in takes.items() if taken)
+    problem = next(by_column[column] for column, taken in takes.items() if taken)
     largest = max((d for d in HEAD_DIMS if _takes(name, replace(problem, head_dim=d))), default=0)
     return "any" if largest == HEAD_DIMS[-1] else f"to {largest}"
 

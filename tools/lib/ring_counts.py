@@ -121,11 +121,11 @@ def shipped(ranks: int) -> Iterator[dict[str, Any]]:
             rows = sum(rows_needed(needed_by_pairs(pattern, tokens, at), at) for at in places)
             cases += [((pattern, layout, how), rows) for how in (("ring", "gather") if rows else ("local",))]
     by_rank = together(_sent, ranks, [case for case, _ in cases])
-    for ((asked, layout, exchange), rows), sent in zip(cases, zip(*by_rank)):
+    for ((sent_pattern, layout, exchange), rows), sent in zip(cases, zip(*by_rank)):
         # The backward pass sends the rows again, and their gradients back in float32.
         wanted = {"forward_bytes": rows * ROW_BYTES, "backward_bytes": rows * 3 * ROW_BYTES}
         total = {name: sum(each[name] for each in sent) for name in wanted}
-        entry = {"pattern": str(asked), "tokens": tokens, "ranks": ranks, "shards": layout.kind}
+        entry = {"pattern": str(sent_pattern), "tokens": tokens, "ranks": ranks, "shards": layout.kind}
         ratio = {name: total[name] / wanted[name] if wanted[name] else None for name in wanted}
         yield {**entry, "exchange": exchange, "shipped": total, "needed": wanted, "ratio": ratio}
 

@@ -1,4 +1,4 @@
-"""Without a home folder, or with one that cannot be written, calls run, and nothing is kept."""
+"""Without a home folder, or with one that cannot be written, calls run, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("short_trials")
 
 
 @pytest.fixture(autouse=True)
-def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user whom the system does not know."""
 
     def unknown(user: int) -> None:
@@ -33,7 +33,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     process_state.forget(process_state.READ)
 
 
-def test_there_is_no_home() -> None:
+def test_the_home_folder_is_unknown() -> None:
     with pytest.raises(RuntimeError):
         Path("~").expanduser()
     assert cache_folder() == settings.NOWHERE
@@ -41,7 +41,7 @@ def test_there_is_no_home() -> None:
 
 @pytest.mark.parametrize("named", [None, "~/decisions"])
 @pytest.mark.parametrize("mode", ["tune", "predict", "locked", "off"])
-def test_calls_run(
+def test_calls_run_without_a_home_folder(
     mode: str, named: str | None, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     if named is not None:
@@ -72,7 +72,7 @@ def test_a_home_that_cannot_be_written(
     assert all("cannot be written" in text for text in warnings())
 
 
-def test_commands_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_report_that_nothing_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["inspect"], ["inspect", "--regret"], ["inspect", "--thresholds"], ["doctor"]):
         assert main(arguments) == 0
         shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""A process that dies is not forgotten; one that ends otherwise, or goes on, is no death."""
+"""A process that crashes in a trial quarantines the version; one that ends otherwise, or runs on, does not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from attn_dispatch.store.quarantine import Quarantine
 from tests.support.fakes import SILICON
 from tests.support.quarantines import GROUP, STARTED, TRIED, markers, run, start
 
-# --- a process that dies ----------------------------------------------------------------------------------------------
+# --- a process that crashes -------------------------------------------------------------------------------------------
 
-DEATHS = {
+CRASHES = {
     "abort": "os.abort()",
     "segfault": "ctypes.string_at(0)",
     "kill": "os.kill(os.getpid(), 9)",
@@ -28,11 +28,11 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("death", DEATHS.values(), ids=DEATHS)
-def test_a_death_is_remembered(
-    death: str, folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+@pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES)
+def test_a_crash_quarantines_the_version(
+    crash: str, folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
-    code, _, _ = run(folder, TRIED.format(death))
+    code, _, _ = run(folder, TRIED.format(crash))
     assert code != 0
     assert len(markers(folder)) == 1
     found = anew().find("made_up", "1", GROUP)
@@ -51,15 +51,15 @@ def test_a_death_is_remembered(
     assert anew().find("made_up", "1") is None
 
 
-def test_a_death_in_a_group(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_a_crash_in_a_group(folder: Path, anew: Callable[[], Quarantine]) -> None:
     run(folder, STARTED + f"with crash_marker(folder, silicon, 'made_up', None, 'x', {GROUP!r}): os.abort()")
-    kept = anew()
-    assert kept.find("made_up", None, GROUP) is not None
-    assert kept.find("made_up", None) is None
+    quarantined = anew()
+    assert quarantined.find("made_up", None, GROUP) is not None
+    assert quarantined.find("made_up", None) is None
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_exceptions_are_no_death(error: type[BaseException], folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_exceptions_are_no_crash(error: type[BaseException], folder: Path, anew: Callable[[], Quarantine]) -> None:
     seen = []
 
     def fail() -> None:
@@ -81,7 +81,7 @@ def test_exceptions_are_no_death(error: type[BaseException], folder: Path, anew:
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     ],
 )
-def test_a_regular_end_is_no_death(ending: str, folder: Path) -> None:
+def test_a_regular_end_is_no_crash(ending: str, folder: Path) -> None:
     run(folder, TRIED.format(ending))
     assert place_of(folder, SILICON).is_dir()
     assert markers(folder) == []
@@ -110,10 +110,10 @@ print(len(list(folder.rglob("*.mark"))))
         *((number, "3600", None) for number in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGQUIT")),
     ],
 )
-def test_being_told_to_stop_is_no_death(
+def test_a_stop_signal_is_no_crash(
     number: str, patience: str, kind: str | None, folder: Path, anew: Callable[[], Quarantine]
 ) -> None:
-    """Sooner than a trial may take, it is a scheduler's doing; later, somebody had waited long enough."""
+    """Within the patience of a trial a scheduler sent it; after that, the trial had hung."""
     trial = TRIED.replace("3600", patience).format(f"time.sleep(0.1); os.kill(os.getpid(), signal.{number})")
     code, _, _ = run(folder, trial)
     assert code == -signal.Signals[number]
@@ -124,7 +124,7 @@ def test_being_told_to_stop_is_no_death(
 
 
 def test_a_child_of_multiprocessing_may_end_before_a_trial(folder: Path) -> None:
-    """It leaves by os._exit."""
+    """It ends by os._exit."""
     code = """
 import multiprocessing
 
@@ -147,7 +147,7 @@ process.join()
     assert markers(folder) == []
 
 
-def test_the_last_resort_is_never_kept_out(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_the_last_resort_is_never_quarantined(folder: Path, anew: Callable[[], Quarantine]) -> None:
     """There would be nothing else to run."""
     assert quarantine.LAST_RESORT == LAST_RESORT
     code, _, _ = run(folder, TRIED.replace("made_up", LAST_RESORT).format("os.abort()"))
@@ -157,7 +157,7 @@ def test_the_last_resort_is_never_kept_out(folder: Path, anew: Callable[[], Quar
     assert markers(folder) == []
 
 
-def test_being_killed_in_c_code_that_keeps_the_interpreter(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_a_stop_signal_in_c_code_that_holds_the_interpreter_lock(folder: Path, anew: Callable[[], Quarantine]) -> None:
     """Python's own handlers would not run there."""
     with start(folder, TRIED.replace("3600", "0").format("print(flush=True); ctypes.PyDLL(None).sleep(60)")) as process:
         assert process.stdout is not None
@@ -169,8 +169,8 @@ def test_being_killed_in_c_code_that_keeps_the_interpreter(folder: Path, anew: C
     assert found.kind == "hung"
 
 
-def test_others_handlers_are_left_alone(folder: Path) -> None:
-    """Python's, which C code's may stand behind, and those that only C code knows of."""
+def test_handlers_of_other_code_are_not_replaced(folder: Path) -> None:
+    """Handlers set in Python, which may call C code's, and handlers that only C code has set."""
     code = """
 import faulthandler
 signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
@@ -187,7 +187,7 @@ print((folder.parent / "dump").read_text().count("most recent call first"))
 
 
 def test_a_handler_set_during_a_trial_stays(folder: Path) -> None:
-    """In another thread's, say: without it, a later alarm would end the process. Afterwards signals are noted again."""
+    """As by another thread: without it, a later alarm would end the process. Later trials record signals again."""
     code = """
 with crash_marker(folder, silicon, "made_up", "1", "x"):
     signal.signal(signal.SIGALRM, lambda *_: print("handled", flush=True))
@@ -211,7 +211,7 @@ print(int(inside, 16) >> 14 & 1, int(open("/proc/self/status").read().split("Sig
     assert run(folder, STARTED + code) == (0, "1 0\n", "")
 
 
-# --- processes that live ----------------------------------------------------------------------------------------------
+# --- processes that run on --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -224,22 +224,22 @@ def trying(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_trial_that_goes_on_is_left_alone(
+def test_a_running_trial_is_no_crash(
     trying: subprocess.Popen[str], folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
     with crash_marker(folder, SILICON, "mine", "1", "x"):
-        kept = anew()
-        assert kept.entries() == []
+        quarantined = anew()
+        assert quarantined.entries() == []
         assert len(markers(folder)) == 2
     trying.kill()
     trying.wait()
-    assert kept.find("made_up", "1") is None
-    assert [each.backend for each in kept.sweep()] == ["made_up"]
-    assert kept.find("made_up", "1") is not None
+    assert quarantined.find("made_up", "1") is None
+    assert [each.backend for each in quarantined.sweep()] == ["made_up"]
+    assert quarantined.find("made_up", "1") is not None
     assert len(warnings()) == 1
 
 
-def test_a_forked_child_does_not_keep_the_marker_alive(folder: Path, anew: Callable[[], Quarantine]) -> None:
+def test_a_forked_child_does_not_hold_the_lock_of_the_marker(folder: Path, anew: Callable[[], Quarantine]) -> None:
     forking = "os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
     with start(folder, TRIED.format(forking)) as process:
         assert process.stdout is not None
@@ -249,10 +249,10 @@ def test_a_forked_child_does_not_keep_the_marker_alive(folder: Path, anew: Calla
         try:
             assert anew().find("made_up", "1") is not None
         finally:
-            os.kill(child, signal.SIGKILL)  # fails if it was not there
+            os.kill(child, signal.SIGKILL)  # fails if there was no child
 
 
-def test_a_forked_child_does_not_take_the_marker_away(folder: Path) -> None:
+def test_a_forked_child_does_not_remove_the_marker(folder: Path) -> None:
     code = """
 with crash_marker(folder, silicon, "made_up", "1", "x"):
     child = os.fork()
@@ -267,8 +267,8 @@ if not child:
     assert [each.version for each in Quarantine(folder, SILICON).sweep()] == ["2"]
 
 
-def test_markers_are_swept_by_many_at_once(folder: Path, anew: Callable[[], Quarantine]) -> None:
-    """Whoever comes second, while the first is at it, must not take the lock for the backend's."""
+def test_concurrent_sweeps_of_markers(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """A second sweep during the first must not take the first one's lock for the backend's."""
     run(folder, TRIED.format("os.abort()"))
     place = place_of(folder, SILICON)
     seen = []
@@ -280,15 +280,15 @@ def test_markers_are_swept_by_many_at_once(folder: Path, anew: Callable[[], Quar
     assert [each.marker.backend for each in seen] == ["made_up"]
 
 
-def test_processes_that_start_at_once_all_know(folder: Path) -> None:
+def test_concurrent_processes_all_find_the_entries(folder: Path) -> None:
     for version in "1234":
         run(folder, TRIED.replace('"1"', f'"{version}"').format("os.abort()"))
-    asking = """
+    finding = """
 while not (folder / "go").exists():
     pass
 print(*(Quarantine(folder, silicon).find("made_up", version).kind for version in "1234"))
 """
-    processes = [start(folder, STARTED + asking) for _ in range(4)]
+    processes = [start(folder, STARTED + finding) for _ in range(4)]
     (folder / "go").touch()
     for process in processes:
         with process:
