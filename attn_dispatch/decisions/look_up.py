@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,8 +25,7 @@ from attn_dispatch.tuning.candidates import Candidate, Request, current_environm
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredDecision:
+class StoredDecision(NamedTuple):
     """A stored decision compared with the current candidates.
 
     `choice` is the candidate to run now: the decision's, or if that cannot run or is outdated, the best valid row's;

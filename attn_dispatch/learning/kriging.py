@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import mul
+from typing import NamedTuple
 
 # The function is the natural logarithm of a ratio of times, over octaves; calibrated by tools/checks/trust_learned.py.
 LEVEL_SD = 1.5  #: standard deviation of the level
@@ -36,8 +36,7 @@ def covariance(distance: float) -> float:
     return LEVEL_SD**2 + _matern(distance)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """The function at the query point: mean, standard deviation, and the weight of each point's value in the mean."""
 
     mean: float

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
@@ -52,8 +52,7 @@ class Prediction:
     in_bucket: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LogTime:
+class LogTime(NamedTuple):
     """The log of a candidate's median time in one decision. `noise` is its standard deviation."""
 
     log_ms: float

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.learning.features import features
 from attn_dispatch.learning.predict import NOISE, PROBLEM_ERRORS, Evidence, group_for, is_timed
@@ -24,8 +24,7 @@ OPEN_SIDE_TOKENS = 2**20  #: size of a window's open side when families are comp
 Bounds = tuple[float, float, float]  #: low, middle, high
 
 
-@dataclass(frozen=True, slots=True)
-class Speedup:
+class Speedup(NamedTuple):
     """Time of the fastest candidate in natural order / time of the fastest in another order, at one length.
 
     `low` and `high` bound the factor: the paired 99 % interval where one of the two candidates was chosen, else the

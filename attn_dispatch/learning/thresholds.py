@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.learning.predict import Evidence
 from attn_dispatch.learning.speedups import Speedup, SpeedupSeries, family_distance, family_of, group_series
@@ -32,8 +32,7 @@ class Benefit(IntEnum):
     PROVEN = 2
 
 
-@dataclass(frozen=True, slots=True)
-class LengthSpeedup:
+class LengthSpeedup(NamedTuple):
     """All speed-ups measured at one length: geometric mean, the union of their intervals, the least benefit."""
 
     tokens: int
@@ -70,7 +69,7 @@ def threshold(order: str, family: Mapping[str, Any], points: Iterable[Speedup]) 
     worth a change and may be noise. The threshold lies above every length with `Benefit.NONE`; lengths with
     `Benefit.POSSIBLE` do not move it.
     """
-    points = tuple(sorted(filter(_is_valid, points), key=astuple))
+    points = tuple(sorted(filter(_is_valid, points)))
     lengths = by_length(points)
     if len(lengths) < MIN_LENGTHS:
         return None

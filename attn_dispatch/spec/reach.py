@@ -7,8 +7,7 @@ axis of a grid) describe them without tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 Offsets = tuple[int | None, ...]  #: of one head, one per branch; None: not in the branch. (): all heads see the same
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(NamedTuple):
     """One branch; per axis, int64 `first` and `last` [queries] and `at` [keys]."""
 
     first: tuple[Tensor, ...]
@@ -32,8 +30,7 @@ class Reach:
         return seen
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
+class Band(NamedTuple):
     """One branch on positions: keys with `low <= key - query <= high`, both selected and in the same segment.
 
     Args:
@@ -105,8 +102,7 @@ class Band:
         return found if self.rate == 1 else found & self.selected(torch.arange(k_len))
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """One axis of a neighbourhood's grid.
 
     Args:
