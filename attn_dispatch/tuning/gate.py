@@ -5,7 +5,6 @@ Every failure becomes data: a status and a reason and, where the version must no
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 import traceback
@@ -89,8 +88,6 @@ class Gate:
 
     def __post_init__(self) -> None:
         start = time.perf_counter()
-        # The first kernel with torch.compiler.disable loads it, for a second or more: not that backend's time.
-        importlib.import_module("torch._dynamo")
         self._oracle = Oracle.of(self.example)
         with reference():
             self._cases = hard_cases(self.problem)

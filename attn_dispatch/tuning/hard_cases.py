@@ -369,6 +369,11 @@ def nan_memory(problem: Problem, *, in_torch: bool) -> Iterator[None]:
 
 class _NanFactories(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # By default PyTorch wraps the method below so that its first call loads torch._dynamo, for a second or more.
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 

@@ -203,7 +203,7 @@ def test_files_are_short() -> None:
 
 @cache
 def loaded_on_the_way() -> list[set[str]]:
-    """After torch, after attend, before and after a permutation, and before and after questions to the machine."""
+    """After torch, after attend, before and after a permutation and questions to the machine, and after a trial."""
     return loaded_by(
         "import torch",
         "import attn_dispatch\nattn_dispatch.attend",
@@ -212,6 +212,7 @@ def loaded_on_the_way() -> list[set[str]]:
         "orders.permutation('residue', Neighborhood((63,), (3,), (2,)), 63)",
         "from attn_dispatch.machine import hardware, memory",
         "hardware.silicon('cpu'); memory.available_bytes('cpu'); hardware.provenance('cpu')",
+        "x = torch.ones(1, 16, 1, 8, requires_grad=True)\nattend(x, x, x).sum().backward()",
     )
 
 
@@ -240,8 +241,15 @@ def test_a_permutation_loads_no_more_than_it_needs() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil is what knows")
 def test_what_every_process_asks_needs_no_psutil() -> None:
     """It takes longer to load than a decision to be read and taken."""
-    *_, before, after = loaded_on_the_way()
+    *_, before, after, _ = loaded_on_the_way()
     assert not {"psutil", "pynvml", "resource"} & (after - before)
+
+
+def test_a_trial_does_not_load_the_compiler() -> None:
+    """It takes longer to load than a small problem's trial."""
+    *_, last = loaded_on_the_way()
+    assert "attn_dispatch.tuning.tuner" in last
+    assert "torch._dynamo" not in last
 
 
 def test_the_package_alone_loads_nothing() -> None:
