@@ -1,4 +1,4 @@
-"""The tables of `attn-dispatch profile` over several problems: a backend that refuses all of them is listed once."""
+"""The tables of `attn-dispatch profile` over several problems: a backend that refuses every one is listed once."""
 
 from __future__ import annotations
 

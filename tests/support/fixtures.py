@@ -1,4 +1,4 @@
-"""No test reads or leaves a decision outside its own folder, and property tests repeat exactly.
+"""Fixtures of all tests: none reads or leaves a decision outside its own folder.
 
 Without a CUDA device, Triton's kernels run in its interpreter, but only for the tests that ask for it: elsewhere the
 backend refuses the CPU, as it does for users.
@@ -131,7 +131,7 @@ def _processes() -> Iterator[Callable[[int], Ranks]]:
 
 @pytest.fixture
 def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
-    """Eight processes of one process group, and groups of the first few of them."""
+    """Eight processes of one process group, and groups of its first ranks."""
     return _processes(8)
 
 
