@@ -82,7 +82,7 @@ def profile(
 
 
 def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    """Measure the missing and outdated candidates of a problem; all candidates if forced or after drift."""
+    """Measure missing and outdated candidates; all of them if forced, after drift or a provisional decision."""
     with decide.lock:  # another thread may call attend() with the same problem
         return _measure_problem_locked(problem, share_s, force)
 
@@ -91,9 +91,10 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
     budget_ms = math.inf if share_s is None else share_s * 1e3
     request = Request.of(problem)
     stored = look_up.look_up(request, budget_ms)
-    if stored is not None and stored.is_valid and stored.decision.drift is None and not force:
+    anew = force or (stored is not None and (stored.decision.drift is not None or bool(stored.decision.provisional)))
+    if stored is not None and stored.is_valid and not anew:
         return Explanation.of(stored.decision)
-    if stored is not None and (force or stored.decision.drift is not None):
+    if stored is not None and anew:
         stored = look_up.StoredDecision(stored.decision, stored.choice)  # `changed` empty: all candidates
     decision = decide.measure(request, share_s, stored)
     if decision is None:

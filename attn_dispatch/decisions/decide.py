@@ -174,18 +174,20 @@ class _DeviceSteps:
     def measured(self) -> Decision | None:
         """A confident prediction from a problem of nearly the same size, else a trial if one is allowed."""
         stored, prediction = self.on_disk, None
-        if self.explained or (stored is not None and not stored.changed):
+        if self.explained or (stored is not None and not stored.changed and not stored.due):
             return None
         if stored is None:
             prediction = self.prediction
-            if prediction is not None and prediction.in_bucket and prediction.confidence >= MIN_CONFIDENCE:
-                return unmeasured.learned_decision(self.request, prediction)
+            sure = prediction is not None and prediction.in_bucket and prediction.confidence >= MIN_CONFIDENCE
+            learned = self._learned() if sure else None
+            if learned is not None:
+                return learned
         if not _trial_allowed(self.request.problem):
             note_missed(cache_folder(), self.request.plain)
             return None
         start = time.perf_counter()
         first = None if prediction is None else (prediction.backend, prediction.order)
-        decision = measure(self.request, settings.budget_ms() / 1e3, stored, first)
+        decision = measure(self.request, settings.budget_ms() / 1e3, stored, first, waiting=True)
         _rate_limit.add(time.perf_counter() - start)
         if decision is None:
             again = _DeviceSteps(Request.of(self.request.problem))  # the trial may have quarantined backends
@@ -195,9 +197,26 @@ class _DeviceSteps:
 
     def predicted(self) -> Decision | None:
         """The best candidate of the stored decision that is still valid, else the learned choice."""
-        if self.on_disk is not None and self.on_disk.choice is not None:
-            return self._use(self.on_disk)
-        return None if self.prediction is None else unmeasured.learned_decision(self.request, self.prediction)
+        stored = self.on_disk
+        if stored is None or stored.choice is None:
+            return self._learned()
+        decided = stored.choice == stored.decision.chosen
+        return self._use(stored) if decided or self._may_run(stored.choice) else self._learned()
+
+    def _learned(self) -> Decision | None:
+        found = self.prediction
+        if found is None or not self._may_run((found.backend, found.order)):
+            return None
+        return unmeasured.learned_decision(self.request, found)
+
+    def _may_run(self, name: CandidateId) -> bool:
+        """Whether a candidate that no trial of this problem has chosen passes the hard cases."""
+        if self.explained or cannot_measure(self.request.problem.device):
+            return True
+        from attn_dispatch.tuning import tuner  # loaded only when something is tried
+
+        with isolated(self.request.problem.device):
+            return tuner.passes_hard_cases(self.request, name)
 
     def static(self) -> Decision:
         return unmeasured.static_decision(self.request)
@@ -282,14 +301,19 @@ def _trial_allowed(problem: Problem) -> bool:
 
 
 def measure(
-    request: Request, budget_s: float | None, stored: look_up.StoredDecision | None, first: CandidateId | None = None
+    request: Request,
+    budget_s: float | None,
+    stored: look_up.StoredDecision | None,
+    first: CandidateId | None = None,
+    *,
+    waiting: bool = False,
 ) -> Decision | None:
-    """Run a trial; with `stored`, of its changed candidates only. Arguments as for `tuner.run_trial`."""
+    """Run a trial; with `stored`, of its changed candidates only, if any. Arguments as for `tuner.run_trial`."""
     from attn_dispatch.tuning import tuner  # loaded only when something is measured
 
     prior, changed = (None, None) if stored is None else (stored.decision, stored.changed or None)
     with isolated(request.problem.device), preserved_rng(request.problem):
-        return tuner.run_trial(request, budget_s, prior=prior, changed=changed, first=first)
+        return tuner.run_trial(request, budget_s, waiting=waiting, prior=prior, changed=changed, first=first)
 
 
 def store_measured(problem: Problem, decision: Decision) -> None:

@@ -71,7 +71,8 @@ class Explanation:
     `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where attend()
     raises instead. `key` names the decision in the store. `problem` and `device` are readable titles. A learned choice
     has a `confidence`, the probability that it is the fastest, and `evidence`, the keys of the decisions it is
-    predicted from. `drift` holds the times of live calls if they left the measured interval.
+    predicted from. `drift` holds the times of live calls if they left the measured interval. `provisional` says why a
+    choice is to be measured again by a later process; empty where it is settled.
     """
 
     choice: str | None
@@ -84,6 +85,7 @@ class Explanation:
     confidence: float | None = None
     evidence: tuple[str, ...] = ()
     drift: DriftReport | None = None
+    provisional: str = ""
 
     @classmethod
     def of(cls, decision: Decision, source: str | None = None) -> Explanation:
@@ -101,6 +103,7 @@ class Explanation:
             confidence=decision.confidence,
             evidence=decision.evidence,
             drift=None if decision.drift is None else DriftReport.of(decision.drift),
+            provisional=decision.provisional,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,6 +116,7 @@ class Explanation:
             f"device    {self.device}",
             f"problem   {self.problem}",
             f"choice    {choice} ({self.source}{self._confidence()}), key {self.key}",
+            *self._provisional(),
             *self._drifted(),
         ]
         return "\n".join([*map(printable, lines), "", *align([list(HEAD), *self.rows()], LEFT)])
@@ -121,6 +125,9 @@ class Explanation:
         if self.confidence is None:
             return ""
         return f", confidence {self.confidence:.2f} by {len(self.evidence)} measured neighbours"
+
+    def _provisional(self) -> list[str]:
+        return [f"provisional: {self.provisional}; a later process measures it again"] if self.provisional else []
 
     def _drifted(self) -> list[str]:
         if self.drift is None:

@@ -1,13 +1,15 @@
 """Looks up the stored decision of a problem and checks which of its rows are still valid.
 
 A row is valid while its backend has the version that was measured. Only candidates with missing or outdated rows are
-measured again; until then an outdated row is used as a prior.
+measured again; until then an outdated row is used as a prior. A provisional decision is measured again as a whole, by a
+later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 import msgspec
@@ -15,9 +17,10 @@ import msgspec
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import say_once
+from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
+from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
 from attn_dispatch.store.folder import Store, shipped
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment
 
@@ -25,21 +28,28 @@ from attn_dispatch.tuning.candidates import Candidate, Request, current_environm
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
 
 
+MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is accepted
+FIRST_PAUSE = timedelta(minutes=10)  #: after a second provisional trial; each further pause is four times as long
+PAUSE_FACTOR = 4
+
+
 class StoredDecision(NamedTuple):
     """A stored decision compared with the current candidates.
 
     `choice` is the candidate to run now: the decision's, or if that cannot run or is outdated, the best valid row's;
-    None without a valid row. `changed` are the candidates to measure: their rows are missing or outdated.
+    None without a valid row. `changed` are the candidates to measure: their rows are missing or outdated. `due`:
+    all are to be measured again, as the decision is provisional.
     """
 
     decision: Decision
     choice: CandidateId | None
     changed: tuple[CandidateId, ...] = ()
+    due: bool = False
 
     @property
     def is_valid(self) -> bool:
         """Whether the decision is valid unchanged."""
-        return self.choice == self.decision.chosen and not self.changed
+        return self.choice == self.decision.chosen and not self.changed and not self.due
 
     @property
     def is_valid_locked(self) -> bool:
@@ -51,11 +61,14 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
     """Look up the user's decision, else the shipped one, and compare it with the current candidates.
 
     Args:
-        budget_ms: candidates skipped for lack of time count as changed if this budget suffices for them.
+        budget_ms: candidates skipped for lack of time count as changed if this budget suffices for them. Below 0:
+            nothing is to be measured.
     """
     decision = read_stored(request)
     if decision is None:
         return None
+    if budget_ms >= 0 and _is_due(decision) and load.is_calm():
+        return _compare(request, decision, set())._replace(changed=(), due=True)
     affordable = _affordable(decision, budget_ms)
     temporary = any(row.status in TEMPORARY for row in decision.candidates)
     if not affordable and not temporary and decision.environment == current_environment():
@@ -118,9 +131,19 @@ def _is_valid_row(row: Row | None, candidate: Candidate) -> bool:
 
 
 def _affordable(decision: Decision, budget_ms: float) -> set[CandidateId]:
-    """The candidates skipped for lack of time that this budget suffices for."""
+    """The candidates skipped for lack of time that this budget suffices for, if it is larger than that of then."""
     rows = decision.candidates
+    if decision.budget_ms is None or budget_ms <= decision.budget_ms:
+        return set()
     return {row.id for row in rows if row.need_ms is not None and row.need_ms <= budget_ms}
+
+
+def _is_due(decision: Decision) -> bool:
+    """Whether a provisional decision may be measured again."""
+    if not decision.provisional or decision.attempts >= MOST_ATTEMPTS:
+        return False
+    pause = FIRST_PAUSE * PAUSE_FACTOR ** (decision.attempts - 2) if decision.attempts > 1 else timedelta(0)
+    return not timedelta(0) <= datetime.now(UTC) - time_of(decision.created) < pause
 
 
 def with_current_environment(decision: Decision) -> Decision:

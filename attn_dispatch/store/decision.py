@@ -83,6 +83,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The chosen candidate of a problem, with a row for every candidate.
 
+    `provisional` says why the choice is to be measured again, `attempts` how many trials in a row ended so.
     `preferred` is the originally chosen backend and order, set where a merge added a later row that rules them out.
     """
 
@@ -105,6 +106,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     evidence: tuple[str, ...] = ()
     drift: Drift | None = None
     preferred: tuple[str, str] | None = None
+    provisional: str = ""
+    attempts: int = 0
     extra: dict[str, Any] = {}
 
     @property

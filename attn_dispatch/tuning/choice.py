@@ -1,9 +1,13 @@
 """Chooses a candidate from the timings of all. Pure: no clock, no torch.
 
-A challenger replaces the incumbent only where it is surely cheaper by more than a margin, its share of the first call
+A challenger replaces the incumbent where it is surely cheaper by more than a margin, its share of the first call
 included; "surely" is :func:`~attn_dispatch.tuning.intervals.faster_at_last_look`. Challengers that another one surely
 beats by more than the margin are excluded. Among the rest a fixed order decides, so that noise does not: less declared
-workspace memory, then the simpler candidate.
+workspace memory, then the simpler candidate. Where samples do not suffice to be sure, a candidate whose estimate is
+lower by more than :data:`BET` is taken all the same: the better bet.
+
+Of a disturbed race, in which other programs took the cores, only estimates are compared, from each candidate's fastest
+samples: what the machine can do when left alone.
 """
 
 from __future__ import annotations
@@ -22,11 +26,17 @@ from attn_dispatch.tuning.intervals import (
     faster_at_last_look,
     paired_ratios,
     ratio_interval,
+    safe_ratio,
     shared_rounds,
 )
 
 #: Milliseconds of a first call beyond a later one, below which they count as 0: caches and the machine warming up.
 LEAST_PLAN_MS = 10.0
+#: Share by which an estimate must be lower for its candidate to be taken though it is not sure to be faster; and by
+#: which another candidate may be faster than the chosen one before the choice counts as open.
+BET = 0.10
+ONE_ROUND_BET = 0.5  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
+DISTURBED_BET = 0.05  #: the same where estimates are of what other programs left undisturbed
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Outcome:
     Args:
         status: "chosen"; "slower" where the chosen one surely costs less by more than the margin; else "tie".
         reason: a short text; empty where the figures suffice.
+        open: whether it may be faster than the chosen one by more than :data:`BET`, as far as is known.
         ratio: median of the candidate's times over the chosen one's, paired by round, without first calls; None
             without shared rounds.
         ratio_low, ratio_high: 99 % interval of the ratio, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
@@ -69,6 +80,7 @@ class Outcome:
     ratio_low: float | None = None
     ratio_high: float | None = None
     break_even: float | None = None
+    open: bool = False
 
 
 def per_call_ms(plan_ms: float, calls: int) -> float:
@@ -83,23 +95,25 @@ def per_call_ms(plan_ms: float, calls: int) -> float:
 
 
 def choose(
-    entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, margin: float = MARGIN
+    entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, margin: float = MARGIN, disturbed: bool = False
 ) -> tuple[str, dict[str, Outcome]]:
     """Choose a candidate; its name, and the outcome of each by name.
 
     Args:
         entrants: the candidates, timed against one another in the same rounds.
-        incumbent: the candidate that only a surely cheaper one replaces. None, an unknown name or a dropped candidate:
-            all are eligible.
+        incumbent: the candidate that only a cheaper one replaces. None, an unknown name or a dropped candidate: all are
+            eligible.
         calls: expected number of calls, over which the cost of the first is spread.
         margin: smallest difference that counts, as a share.
+        disturbed: whether other programs ran during the race.
 
     Raises:
         ValueError: no entrants, or ``calls`` below 1.
     """
     if not entrants:
         raise ValueError("choose needs at least one entrant")
-    comparison = _Comparison({entrant.name: entrant for entrant in entrants}, incumbent, calls, margin)
+    kind = _Estimates if disturbed else _Comparison
+    comparison = kind({entrant.name: entrant for entrant in entrants}, incumbent, calls, margin)
     chosen = comparison.choose()
     return chosen, {entrant.name: comparison.outcome(entrant.name, chosen) for entrant in entrants}
 
@@ -120,6 +134,13 @@ class _Comparison:
         return [name for name in self._able if self._beats(name, incumbent)] or [incumbent]
 
     def choose(self) -> str:
+        proven = self._proven()
+        best = min(self._able, key=lambda name: self._ratio(name, proven))
+        bet = max(BET, ONE_ROUND_BET / max(1, shared_rounds(self._costs[best], self._costs[proven])))
+        known = self._beats(proven, best) or self._beats(best, proven)
+        return best if self._ratio(best, proven) < 1.0 - bet and not known else proven
+
+    def _proven(self) -> str:
         eligible = self.eligible()
         unbeaten = [name for name in eligible if not any(self._beats(rival, name) for rival in eligible)]
         # "Surely faster" need not be transitive: where all are beaten by another, the median decides.
@@ -135,7 +156,17 @@ class _Comparison:
             ratio_low=interval.low,
             ratio_high=interval.high,
             break_even=self._break_even(name, self._rival(name, chosen)),
+            open=self._is_open(name, chosen),
         )
+
+    def _ratio(self, name: str, other: str) -> float:
+        """Estimated cost of a candidate over that of another."""
+        return statistics.median(paired_ratios(self._costs[name], self._costs[other]))
+
+    def _is_open(self, name: str, chosen: str) -> bool:
+        if name == chosen or name not in self._able or self._beats(chosen, name):
+            return False
+        return ratio_interval(self._costs[name], self._costs[chosen], LAST_LOOK).low < 1.0 - BET
 
     def _beats(self, name: str, rival: str) -> bool:
         return name != rival and faster_at_last_look(self._costs[name], self._costs[rival], self._margin)
@@ -153,6 +184,9 @@ class _Comparison:
         return (self._incumbent or chosen) if name == chosen else chosen
 
     def _reason(self, name: str, chosen: str) -> str:
+        if name == chosen and chosen not in self.eligible():
+            rounds = shared_rounds(self._costs[name], self._costs[self._proven()])
+            return f"the better bet: {_rounds(rounds)} too few to prove it"
         entrant = self._entrants[name]
         if entrant.dropped is not None:
             return f"{entrant.dropped:.1f} times the fastest in first calls, not tried again"
@@ -172,8 +206,7 @@ class _Comparison:
         cost, best = self._costs[name], self._costs[chosen]
         ratio = statistics.median(paired_ratios(cost, best))
         if not 1.0 - self._margin <= ratio <= 1.0 / (1.0 - self._margin):
-            rounds = shared_rounds(cost, best)
-            return f"{rounds} round{'s are' if rounds > 1 else ' is'} too few to tell"
+            return f"{_rounds(shared_rounds(cost, best))} too few to tell"
         if chosen == self._incumbent:
             return f"a tie goes to the incumbent, {chosen}"
         if name not in self.eligible():
@@ -191,6 +224,34 @@ class _Comparison:
             return None
         pairs = zip(other.timing.samples_ms, one.timing.samples_ms, strict=False)
         return dearer_ms / statistics.median(slow - fast for slow, fast in pairs)
+
+
+class _Estimates(_Comparison):
+    """Of a disturbed race: paired ratios mean little, since each sample was disturbed by chance."""
+
+    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int, margin: float) -> None:
+        super().__init__(entrants, incumbent, calls, margin)
+        self._estimates = {name: cost.undisturbed().median_ms for name, cost in self._costs.items()}
+
+    def choose(self) -> str:
+        best = min(self._able, key=lambda name: self._estimates[name])
+        return best if self._incumbent is None or self._beats(best, self._incumbent) else self._incumbent
+
+    def _ratio(self, name: str, other: str) -> float:
+        return safe_ratio(self._estimates[name], self._estimates[other])
+
+    def _beats(self, name: str, rival: str) -> bool:
+        return name != rival and self._ratio(name, rival) < 1.0 - DISTURBED_BET
+
+    def _is_open(self, name: str, chosen: str) -> bool:
+        return name != chosen and not self._beats(chosen, name)
+
+    def _tie(self, name: str, chosen: str) -> str:
+        return "too close to tell while other programs ran"
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round{'s are' if count > 1 else ' is'}"
 
 
 def _plan_ms(plan_ms: float) -> float:

@@ -4,6 +4,9 @@ An event is a time stamp taken by the device, so a sample includes neither the h
 the host enqueues more slowly than the device works, a sample includes the gaps, as a user's call does; `host_ms` is
 their share. Samples have a warm cache by default, since q, k and v are usually just written when attention is called;
 `cold_ms` has a flushed L2 cache, as in Triton's `do_bench` and CUTLASS's profiler.
+
+On a CPU that other programs use too, a short call is sampled again after a rest, for then the scheduler lets this
+process's threads run undisturbed for a few milliseconds. Longer calls are all slowed down alike.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ import gc
 import importlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from attn_dispatch.machine.load import NO_LOAD, Load
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +30,10 @@ Call = Callable[[], object]
 
 _SHORTEST_SAMPLE_MS = 0.2  # shorter calls are repeated within one sample
 _MAX_REPEATS = 10_000  # calls per sample
+REST_S = 0.004  #: seconds of rest before a disturbed sample is taken again
+RETAKES = 3  #: times that a disturbed sample is taken again at most
+MOST_FAILURES = 2  #: samples disturbed in all retakes, after which a call counts as one that never ends in time
+LONGEST_DISTURBED_MS = 40.0  #: milliseconds that preemption may make of a call of microseconds
 
 #: Calls per sample of the host's time: few, because the host waits for the device once the driver's queue is full.
 HOST_REPEATS = 8
@@ -31,7 +41,10 @@ UNKNOWN_L2_BYTES = 128 * 2**20  #: L2 size assumed where PyTorch gives none; mor
 
 
 class Stopwatch(Protocol):
-    """Takes samples of a call, in milliseconds."""
+    """Takes samples of a call, in milliseconds. `load` is what took place during all samples together."""
+
+    @property
+    def load(self) -> Load: ...
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
         """Milliseconds per call over ``repeats`` calls in a row: the sample that candidates are compared by."""
@@ -46,21 +59,53 @@ class Stopwatch(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostStopwatch:
-    """A stopwatch by the host's ``clock`` (seconds) after ``synchronize``, with the garbage collector off."""
+    """A stopwatch by the host's ``clock`` (seconds) after ``synchronize``, with the garbage collector off.
+
+    Args:
+        reading: this process's load so far; None: disturbances are not noticed.
+        rest: lets some seconds pass.
+    """
 
     clock: Callable[[], float] = time.perf_counter
     synchronize: Callable[[], None] = lambda: None
+    reading: Callable[[], Load] | None = None
+    rest: Callable[[float], None] = time.sleep
+    load: Load = NO_LOAD
+    # How often all retakes of a call were disturbed too; -inf once one was not: it can end within a slice.
+    _failures: defaultdict[Call, float] = field(default_factory=lambda: defaultdict[Call, float](float))
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
+        mean_ms, disturbed = self._sample(call, repeats)
+        if not disturbed or self._failures[call] >= MOST_FAILURES or mean_ms * repeats > LONGEST_DISTURBED_MS:
+            return mean_ms
+        for _ in range(RETAKES):
+            self.rest(REST_S)
+            call()  # wakes the threads of the pool
+            again_ms, disturbed = self._sample(call, repeats)
+            mean_ms = min(mean_ms, again_ms)
+            if not disturbed:
+                self._failures[call] = -math.inf
+                return mean_ms
+        self._failures[call] += 1
+        return mean_ms
+
+    def _sample(self, call: Call, repeats: int) -> tuple[float, bool]:
+        """Mean milliseconds of a call, and whether a core was taken from this process meanwhile."""
         with collector_off():
             self.synchronize()
+            before = None if self.reading is None else self.reading()
             start_s = self.clock()
             for _ in range(repeats):
                 call()
             self.synchronize()
-            return (self.clock() - start_s) * 1e3 / repeats
+            mean_ms = (self.clock() - start_s) * 1e3 / repeats
+            if before is None or self.reading is None:
+                return mean_ms, False
+            beside = self.reading().since(before)
+        self.load = self.load.plus(beside)
+        return mean_ms, beside.switches > 0
 
     def host_ms(self, call: Call) -> float | None:
         return None
@@ -97,6 +142,8 @@ class CudaStopwatch:
 
     Allocates a buffer of twice the L2 cache at the first :meth:`cold_ms` and keeps it.
     """
+
+    load = NO_LOAD
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device

@@ -1,6 +1,9 @@
-"""The gate: admits a candidate to the race, or rejects it, after guarded runs of hard cases and of the problem itself.
+"""The gate: admits a candidate to the race after a guarded, checked run of the problem itself, and to the choice after
+the hard cases.
 
-Every failure becomes data: a status and a reason and, where the version must not run again, a quarantine.
+A version passes the hard cases of a class of problems once on a machine. They run last, for the candidate that is about
+to be chosen: before any result of it is used. Every failure becomes data: a status and a reason and, where the version
+must not run again, a quarantine.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
 from typing import TypeVar
 
 import torch
@@ -20,9 +24,11 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
+from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
@@ -31,16 +37,17 @@ from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import HardCase, class_key, hard_cases
-from attn_dispatch.tuning.oracle import NoReference, Oracle, reference
+from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference
 
 T = TypeVar("T")
 
-SLOWDOWN_LIMIT = 20.0  #: factor on a backend's time per operation in its hard cases, past which it counts as hung
+SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
+_PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
-# (backend, order, version, class of problems) -> seconds per operation in the hard cases passed in this process.
-_passed: dict[tuple[str, str, str | None, object], float] = {}
+# Hard cases passed in this process: (backend, order, version, class of problems).
+_passed: set[tuple[str, str, str | None, object]] = set()
 process_state.register(process_state.FACTS, _passed.clear)
 
 
@@ -74,37 +81,42 @@ class Rejected:
 
 @dataclass
 class Gate:
-    """The gate of one trial.
+    """The gate of one trial. `load` is what took place beside the candidates' runs.
 
-    `outside_s` counts the seconds outside the problem's budget: evaluating expected results, and hard cases, which a
-    version passes once per process and class of problems.
+    Args:
+        example: of the problem; None where only the hard cases are to be run.
+        pairs: query-key pairs of the example that are compared with float64, at most.
     """
 
-    example: Example
+    problem: Problem
     address: Address
-    outside_s: float = field(init=False)
-    _oracle: Oracle = field(init=False)
-    _cases: tuple[HardCase, ...] = field(init=False)
+    example: Example | None = None
+    pairs: int = PAIRS
+    load: Load = NO_LOAD
 
-    def __post_init__(self) -> None:
-        start = time.perf_counter()
-        self._oracle = Oracle.of(self.example)
+    @cached_property
+    def _oracle(self) -> Oracle:
+        assert self.example is not None
+        return Oracle.of(self.example, pairs=self.pairs)
+
+    @cached_property
+    def _cases(self) -> tuple[HardCase, ...]:
         with reference():
-            self._cases = hard_cases(self.problem)
-        self.outside_s = time.perf_counter() - start
-
-    @property
-    def problem(self) -> Problem:
-        return self.example.problem
+            return hard_cases(self.problem)
 
     @property
     def case_problems(self) -> tuple[Problem, ...]:
-        return tuple(case.problem for case in self._cases)
+        """The problems of the hard cases that were needed."""
+        return tuple(case.problem for case in self.__dict__.get("_cases", ()))
 
     def builds_ms(self, candidate: Candidate) -> float:
         """Milliseconds the backend declares to build before its first results, here and for the hard cases due."""
-        asked = [self.problem, *(case.problem for case in self._cases_for(candidate))]
-        return sum(first_call_ms(candidate, problem) for problem in asked)
+        here_ms = first_call_ms(candidate, self.problem)
+        if not here_ms or self._has_passed(candidate):
+            return here_ms
+        return here_ms + sum(
+            first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
+        )
 
     def prepare(self, candidate: Candidate, call: Callable[[], object]) -> Rejected | None:
         """Run a backend's `prepare`, which it needs once per machine; the rejection if that fails, else None."""
@@ -121,22 +133,36 @@ class Gate:
         return None
 
     def admit(self, candidate: Candidate) -> Admitted | Rejected:
-        """Run the candidate under guard and check its results.
+        """Run the candidate on the problem itself, under guard, and check its results.
 
         Raises:
             BackendFailed: the device is lost, and no other candidate can run in this process.
             NoReference: there is too little memory to evaluate the expected results.
         """
+        oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
+        return self._tried(candidate, partial(self._admit, candidate, oracle))
+
+    def check_hard_cases(self, candidate: Candidate) -> Rejected | None:
+        """Run the hard cases, unless this version has passed them on this machine; the rejection if it fails one.
+
+        Raises as `admit`.
+        """
+        if self._has_passed(candidate):
+            return None
+        cases = self._cases
+        return self._tried(candidate, partial(self._check_hard_cases, candidate, cases))
+
+    def _tried(self, candidate: Candidate, run: Callable[[], T]) -> T | Rejected:
+        """Run a check of the candidate beside a crash marker; any failure becomes a rejection."""
         version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)
-        needed = candidate.needed_bytes
         try:
             with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
-                return self._admit(candidate, needed)
+                return run()
         except NoReference:
             raise
         except Exception as error:
             text = one_line(error)
-            kind = self._kind_of(error, needed)
+            kind = self._kind_of(error, candidate.needed_bytes)
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
             if kind != "hung" and guard.device_lost(self.problem.device):
@@ -146,12 +172,10 @@ class Gate:
                 self._quarantine(candidate, kind, text)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
 
-    def _admit(self, candidate: Candidate, needed: int) -> Admitted | Rejected:
-        failures, rate = self._hard_case_failures(candidate)
-        if failures:
-            return self._incorrect(candidate, failures)
+    def _admit(self, candidate: Candidate, oracle: Oracle) -> Admitted | Rejected:
+        needed = candidate.needed_bytes
         limit_s = timeout_s() + 10 * first_call_ms(candidate, self.problem) / 1e3
-        limit_s += SLOWDOWN_LIMIT * rate * work(candidate, self.problem)
+        limit_s += SLOWEST_RATE * work(candidate, self.problem)
         builds = first_call_ms(candidate, self.problem) > 0
         result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
@@ -159,7 +183,7 @@ class Gate:
         if builds or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)
-        checked = self._oracle.check(result)
+        checked = oracle.check(result)
         error = checked.error if checked.error < float("inf") else None
         if checked.failures:
             return self._incorrect(candidate, checked.failures, first_ms, peak, error)
@@ -169,45 +193,30 @@ class Gate:
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
-    def _cases_for(self, candidate: Candidate) -> list[HardCase]:
-        """The hard cases due: those the backend accepts, if this version has not passed them in this process.
-
-        A backend that compiles for every problem gets only the first `COMPILED_CASES`.
-        """
+    def _has_passed(self, candidate: Candidate) -> bool:
         key = *candidate.id, candidate.version, class_key(self.problem)
-        if key in _passed:
-            return []
-        cases = self._taken_by(candidate)
-        return cases[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else cases
+        return key in _passed or passed.has_passed(cache_folder(), self.address.silicon, _digest(key))
 
-    def _taken_by(self, candidate: Candidate) -> list[HardCase]:
-        return [case for case in self._cases if not case.refused_by(*candidate.backend_and_order)]
-
-    def _hard_case_failures(self, candidate: Candidate) -> tuple[list[str], float]:
-        """Run the hard cases due; their failures, and the seconds per operation in the slowest one."""
-        key = *candidate.id, candidate.version, class_key(self.problem)
-        if key in _passed:
-            return [], _passed[key]
-        rate = 0.0
-        for case in self._cases_for(candidate):
+    def _check_hard_cases(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> Rejected | None:
+        """Run the cases that the backend accepts; of one that compiles for every problem, `COMPILED_CASES`."""
+        accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
+        due = accepted[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else accepted
+        for case in due:
             limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
-            start = time.perf_counter()
             found = self._guarded(partial(case.run, *candidate.backend_and_order), limit_s)
-            took_s = time.perf_counter() - start
-            rate = max(rate, took_s / work(candidate, case.problem))
-            # Compiling for a hard case takes as long as for the problem itself, so it counts in the budget.
-            self.outside_s += 0.0 if hasattr(candidate.backend, "first_call_ms") else took_s
-            failures = list(case.check(found).failures)
+            failures = case.check(found).failures
             if failures:
-                return failures, rate
-        failures = self._second_call_failures(candidate)
-        if not failures:
-            _passed[key] = rate
-        return failures, rate
+                return self._incorrect(candidate, failures)
+        failed = self._second_call_failures(candidate, accepted)
+        if failed:
+            return self._incorrect(candidate, failed)
+        key = *candidate.id, candidate.version, class_key(self.problem)
+        _passed.add(key)
+        passed.note_passed(cache_folder(), self.address.silicon, _digest(key))
+        return None
 
-    def _second_call_failures(self, candidate: Candidate) -> list[str]:
+    def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> list[str]:
         """Call again on the same tensors with other values; failures where the first result changed or was returned."""
-        cases = self._taken_by(candidate)
         if not cases:
             return []
         with reference():
@@ -236,7 +245,10 @@ class Gate:
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 
-        return self._guarded(run, limit_s)
+        before = Load.so_far()
+        found = self._guarded(run, limit_s)
+        self.load = self.load.plus(Load.so_far().since(before))
+        return found
 
     def _guarded(self, call: Callable[[], T], limit_s: float) -> T:
         """Run a call within limits of time (seconds) and memory."""
@@ -287,6 +299,12 @@ class Gate:
             title=candidate.problem_title(self.problem),
         )
         Quarantine(cache_folder(), self.address.silicon).add(entry)
+
+
+def _digest(key: tuple[str, str, str | None, object]) -> str:
+    """Twenty digits for a version of a backend in an order and the class of problems whose hard cases it passed."""
+    *names, specs = key
+    return sha256(repr((_PASSED_FORMAT, *names, specs)).encode()).hexdigest()[:20]
 
 
 def work(candidate: Candidate, problem: Problem) -> float:

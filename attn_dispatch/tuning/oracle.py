@@ -7,6 +7,7 @@ candidate still runs at full size, and the expected values are exact.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example
 
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
+FEW_PAIRS = 2**16  #: the same where a caller waits
 KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; past this, heads are drawn
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 
@@ -35,13 +37,36 @@ class NoReference(Exception):
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Turn a memory error of code that evaluates or compares expected results into NoReference."""
+    """Run code that evaluates or compares expected results: on one core, and a memory error becomes NoReference.
+
+    The tensors are small: on several cores threads would wait for each other as long as they compute, and many times
+    longer where other programs use the cores too.
+    """
     try:
-        yield
+        with _one_openmp_thread():
+            yield
     except Exception as error:
         if not guard.is_memory_error(error):
             raise
         raise NoReference(one_line(error)) from error
+
+
+@contextmanager
+def _one_openmp_thread() -> Iterator[None]:
+    """Let this thread's operators start no other threads; OpenMP has this setting for each thread."""
+    try:
+        count, limit = _openmp.omp_get_max_threads(), _openmp.omp_set_num_threads
+    except AttributeError:  # a PyTorch without OpenMP, or one that hides it
+        yield
+        return
+    limit(1)
+    try:
+        yield
+    finally:
+        limit(count)
+
+
+_openmp = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +101,10 @@ class Oracle:
 
     @classmethod
     @reference()
-    def of(cls, example: Example, seed: int = 0) -> Oracle:
-        """Evaluate the expected results. Raises NoReference."""
+    def of(cls, example: Example, seed: int = 0, pairs: int | None = None) -> Oracle:
+        """Evaluate the expected results, of rows with about `pairs` (`PAIRS`) query-key pairs. Raises NoReference."""
         example = example.without_dropout()
-        rows, heads = draw(example.problem, seed)
+        rows, heads = draw(example.problem, seed, PAIRS if pairs is None else pairs)
         rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
         grad = grad_lse = None
         if example.grad is not None:
@@ -168,12 +193,12 @@ def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tenso
     return whole
 
 
-def draw(problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw(problem: Problem, seed: int, pairs: int) -> tuple[Tensor, Tensor]:
     """Draw the query rows and heads to compare: all if that is little work, else first, last and some between."""
     generator = torch.Generator().manual_seed(seed)
     few = max(1, KEY_BYTES // (problem.batch * problem.k_len * problem.head_dim * 8))
     heads = _sample(problem.heads, few, generator)
-    rows = max(FEWEST_ROWS, PAIRS // (problem.batch * len(heads) * problem.k_len))
+    rows = max(FEWEST_ROWS, pairs // (problem.batch * len(heads) * problem.k_len))
     return _sample(problem.q_len, rows, generator), heads
 
 

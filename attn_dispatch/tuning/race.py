@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
@@ -22,8 +23,7 @@ FEW_ROUNDS = 4  #: rounds below which closer candidates are skipped too, see `NE
 FAR_RATIO = 1.5  #: skip from here on where fewer than `ENOUGH_ROUNDS` fit
 NEAR_RATIO = 1.15  #: skip from here on where fewer than `FEW_ROUNDS` fit
 HOPELESS_RATIO = 8.0  #: skip the incumbent too from here on: it would take all of the time
-EXTENSION = 0.75  #: share of the budget added for a rival whose lead over the incumbent exceeds `PROMISING`
-PROMISING = 0.05  #: share by which a rival's median must lie below the incumbent's
+MAY_WIN_RATIO = 3.0  #: a first call this much longer than the fastest may still be of the fastest candidate
 
 Calls = Mapping[str, Callable[[], object]]
 
@@ -32,14 +32,14 @@ Calls = Mapping[str, Callable[[], object]]
 class Race:
     """One race; all tables are keyed by candidate title.
 
-    `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
-    the fastest one's.
+    `runners` are ordered by preference. `load` is what took place beside their first calls. `skipped` maps a candidate
+    that is not raced to the ratio of its first call to the fastest one's.
     """
 
     request: Request
     runners: dict[str, tuple[Candidate, Admitted]]
     incumbent: str
-    budget_s: float | None
+    load: Load = NO_LOAD
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
@@ -61,10 +61,13 @@ class Race:
         guard.end_idle_threads()  # they would occupy cores during the timing
         calls = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
         self.rounds = self._time(calls, remaining_s)
-        rival = self._promising_rival()
-        if rival is not None and self.budget_s is not None:
-            pair = {name: calls[name] for name in (self.incumbent, rival)}
-            self.rounds = _joined(self.rounds, self._time(pair, EXTENSION * self.budget_s))
+
+    def remove(self, name: str) -> None:
+        """Take a candidate out of the choice: it was timed, and its results proved wrong."""
+        self.runners.pop(name, None)
+        self.skipped.pop(name, None)
+        self.outcomes.pop(name, None)
+        self.rounds.timings.pop(name, None)
 
     def choose(self) -> str | None:
         """Choose a candidate as `choice.choose` does; None where none was timed beyond a first call."""
@@ -75,8 +78,23 @@ class Race:
             return None
         entrants = [self._entrant(name, rank) for rank, name in enumerate(timed)]
         first = self.incumbent if self.incumbent in timed else None
-        chosen, self.outcomes = choice.choose(entrants, first, calls=_expected_calls())
+        chosen, self.outcomes = choice.choose(
+            entrants, first, calls=_expected_calls(), disturbed=self.rounds.load.disturbed
+        )
         return chosen
+
+    def why_provisional(self) -> str:
+        """Why the choice may be another one under better conditions; empty where it is settled."""
+        if self.rounds.load.disturbed:
+            return "other programs took the cores while it was measured"
+        unclear = [name for name, outcome in self.outcomes.items() if outcome.open]
+        unclear += [name for name, ratio in self.left_out().items() if ratio < MAY_WIN_RATIO]
+        return f"too few rounds to compare it with {', '.join(unclear)}" if unclear else ""
+
+    def timing(self, name: str) -> intervals.Timing:
+        """What is stored: of a disturbed race, what the machine can do when left alone."""
+        timing = self.rounds.timings[name]
+        return timing.undisturbed() if self.rounds.load.disturbed else timing
 
     def left_out(self) -> dict[str, float]:
         """Candidates timed by a first call only, with its ratio to the fastest one's."""
@@ -84,12 +102,14 @@ class Race:
 
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         (candidate, admitted), timing = self.runners[name], self.rounds.timings[name]
+        # Preemption makes any first call longer.
+        builds = not self.rounds.load.disturbed or hasattr(candidate.backend, "first_call_ms")
         return choice.Entrant(
             name,
             timing,
             workspace_bytes=candidate.workspace_bytes,
             rank=rank,
-            plan_ms=max(0.0, admitted.first_ms - timing.median_ms),
+            plan_ms=max(0.0, admitted.first_ms - timing.median_ms) if builds else 0.0,
             dropped=self.rounds.dropped.get(name),
         )
 
@@ -115,7 +135,9 @@ class Race:
         device = self.problem.device
         with guard.capped(device), ExitStack() as stack:
             marked = {call: stack.enter_context(self._marker(name)) for name, call in calls.items()}
-            stopwatch = CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+            stopwatch: Stopwatch = (
+                CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far, load=self.load)
+            )
             return time_in_rounds(
                 calls,
                 budget_s=budget_s,
@@ -140,17 +162,6 @@ class Race:
         admitted = self.runners[name][1]
         return choice.per_call_ms(admitted.first_ms - admitted.call_ms, _expected_calls())
 
-    def _promising_rival(self) -> str | None:
-        """The candidate that looks much faster than the chosen incumbent after too few rounds to be sure, or None."""
-        timings = {name: t for name, t in self.rounds.timings.items() if name not in self.rounds.dropped}
-        if self.incumbent not in timings or self.choose() != self.incumbent:
-            return None
-        known = timings[self.incumbent]
-        rival = min(timings, key=lambda name: timings[name].median_ms)
-        rounds = len(timings[rival].samples_ms)
-        seems = timings[rival].median_ms < (1 - PROMISING) * known.median_ms
-        return rival if seems and rounds < ENOUGH_ROUNDS and rounds == len(known.samples_ms) else None
-
 
 @dataclass(frozen=True)
 class _MarkedStopwatch:
@@ -158,6 +169,10 @@ class _MarkedStopwatch:
 
     stopwatch: Stopwatch
     markers: Mapping[Callable[[], object], CrashMarker]
+
+    @property
+    def load(self) -> Load:
+        return self.stopwatch.load
 
     def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
         with self._marked(call):
@@ -179,16 +194,6 @@ class _MarkedStopwatch:
             yield
         finally:
             marker.pause()
-
-
-def _joined(rounds: Rounds, more: Rounds) -> Rounds:
-    """Append the further rounds of some candidates; their samples stay paired by index."""
-    timings = dict(rounds.timings)
-    for name, timing in more.timings.items():
-        timings[name] = replace(timings[name], samples_ms=timings[name].samples_ms + timing.samples_ms)
-    for name in more.failures:
-        timings.pop(name, None)
-    return replace(rounds, timings=timings, failures={**rounds.failures, **more.failures})
 
 
 def _expected_calls() -> int:

@@ -3,6 +3,9 @@
 Independent of attention. Hopeless candidates are dropped early (successive halving: Jamieson & Talwalkar 2016) and
 surely beaten ones run no further (Hoeffding races: Maron & Moore 1994; F-Race: Birattari et al. 2002). The test is a
 sign-test interval of paired ratios, see :mod:`attn_dispatch.tuning.intervals`.
+
+Where other programs take cores from the race, paired ratios say little. Then the fastest samples of each candidate are
+compared, and only those far slower are retired.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from attn_dispatch.tuning.clocks import HostStopwatch, Stopwatch, calibrate
+from attn_dispatch.machine.load import NO_LOAD, Load
+from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, HostStopwatch, Stopwatch, calibrate
 from attn_dispatch.tuning.intervals import MARGIN, Timing, median_interval, ratio_test, safe_ratio
 
 FINE_ROUNDS = 24  #: rounds after which medians are precise enough and only open comparisons ask for more
 #: {rounds: seconds}: from these rounds on, a race ends once it has taken these seconds, whatever its budget.
 TIME_LIMITS_S = {FINE_ROUNDS: 10.0, 300: 0.5}
-INCUMBENT_FACTOR = 4.0  #: factor on `hopeless` for the incumbent, which is dropped only where there is no doubt
+#: Factor on `hopeless` for the incumbent and for a disturbed sample: dropped only where there is no doubt.
+DOUBT_FACTOR = 4.0
+FAR_SLOWER = 1.5  #: ratio of the fastest samples from which a candidate is retired from a disturbed race
+SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them tell no more
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 _EXTRA_SAMPLES = 5
 
@@ -35,7 +42,8 @@ class Rounds:
     candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless;
     ``first_call_only``: those dropped whose only sample is the first call, since the budget was used up. ``retired``:
     candidates that stopped early because their comparison was settled: beaten, or not faster than the incumbent.
-    ``rounds``: rounds that the survivors finished. ``elapsed_s``: total time in seconds.
+    ``rounds``: rounds that the survivors finished. ``elapsed_s``: total time in seconds. ``load``: what took place
+    beside the samples.
     """
 
     timings: dict[str, Timing]
@@ -45,6 +53,7 @@ class Rounds:
     elapsed_s: float
     first_call_only: frozenset[str] = frozenset()
     retired: frozenset[str] = frozenset()
+    load: Load = NO_LOAD
 
 
 def time_in_rounds(
@@ -70,10 +79,10 @@ def time_in_rounds(
     First calls: each call runs once in the given order, unless ``first_ms`` already has its milliseconds.
 
     Round 0 warms up. It finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). Then every
-    candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents`` only past four times
-    that. Both of a candidate's runs must exceed the ratio; where the first may have built something, it runs
-    once more. Round 0 runs whatever the budget, but once the budget is used up, candidates that were hopeless by their
-    first call are dropped without another.
+    candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a disturbed
+    race, only past four times that. Both of a candidate's runs must exceed the ratio; where the first may have built
+    something, it runs once more. Round 0 runs whatever the budget, but once the budget is used up, candidates that were
+    hopeless by their first call are dropped without another.
 
     From ``min_rounds`` on, at growing distances, the comparisons are tested. A candidate is retired where another one
     surely beats it by more than ``margin``, or where it surely does not beat the incumbent by that much; its samples
@@ -112,7 +121,14 @@ def time_in_rounds(
     timer.sample_host_and_cold_ms()
     retired = frozenset(timer.retired)
     return Rounds(
-        timer.timings(), timer.failures, timer.dropped, timer.rounds, clock() - start_s, timer.first_call_only, retired
+        timer.timings(),
+        timer.failures,
+        timer.dropped,
+        timer.rounds,
+        clock() - start_s,
+        timer.first_call_only,
+        retired,
+        timer.stopwatch.load,
     )
 
 
@@ -148,6 +164,14 @@ class _Rules:
         return out, any(
             seen[name, rival] == "open" for name in remaining for rival in (remaining | incumbents) - {name}
         )
+
+    def test_fastest(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
+        """Like `test_comparisons`, of a disturbed race: by each candidate's fastest samples."""
+        fastest = {name: timing.undisturbed() for name, timing in timings.items()}
+        least_ms = min((each.median_ms for each in fastest.values()), default=0.0)
+        out = {name for name, each in fastest.items() if each.median_ms > FAR_SLOWER * least_ms}
+        known = (max(each.samples_ms) <= (1 + SAME) * min(each.samples_ms) for each in fastest.values())
+        return out, not all(known)
 
     def fine(self, timings: Mapping[str, Timing]) -> bool:
         return all(
@@ -262,8 +286,11 @@ class _RoundTimer:
 
     def _settled(self) -> bool:
         costs = {name: self.rules.costs(name, candidate.timing()) for name, candidate in self.running().items()}
-        out, is_open = self.rules.test_comparisons(costs)
+        disturbed = self.stopwatch.load.disturbed
+        out, is_open = self.rules.test_fastest(costs) if disturbed else self.rules.test_comparisons(costs)
         self.retired |= out
+        if disturbed:
+            return not is_open and self.rounds >= FINE_ROUNDS
         timings = {name: candidate.timing() for name, candidate in self.running().items()}
         return not is_open and (self.rounds >= FINE_ROUNDS or self.rules.fine(timings))
 
@@ -282,7 +309,11 @@ class _RoundTimer:
         costs_ms = {name: self.rules.cost(name, time_ms) for name, time_ms in times_ms.items()}
         fastest_ms = min(costs_ms.values(), default=0.0)
         ratios = {name: safe_ratio(cost, fastest_ms) for name, cost in costs_ms.items()}
-        most = {name: self.hopeless * (INCUMBENT_FACTOR if name in self.rules.incumbents else 1.0) for name in ratios}
+        disturbed = self.stopwatch.load.disturbed
+        doubtful = ratios.keys() if disturbed else self.rules.incumbents
+        most = {name: self.hopeless * (DOUBT_FACTOR if name in doubtful else 1.0) for name in ratios}
+        if disturbed:  # preemption may make any time of a short call
+            most |= {name: math.inf for name, time_ms in times_ms.items() if time_ms <= LONGEST_DISTURBED_MS}
         return {name: ratio for name, ratio in ratios.items() if ratio > most[name]}
 
     @contextmanager

@@ -1,8 +1,10 @@
 """Runs a trial: candidates pass the gate, race in rounds, and the result is a decision. Failures become rows.
 
 The incumbent is the prior decision's choice, else the static choice. It runs first, unless another candidate needs far
-less work and might otherwise get no time; only a significant win replaces it (see `choice`). With a prior decision only
-changed candidates are measured again, with the best unchanged one for comparison.
+less work and might otherwise get no time; `choice` says what replaces it. With a prior decision only changed candidates
+are measured again, with the best unchanged one for comparison. The chosen candidate must pass the hard cases.
+
+Where a caller waits, the trial may take some tens of the problem's own calls, and everything that it does counts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
+from attn_dispatch.machine.load import Load
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, printable
@@ -25,17 +28,27 @@ from attn_dispatch.tuning import choice, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, utc_now
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
-from attn_dispatch.tuning.oracle import NoReference, reference
+from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
 from attn_dispatch.tuning.race import ENOUGH_ROUNDS, Race
+
+# Of a trial that a caller waits for.
+FIXED_S = 0.15  #: seconds that it may take for a problem of microseconds
+CALLS = 15  #: further time, in calls of the fastest candidate so far
+PATIENCE = 4  #: factor on both for each earlier trial of the problem that did not settle its choice
+SHORT_S = 0.02  #: seconds of a first call that are always left
+RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
+DISTURBED_FACTOR = 4  #: factor on these where other programs take the cores: samples are repeated after rests
 
 LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
 RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
+LAST_RESORT_RATE = 0.25  #: the same for the last resort, which writes the matrix of scores to memory several times
 
 
 def run_trial(
     request: Request,
     budget_s: float | None,
     *,
+    waiting: bool = False,
     prior: Decision | None = None,
     changed: Collection[CandidateId] | None = None,
     first: CandidateId | None = None,
@@ -43,8 +56,9 @@ def run_trial(
     """Measure the candidates of a problem and choose.
 
     Args:
-        budget_s: seconds that the trial may take; None for no limit. Reference results and a backend's `prepare` are
-            not included.
+        budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
+        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial (`CALLS`), and only the
+            chosen candidate runs the hard cases.
         prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
         first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
@@ -63,17 +77,29 @@ def run_trial(
     runners = _to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    trial = _Trial(request, found, runners, budget_s, prior)
+    trial = _Trial(request, found, runners, budget_s, prior, waiting)
     try:
         trial.run()
-        chosen = trial.choose()
     except NoReference as error:
         say_once(f"not measured, too little memory to check results: {printable(str(problem))} ({error})")
-        chosen = None
-    if chosen is None:
+        trial.chosen = None
+    if trial.chosen is None:
         memory.release(problem.device)  # only here: in the handler the exception still references tensors
     trial.release()
-    return None if chosen is None else trial.decision(chosen)
+    return None if trial.chosen is None else trial.decision(trial.chosen)
+
+
+def passes_hard_cases(request: Request, name: CandidateId) -> bool:
+    """Whether a candidate that no trial of this problem has chosen passed the hard cases, or passes them now.
+
+    Raises:
+        BackendFailed: it left the device unusable.
+    """
+    candidate = next((each for each in request.able if each.id == name), None)
+    try:
+        return candidate is not None and Gate(request.problem, request.address).check_hard_cases(candidate) is None
+    except NoReference:
+        return False
 
 
 def _to_measure(
@@ -118,12 +144,14 @@ class _Trial:
     runners: list[Candidate]
     budget_s: float | None
     prior: Decision | None
+    waiting: bool = False
     start: float = field(default_factory=time.perf_counter)
-    outside_s: float = 0.0
+    outside_s: float = 0.0  #: seconds of `prepare`
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
     prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: keyed by backend
     case_problems: tuple[Problem, ...] = ()  #: problems of the hard cases
+    untried: list[str] = field(default_factory=list[str])  #: skipped for lack of time, though they may be the fastest
     race: Race | None = None
     chosen: Candidate | None = None
 
@@ -132,10 +160,10 @@ class _Trial:
         return self.request.problem
 
     def run(self) -> None:
+        """Admit, time and choose: `chosen` is None if nothing could be measured. Raises NoReference, BackendFailed."""
         with reference():
             example = make(self.problem)
-        gate = Gate(example, self.request.address)
-        self.outside_s += gate.outside_s
+        gate = Gate(self.problem, self.request.address, example, FEW_PAIRS if self.waiting else PAIRS)
         for candidate in self.runners:
             if candidate.title in self.rows:
                 continue
@@ -143,12 +171,34 @@ class _Trial:
             if reason:
                 self.rows[candidate.title] = _row(candidate, "not_measured", reason, need_ms=_finite(_ms(need_s)))
                 continue
-            before_s = gate.outside_s
-            self._admit(candidate, gate)
-            self.outside_s += gate.outside_s - before_s
+            found = self._prepare(candidate, gate) or gate.admit(candidate)
+            if isinstance(found, Admitted):
+                self.admitted[candidate.title] = found
+            else:
+                self._reject(candidate, found)
+        self._race(example, gate.load)
+        del example
+        self._choose(gate)
         self.case_problems = gate.case_problems
-        del gate
-        self._race(example)
+
+    def _choose(self, gate: Gate) -> None:
+        """Choose the best candidate that passes the hard cases; all timed ones run them if no caller waits."""
+        if self.race is None:
+            return
+        by_title = {candidate.title: candidate for candidate in self.runners}
+        due = [] if self.waiting else [by_title[title] for title in self.race.rounds.timings]
+        while True:
+            title = self.race.choose()
+            if title is not None and by_title[title] not in due:
+                due.append(by_title[title])
+            rejected = {each.title: found for each in due if (found := gate.check_hard_cases(each)) is not None}
+            due.clear()
+            for name, found in rejected.items():
+                self.race.remove(name)
+                self._reject(by_title[name], found)
+            if not rejected:
+                self.chosen = None if title is None else by_title[title]
+                return
 
     def release(self) -> None:
         """Clear the backends' tables for the trial's problems, except the chosen backend's for this one."""
@@ -180,7 +230,19 @@ class _Trial:
 
     def _remaining_s(self) -> float | None:
         spent = time.perf_counter() - self.start - self.outside_s
-        return None if self.budget_s is None else self.budget_s - spent
+        most = [] if self.budget_s is None else [self.budget_s]
+        if self.waiting and self.admitted:
+            most.append((FIXED_S + CALLS * self._call_s()) * PATIENCE**self.attempts)
+        return min(most) - spent if most else None
+
+    def _call_s(self) -> float:
+        """Seconds of a call of the fastest candidate so far."""
+        return min(admitted.call_ms for admitted in self.admitted.values()) / 1e3
+
+    @property
+    def attempts(self) -> int:
+        """Earlier trials of the problem whose choice was provisional."""
+        return 0 if self.prior is None else self.prior.attempts
 
     def _reason_to_skip(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
         """Why a candidate is skipped, with the seconds it would need; empty if it is not.
@@ -190,7 +252,7 @@ class _Trial:
         first, remaining = self._first_admitted(), self._remaining_s()
         if remaining is None or first is None:
             return "", 0.0
-        left_s = max(remaining, 0.0)
+        left_s = max(remaining, SHORT_S if self.waiting else 0.0)
         first_s = gate.builds_ms(candidate) / 1e3
         if first_s > left_s:
             return (
@@ -201,11 +263,13 @@ class _Trial:
         if work[0] is None or not work[1]:
             return "", 0.0
         ratio = work[0] / work[1]
-        least_s = self.admitted[first.title].call_ms / 1e3 * ratio / RATE_FACTOR
-        need_s = first_s + least_s * RATE_FACTOR * ENOUGH_ROUNDS
+        rate = RATE_FACTOR if candidate.name != registry.LAST_RESORT else LAST_RESORT_RATE
+        least_s = self.admitted[first.title].call_ms / 1e3 * ratio / rate
+        need_s = first_s + least_s * ENOUGH_ROUNDS
         if least_s > left_s:
+            self.untried += [candidate.title] * (ratio < rate)
             return (
-                f"{ratio:.3g} times {first.title}'s work: at least {least_s:.3g} s at {RATE_FACTOR:g} times its "
+                f"{ratio:.3g} times {first.title}'s work: at least {least_s:.3g} s at {rate:g} times its "
                 f"rate, with {left_s:.3g} s of the budget left"
             ), need_s
         rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
@@ -216,11 +280,8 @@ class _Trial:
             ), need_s
         return "", 0.0
 
-    def _admit(self, candidate: Candidate, gate: Gate) -> None:
-        found = self._prepare(candidate, gate) or gate.admit(candidate)
-        if isinstance(found, Admitted):
-            self.admitted[candidate.title] = found
-            return
+    def _reject(self, candidate: Candidate, found: Rejected) -> None:
+        self.admitted.pop(candidate.title, None)
         self.rows[candidate.title] = _row(
             candidate,
             "quarantined" if found.quarantined else found.status,
@@ -238,6 +299,8 @@ class _Trial:
             others = candidate.row is None and candidate is not culprit
             if others and candidate.name == culprit.name != registry.LAST_RESORT:
                 self.admitted.pop(candidate.title, None)
+                if self.race is not None:
+                    self.race.remove(candidate.title)
                 text = f"quarantined with {culprit.title}: {reason}"
                 self.rows[candidate.title] = _row(candidate, "quarantined", text)
 
@@ -253,29 +316,38 @@ class _Trial:
             self.outside_s += time.perf_counter() - start
         return found
 
-    def _race(self, example: Example) -> None:
+    def _race(self, example: Example, load: Load) -> None:
         incumbent = self._incumbent()
         if incumbent is None:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        self.race = Race(self.request, runners, incumbent, self.budget_s)
-        self.race.run(example, self._remaining_s())
-
-    def choose(self) -> Candidate | None:
-        title = None if self.race is None else self.race.choose()
-        self.chosen = next((each for each in self.runners if each.title == title), None)
-        return self.chosen
+        self.race = Race(self.request, runners, incumbent, load)
+        remaining = self._remaining_s()
+        if self.waiting and remaining is not None:
+            least = (RACE_S + RACE_CALLS * self._call_s()) * (DISTURBED_FACTOR if load.disturbed else 1)
+            remaining = max(remaining, least if self.budget_s is None else min(least, self.budget_s))
+        self.race.run(example, remaining)
 
     def decision(self, chosen: Candidate) -> Decision:
+        assert self.race is not None
+        provisional = self._why_provisional()
         return self.request.decision(
             chosen.id,
             "measured",
             self._final_rows(),
+            provisional=provisional,
+            attempts=self.attempts + 1 if provisional else 0,
             budget_ms=None if self.budget_s is None else _finite(self.budget_s * 1e3),
             elapsed_ms=_ms(time.perf_counter() - self.start),
             environment=current_environment(),
         )
+
+    def _why_provisional(self) -> str:
+        """Why a later trial may choose another candidate; empty where the choice is settled."""
+        assert self.race is not None
+        untried = f"no time was left to try {', '.join(self.untried)}" if self.untried else ""
+        return self.race.why_provisional() or untried
 
     def _final_rows(self) -> Iterator[Row]:
         assert self.race is not None
@@ -286,11 +358,11 @@ class _Trial:
             if title in failures:
                 yield _row(candidate, "failed", one_line(failures[title]))
             elif title in self.race.outcomes:
-                yield self._timed(candidate, self.race.outcomes[title], self.race.rounds.timings[title])
+                yield self._timed(candidate, self.race.outcomes[title], self.race.timing(title))
             elif title in left_out:
                 yield self._left_out(candidate, left_out[title])
             elif title in self.rows:
-                yield self._with_doubled_need(self.rows[title], earlier.get(candidate.id))
+                yield self.rows[title]
             elif candidate.row is not None:
                 yield candidate.row
             else:
@@ -329,12 +401,6 @@ class _Trial:
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
         )
-
-    def _with_doubled_need(self, row: Row, earlier: Row | None) -> Row:
-        """Double the estimated need of a candidate skipped again, so that later trials stop retrying it."""
-        if row.need_ms is None or earlier is None or earlier.need_ms is None:
-            return row
-        return msgspec.structs.replace(row, need_ms=max(row.need_ms, 2 * earlier.need_ms))
 
     def _earlier_row(self, row: Row | None, candidate: Candidate, race: Race) -> Row:
         """The prior row of a candidate not measured again, compared with the chosen one's times."""

@@ -176,7 +176,7 @@ class Memo(Keeper):
 @pytest.mark.parametrize(("kind", "message"), [(OneBuffer, "changed the result of the first"), (Memo, "out is off by")])
 def test_results_that_are_shared_or_stale(kind: type[Keeper], message: str) -> None:
     register(kind())
-    attend(*qkv())
+    profile([Problem.of(*qkv())], budget_s=1.0, progress=False)
     row = planted_row()
     assert row.status == "incorrect"
     assert message in row.reason

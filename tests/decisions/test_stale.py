@@ -143,8 +143,11 @@ def test_a_removed_choice_is_replaced_from_the_stored_rows(installed: Installed)
     installed.remove("a")
     attend(*qkv())
     assert counted(loaded=1)
-    assert installed.called() == set()
+    assert installed.called() == {"b"}, "it lost the trial, so that it had not run the hard cases"
     assert explain(*qkv()).choice == "b"
+    installed.restart()
+    attend(*qkv())
+    assert installed.called() == set(), "it has passed them"
     assert row("a").status == "chosen", "a process that still has the backend finds the decision unchanged"
 
 
@@ -167,7 +170,7 @@ def test_stale_rows_are_priors_in_predict_mode(installed: Installed, set_mode: C
     installed.add("a", 4, "2")
     installed.add("c", 7, "2")
     attend(*qkv())
-    assert installed.called() == set()
+    assert installed.called() == {"b"}, "for the hard cases"
     found = explain(*qkv())
     assert found.choice == "b", "the best of the rows that are valid now"
     reasons = {candidate.backend: candidate.reason for candidate in found.candidates}
@@ -196,10 +199,23 @@ def test_a_candidate_skipped_for_time(need_ms: float, tried: bool, installed: In
         else row
         for row in stored().candidates
     )
-    Store(cache_folder()).put(msgspec.structs.replace(stored(), candidates=rows, created=later()))
+    Store(cache_folder()).put(msgspec.structs.replace(stored(), candidates=rows, created=later(), budget_ms=1.0))
     installed.add("b", 1)
     attend(*qkv())
     assert ("b" in installed.called()) == tried
+
+
+def test_a_candidate_skipped_for_time_is_not_tried_again_in_the_same_time(installed: Installed) -> None:
+    rows = tuple(
+        Row(backend="b", order="natural", status="not_measured", version="1", need_ms=1.0, measured=later())
+        if row.backend == "b"
+        else row
+        for row in stored().candidates
+    )
+    Store(cache_folder()).put(msgspec.structs.replace(stored(), candidates=rows, created=later(), budget_ms=BUDGET_MS))
+    installed.add("b", 1)
+    attend(*qkv())
+    assert installed.called() == set()
 
 
 def problem() -> Problem:

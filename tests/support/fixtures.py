@@ -20,6 +20,7 @@ import torch
 
 from attn_dispatch import process_state
 from attn_dispatch.backends import flex
+from attn_dispatch.machine import load
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard
 from tests.support import calls
@@ -70,6 +71,9 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # no test cuts the power; a disk takes milliseconds
+    # Other tests run beside: what the machine is doing must decide nothing.
+    monkeypatch.setattr(load, "involuntary_switches", lambda: 0)
+    monkeypatch.setattr(load, "is_calm", lambda: False)  # provisional decisions are not measured again
     calls.forget_all()
 
 

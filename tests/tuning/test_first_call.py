@@ -295,13 +295,16 @@ def test_the_slowest_are_skipped_if_the_budget_is_short(alone: Alone) -> None:
     assert min(row(decision, name).rounds or 0 for name in ("fast", "close")) >= 5
 
 
-def test_a_promising_candidate_extends_the_budget(alone: Alone) -> None:
-    """Three rounds cannot prove a difference of an eighth; a few more can."""
+def test_a_choice_without_proof_is_provisional_and_settled_later(alone: Alone) -> None:
+    """Three rounds cannot prove a difference of an eighth; a later trial has the time."""
     slow, fast = Builder("slow", call_s=0.1), Builder("fast", call_s=0.088)
     alone(slow, fast)
-    decision = measured(0.65)  # a checked call each, and three rounds
-    assert decision.choice == "fast"
-    assert row(decision, "fast").rounds == row(decision, "slow").rounds == 4
+    unsure = measured(0.8)  # a checked call each, and three rounds
+    assert (unsure.choice, row(unsure, "fast").rounds) == ("slow", 3)
+    assert (unsure.provisional, unsure.attempts) == ("too few rounds to compare it with fast", 1)
+    sure = tuner.run_trial(Request.of(PROBLEM), 30.0, prior=unsure)
+    assert sure is not None
+    assert (sure.choice, sure.provisional, sure.attempts) == ("fast", "", 0)
 
 
 # --- how it is shown --------------------------------------------------------------------------------------------------
@@ -350,6 +353,6 @@ def explained(report: CandidateReport) -> list[str]:
 
 def test_a_coarse_clock_skips_no_candidate() -> None:
     unseen_call: Any = (None, Admitted(0.0, 0.0, None, 0.0))
-    race = Race(Request.of(PROBLEM), {"a": unseen_call, "b": unseen_call}, "a", 1.0)
+    race = Race(Request.of(PROBLEM), {"a": unseen_call, "b": unseen_call}, "a")
     race._skip_slowest(0.5)
     assert race.skipped == {}

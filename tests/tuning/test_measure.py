@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from attn_dispatch.machine.load import NO_LOAD
 from attn_dispatch.tuning import intervals
 from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
 from tools.lib.simulated import Machine
@@ -16,6 +17,8 @@ from tools.lib.simulated import Machine
 
 class Doubling:
     """A stopwatch that reads twice the time, a quarter of a millisecond of the host, and three times where cold."""
+
+    load = NO_LOAD
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

@@ -1,0 +1,64 @@
+"""Checks that versions of backends have passed on this machine, so that no process repeats them.
+
+    <cache folder>/passed/<silicon>.txt
+
+One line per check: a digest of all that it depends on. Lines are appended; past `MOST` bytes the older half goes. A
+damaged or missing line costs a repeated check, nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attn_dispatch import process_state
+from attn_dispatch.log import say_once
+from attn_dispatch.settings import NOWHERE
+from attn_dispatch.store import files
+from attn_dispatch.store.address import SILICON
+
+MOST = 1 << 20  #: bytes of one file
+
+_known: dict[Path, set[str]] = {}
+process_state.register(process_state.READ, _known.clear)
+
+
+def has_passed(folder: Path, silicon: str, digest: str) -> bool:
+    """Whether this check was passed, by this process or an earlier one. The file is read once in a process."""
+    return digest in _read(_path(folder, silicon))
+
+
+def note_passed(folder: Path, silicon: str, digest: str) -> None:
+    """Remember a passed check; for this process only, said once, where the folder cannot be written."""
+    path = _path(folder, silicon)
+    known = _read(path)
+    if digest in known:
+        return
+    known.add(digest)
+    if folder == NOWHERE:
+        return
+    try:
+        files.refuse_links(folder, path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.parent):
+            if files.append(path, digest.encode() + b"\n") > MOST:
+                files.write(path, files.tail(path, MOST // 2).partition(b"\n")[2])
+    except OSError as error:
+        say_once(f"passed checks are not remembered: {path.parent} cannot be written ({error.strerror or error})")
+
+
+def _path(folder: Path, silicon: str) -> Path:
+    if not SILICON.fullmatch(silicon):
+        raise ValueError(f"not a fingerprint: {silicon!r}")
+    return folder / "passed" / f"{silicon}.txt"
+
+
+def _read(path: Path) -> set[str]:
+    found = _known.get(path)
+    if found is None:
+        try:
+            # Longer than MOST, since several processes may append before one shortens it.
+            found = set(files.read(path, 4 * MOST).decode(errors="replace").split())
+        except OSError:
+            found = set()
+        _known[path] = found
+    return found

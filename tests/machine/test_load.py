@@ -1,0 +1,55 @@
+"""Whether other programs take the cores: while something is measured, and now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attn_dispatch.machine import load
+from attn_dispatch.machine.load import Load
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "switches", "disturbed"),
+    [(0.001, 0, False), (0.001, 4, False), (0.001, 5, True), (1.0, 20, False), (1.0, 135, True), (10.0, 300, False)],
+)
+def test_a_measurement_is_disturbed_by_switches_beyond_those_of_a_quiet_machine(
+    cpu_s: float, switches: int, disturbed: bool
+) -> None:
+    assert Load(cpu_s, cpu_s, switches).disturbed == disturbed
+
+
+def test_loads_add_up_and_are_taken_between_readings() -> None:
+    before, after = Load(1.0, 2.0, 3), Load(1.5, 3.0, 10)
+    assert after.since(before) == Load(0.5, 1.0, 7)
+    assert before.plus(after.since(before)) == after
+
+
+def test_the_readings_of_this_process_only_grow() -> None:
+    first = Load.so_far()
+    sum(range(100_000))
+    later = Load.so_far().since(first)
+    assert later.cpu_s > 0
+    assert later.wall_s > 0
+    assert later.switches >= 0
+
+
+@pytest.mark.parametrize(("pressure", "calm"), [("0.00", True), ("9.99", True), ("10.00", False), ("84.20", False)])
+def test_a_machine_is_calm_while_hardly_any_task_waits_for_a_core(
+    pressure: str, calm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the fixture of all tests, which fixes the answer
+    (tmp_path / "pressure").mkdir()
+    text = f"some avg10={pressure} avg60=50.00 avg300=7.18 total=14\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n"
+    (tmp_path / "pressure" / "cpu").write_text(text)
+    assert load.is_calm(tmp_path) == calm
+
+
+@pytest.mark.parametrize(("average", "calm"), [(0.2, True), (1000.0, False)])
+def test_without_pressure_the_load_average_counts(
+    average: float, calm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("os.getloadavg", lambda: (average, 0.0, 0.0))
+    assert load.is_calm(tmp_path) == calm
