@@ -219,27 +219,28 @@ def _new_route(
         raise InvalidInput("q, k and v are on the meta device and hold no data; explain() takes them")
     if order is not None:
         orders.check(order)
+    observers.notify(problem)
+    forced = backend is not None or order is not None
+    graphed = tracing.graphed(*tensors)
+    traced = graphed or tracing.is_traced()
+    if forced:
+        decision = decide.forced_decision(problem, backend, order)
+        if graphed:
+            decide.check_traceable(problem, decision)
+    else:
+        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    cast = autocast_dtype(q.device.type)
+    cast = cast if cast is not None and q.dtype != torch.float64 else None
+    transposed = layout == "bhnd"
+    run = run_function(problem, decision, traced)
     with lock:
-        observers.notify(problem)
-        forced = backend is not None or order is not None
-        graphed = tracing.graphed(*tensors)
-        traced = graphed or tracing.is_traced()
-        if forced:
-            decision = decide.forced_decision(problem, backend, order)
-            if graphed:
-                decide.check_traceable(problem, decision)
-        else:
-            decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
-        cast = autocast_dtype(q.device.type)
-        cast = cast if cast is not None and q.dtype != torch.float64 else None
-        transposed = layout == "bhnd"
         next_route = _chain(signature)
         route = Route(
             fits=fits(*tensors),
             precision=matmul_precision() if q.dtype == torch.float32 else None,
             next_route=next_route,
             depth=0 if next_route is None else next_route.depth + 1,
-            run=run_function(problem, decision, traced),
+            run=run,
             problem=problem,
             backend=titled(*decision.chosen),
             direct=not (transposed or cast or problem.masked),

@@ -83,7 +83,7 @@ def profile(
 
 def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
     """Measure missing and outdated candidates; all of them if forced, after drift or a provisional decision."""
-    with decide.lock:  # another thread may call attend() with the same problem
+    with decide.measuring:  # another thread may call attend() with the same problem
         return _measure_problem_locked(problem, share_s, force)
 
 

@@ -101,14 +101,14 @@ def attend_on_device(
 def _resolve(problem: Problem) -> ResolvedCall:
     traced = tracing.is_traced()
     key = problem, torch.get_num_threads()
-    found = None if traced else _calls.get(key)  # without the lock, which another thread holds through its trial
+    found = None if traced else _calls.get(key)
     if found is not None:
         return found
-    with decide.lock:
-        observers.notify(problem)
-        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
-        call = ResolvedCall(run_function(problem, decision, traced), problem, titled(*decision.chosen))
-        if not cannot_measure(problem.device):
+    observers.notify(problem)
+    decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    call = ResolvedCall(run_function(problem, decision, traced), problem, titled(*decision.chosen))
+    if not cannot_measure(problem.device):
+        with decide.lock:
             if len(_calls) >= MAX_CALLS:
                 _calls.clear()
             _calls[key] = call

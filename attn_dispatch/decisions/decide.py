@@ -6,19 +6,21 @@ recomputation use the same backend.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import evidence, look_up, unmeasured
-from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.explanation import Explanation, with_current_candidates
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.decisions.rate_limit import RateLimit
 from attn_dispatch.decisions.torch_state import cannot_measure, isolated, preserved_rng
@@ -38,12 +40,24 @@ from attn_dispatch.tuning.candidates import Candidate, Request, current_environm
 MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
 COUNTED = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
 
-lock = threading.RLock()  #: held while a decision is made, so that concurrent calls measure a problem once
-# At a fork it may be held by a thread that does not exist in the child.
-os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+lock = threading.RLock()  #: guards tables, for moments; nobody waits for it while something is measured
+measuring = threading.RLock()  #: held through a trial: two at a time would disturb each other
+_deciding: dict[Any, threading.RLock] = {}  # held while a problem is decided: concurrent calls measure it once
 
-# Keys: silicon (which depends on the number of threads), problem, forced backend, forced order.
-_decided: dict[tuple[str, Problem, str | None, str | None], Decision] = {}
+
+def _forget_locks() -> None:
+    """In a forked child: locks may be held by threads that do not exist there."""
+    for each in (lock, measuring):
+        each._at_fork_reinit()  # type: ignore[attr-defined]
+    _deciding.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+#: Silicon (which depends on the number of threads), problem, forced backend, forced order.
+_Key = tuple[str, Problem, str | None, str | None]
+WHOLE_DECISIONS = 512  #: latest decisions of a process that are kept with the rows of all candidates
+_decided: dict[_Key, Decision] = {}
 _counts: Counter[str] = Counter()
 _rate_limit = RateLimit()
 process_state.register(process_state.DECISIONS, _decided.clear, _counts.clear, _rate_limit.clear)
@@ -60,7 +74,18 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
     decision = (
         decide_by_mode(_DeviceSteps(request, explained=True)) if decision is None else _with_drift(request, decision)
     )
-    return Explanation.of(_with_current_candidates(decision, request.candidates) if decision.choice else decision)
+    if decision.choice and not decision.candidates:
+        decision = _whole(request, decision)
+    return Explanation.of(with_current_candidates(decision, request.candidates) if decision.choice else decision)
+
+
+def _whole(request: Request, decision: Decision) -> Decision:
+    """A decision of which only what calls need was kept: with the rows on disk, else with that of its choice."""
+    stored = look_up.read_stored(request)
+    if stored is not None and stored.chosen == decision.chosen:
+        return stored
+    row = Row(backend=decision.choice, order=decision.order, status="chosen")
+    return request.decision(decision.chosen, decision.source, [row], confidence=decision.confidence)
 
 
 def counters() -> dict[str, int]:
@@ -73,6 +98,8 @@ def counters() -> dict[str, int]:
 def decision_for(problem: Problem) -> Decision:
     """The decision for a problem in this process, found by the steps of the mode and then remembered.
 
+    Only threads that need the same problem, or a trial of another one, wait for each other.
+
     Raises:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can run the problem.
     """
@@ -81,15 +108,41 @@ def decision_for(problem: Problem) -> Decision:
     decision = _decided.get(key)
     if decision is not None:
         return decision
+    with _deciding.setdefault(key, threading.RLock()):
+        try:
+            return _decided.get(key) or _decide(request, key)
+        finally:
+            _deciding.pop(key, None)
+
+
+def _decide(request: Request, key: _Key) -> Decision:
+    problem = request.problem
     decision = decide_by_mode(_DeviceSteps(request))
     if not decision.choice:
         raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
     if decision.source in ("learned", "heuristic"):
-        _counts[decision.source] += 1
+        _count(decision.source)
     logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
     if not cannot_measure(problem.device):  # the next plain call can measure
-        _decided[key] = decision
+        _remember(key, decision)
     return decision
+
+
+def _count(source: str) -> None:
+    with lock:
+        _counts[source] += 1
+
+
+def _remember(key: _Key, decision: Decision) -> None:
+    """Keep a decision for this process; of all but the latest, only what calls need."""
+    with lock:
+        _decided.pop(key, None)
+        _decided[key] = decision
+        if len(_decided) > WHOLE_DECISIONS:
+            old = next(itertools.islice(reversed(_decided), WHOLE_DECISIONS, None))
+            _decided[old] = msgspec.structs.replace(
+                _decided[old], candidates=(), problem={}, provenance={}, evidence=()
+            )
 
 
 def decision_while_traced(problem: Problem) -> Decision:
@@ -111,7 +164,7 @@ def decision_while_traced(problem: Problem) -> Decision:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
         if known is None and setting == "tune" and steps.on_disk is None:
             note_missed(cache_folder(), request.plain)
-    _counts["heuristic"] += 1
+    _count("heuristic")
     logger.info("%s: %s, while it is traced", problem, decision.choice)
     return decision
 
@@ -182,13 +235,14 @@ class _DeviceSteps:
             learned = self._learned() if sure else None
             if learned is not None:
                 return learned
-        if not _trial_allowed(self.request.problem):
-            note_missed(cache_folder(), self.request.plain)
-            return None
-        start = time.perf_counter()
         first = None if prediction is None else (prediction.backend, prediction.order)
-        decision = measure(self.request, settings.budget_ms() / 1e3, stored, first, waiting=True)
-        _rate_limit.add(time.perf_counter() - start)
+        with measuring:
+            if not _trial_allowed(self.request.problem):
+                note_missed(cache_folder(), self.request.plain)
+                return None
+            start = time.perf_counter()
+            decision = measure(self.request, settings.budget_ms() / 1e3, stored, first, waiting=True)
+            _rate_limit.add(time.perf_counter() - start)
         if decision is None:
             again = _DeviceSteps(Request.of(self.request.problem))  # the trial may have quarantined backends
             return again.predicted() or again.static()
@@ -228,7 +282,7 @@ class _DeviceSteps:
 def _from_store(stored: look_up.StoredDecision) -> Decision:
     """Count the stored decision, report a replaced choice, and adjust the decision to the current candidates."""
     decision = stored.decision
-    _counts["loaded" if decision.source == "measured" else "shipped"] += 1
+    _count("loaded" if decision.source == "measured" else "shipped")
     if stored.choice is not None and stored.choice != decision.chosen:
         decided, able = titled(*decision.chosen), titled(*stored.choice)
         logger.warning(
@@ -265,30 +319,6 @@ def _with_drift(request: Request, decision: Decision) -> Decision:
     return msgspec.structs.replace(decision, drift=stored.drift)
 
 
-def _with_current_candidates(decision: Decision, found: list[Candidate]) -> Decision:
-    """The decision with rows for the current candidates: ruled out since, or new."""
-    rows_by_id = {row.id: row for row in decision.candidates}
-    rows = [_current_row(each, rows_by_id.pop(each.id, None), decision.chosen) for each in found]
-    # A backend that refuses has a single row for all its orders.
-    out = {each.name: each.row for each in found if each.row is not None}
-    for name, row in rows_by_id.items():
-        now = out.get(row.backend) if name != decision.chosen else None
-        rows.append(row if now is None else msgspec.structs.replace(now, order=row.order))
-    return msgspec.structs.replace(decision, candidates=tuple(rows))
-
-
-def _current_row(each: Candidate, row: Row | None, choice: CandidateId) -> Row:
-    if each.row is not None and each.id != choice:
-        # The stored reason, from this very problem, is more specific than that of the quarantine.
-        specific = row is not None and row.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
-        return row if specific and row is not None else each.row
-    reason = "was not available when this was decided"
-    if row is not None and row.status in ("over_memory", "quarantined", "unsupported", "not_installed"):
-        reason = f"could not run when this was decided: {row.reason}"
-        row = None
-    return row or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)
-
-
 def _trial_allowed(problem: Problem) -> bool:
     """Whether timing is possible now and $ATTN_DISPATCH_TRIAL_SECONDS of this minute are not used up; logs why not."""
     if cannot_measure(problem.device):
@@ -320,14 +350,15 @@ def store_measured(problem: Problem, decision: Decision) -> None:
     """Store a new measurement and use it in this process."""
     Store(cache_folder()).put(decision)
     evidence.add(decision)
-    _decided[decision.silicon, problem, None, None] = decision
-    _counts["measured"] += 1
+    _remember((decision.silicon, problem, None, None), decision)
+    _count("measured")
 
 
 def replace_measured(problem: Problem, decision: Decision) -> None:
     """Like `store_measured`, and drop remembered decisions of partly forced calls, which it may change."""
-    for key in [key for key in _decided if key[:2] == (decision.silicon, problem)]:
-        del _decided[key]
+    with lock:
+        for key in [key for key in _decided if key[:2] == (decision.silicon, problem)]:
+            del _decided[key]
     store_measured(problem, decision)
 
 
@@ -352,8 +383,8 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
         if len(decision.candidates) > 1 and not cannot_measure(problem.device):
-            _decided[key] = decision
-    _counts["forced"] += 1
+            _remember(key, decision)
+    _count("forced")
     logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
     return decision
 
@@ -364,6 +395,6 @@ def _forced_among(request: Request, backend: str | None, order: str | None) -> t
     measured = None
     if sum(each.row is None for each in found) > 1:
         measured = _decided.get((request.silicon, request.problem, None, None))
-        if measured is None and mode() != "off":
+        if (measured is None or not measured.candidates) and mode() != "off":
             measured = look_up.read_stored(request)
     return unmeasured.decision_among(request, found, measured), error

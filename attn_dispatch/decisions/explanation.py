@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from attn_dispatch.store.decision import Decision, Drift, Row
+import msgspec
+
+from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
 from attn_dispatch.text import align, gib, milliseconds, printable
+from attn_dispatch.tuning.candidates import Candidate
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 LEFT = {0, 1, 7}  #: left-aligned columns
@@ -164,3 +167,27 @@ def _first_call(candidate: CandidateReport) -> str:
     first_ms, median_ms = candidate.first_ms, candidate.median_ms
     slow = first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms
     return f"first call {milliseconds(first_ms)}" if slow and first_ms is not None else ""
+
+
+def with_current_candidates(decision: Decision, found: list[Candidate]) -> Decision:
+    """The decision with rows for the current candidates: ruled out since, or new."""
+    rows_by_id = {row.id: row for row in decision.candidates}
+    rows = [_current_row(each, rows_by_id.pop(each.id, None), decision.chosen) for each in found]
+    # A backend that refuses has a single row for all its orders.
+    out = {each.name: each.row for each in found if each.row is not None}
+    for name, row in rows_by_id.items():
+        now = out.get(row.backend) if name != decision.chosen else None
+        rows.append(row if now is None else msgspec.structs.replace(now, order=row.order))
+    return msgspec.structs.replace(decision, candidates=tuple(rows))
+
+
+def _current_row(each: Candidate, row: Row | None, choice: CandidateId) -> Row:
+    if each.row is not None and each.id != choice:
+        # The stored reason, from this very problem, is more specific than that of the quarantine.
+        specific = row is not None and row.status in ("incorrect", "quarantined") and each.row.status == "quarantined"
+        return row if specific and row is not None else each.row
+    reason = "was not available when this was decided"
+    if row is not None and row.status in ("over_memory", "quarantined", "unsupported", "not_installed"):
+        reason = f"could not run when this was decided: {row.reason}"
+        row = None
+    return row or Row(backend=each.name, order=each.order, status="not_measured", reason=reason)

@@ -14,7 +14,7 @@ _observers: list[Callable[[Problem], None]] = []
 
 def notify(problem: Problem) -> None:
     """Call every observer with a problem."""
-    for observer in _observers:
+    for observer in tuple(_observers):
         observer(problem)
 
 

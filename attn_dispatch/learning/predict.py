@@ -93,8 +93,11 @@ class Evidence:
         for decision in decisions:
             self.add(decision)
 
-    def add(self, decision: Decision) -> None:
-        """Add a decision, or replace the decision of the same key. One with an invalid problem is ignored."""
+    def add(self, decision: Decision, most: int | None = None) -> None:
+        """Add a decision, or replace the decision of the same key. One with an invalid problem is ignored.
+
+        Past `most` decisions of its group the oldest is forgotten.
+        """
         try:
             coordinates, group = features(decision.problem), group_for(decision)
         except PROBLEM_ERRORS:
@@ -102,7 +105,10 @@ class Evidence:
         if not all(map(math.isfinite, coordinates)):
             return
         point = EvidencePoint(decision.key, coordinates, decision.problem, decision.candidates)
-        self.groups.setdefault(group, {})[decision.key] = point
+        known = self.groups.setdefault(group, {})
+        known[decision.key] = point
+        if most is not None and len(known) > most:
+            known.pop(next(iter(known)), None)
 
     def neighbours(
         self, coordinates: tuple[float, ...], group: str, able: Collection[CandidateId], exclude: str | None

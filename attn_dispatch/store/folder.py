@@ -133,11 +133,13 @@ class Store:
                 if there is not None and there.created == decision.created:
                     files.write(path, encode(replace(there, **changes)))
 
-    def group(self, silicon: str, group: str) -> list[Decision]:
-        """Every readable decision of a group, sorted by key."""
+    def group(self, silicon: str, group: str, most: int | None = None) -> list[Decision]:
+        """The readable decisions of a group, sorted by key; of more than `most`, those used last."""
         folder = self.path(silicon, group, ANY_KEY).parent
-        found = []
-        for name in _names(folder):
+        found, names = [], _names(folder)
+        if most is not None and len(names) > most:
+            names = sorted(sorted(names, key=lambda name: -_used(f"{folder}/{name}"))[:most])
+        for name in names:
             address = Address(silicon, group, name.removesuffix(".json"))
             if address.key != name and address.is_valid:
                 found.append(_read(f"{folder}/{name}", address))
@@ -215,6 +217,14 @@ def _touch(path: Path) -> None:
         _touched.add(name)
         with suppress(OSError):
             os.utime(name, follow_symlinks=False)
+
+
+def _used(path: str) -> float:
+    """When a file was last written or used; 0 if it is gone."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
 
 
 def _names(folder: Path | str) -> list[str]:

@@ -24,7 +24,6 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
@@ -81,7 +80,7 @@ class Rejected:
 
 @dataclass
 class Gate:
-    """The gate of one trial. `load` is what took place beside the candidates' runs.
+    """The gate of one trial.
 
     Args:
         example: of the problem; None where only the hard cases are to be run.
@@ -92,7 +91,6 @@ class Gate:
     address: Address
     example: Example | None = None
     pairs: int = PAIRS
-    load: Load = NO_LOAD
 
     @cached_property
     def _oracle(self) -> Oracle:
@@ -245,10 +243,7 @@ class Gate:
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 
-        before = Load.so_far()
-        found = self._guarded(run, limit_s)
-        self.load = self.load.plus(Load.so_far().since(before))
-        return found
+        return self._guarded(run, limit_s)
 
     def _guarded(self, call: Callable[[], T], limit_s: float) -> T:
         """Run a call within limits of time (seconds) and memory."""

@@ -6,24 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from attn_dispatch.machine.load import NO_LOAD, Load
+from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request
-from attn_dispatch.tuning.clocks import CudaStopwatch, HostStopwatch, Stopwatch
+from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
-from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, time_in_rounds
 
-ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by more than a tenth
-FEW_ROUNDS = 4  #: rounds below which closer candidates are skipped too, see `NEAR_RATIO`
-# Ratios of a first call to the fastest first call, used where the budget is short of rounds.
-FAR_RATIO = 1.5  #: skip from here on where fewer than `ENOUGH_ROUNDS` fit
-NEAR_RATIO = 1.15  #: skip from here on where fewer than `FEW_ROUNDS` fit
-HOPELESS_RATIO = 8.0  #: skip the incumbent too from here on: it would take all of the time
-MAY_WIN_RATIO = 3.0  #: a first call this much longer than the fastest may still be of the fastest candidate
+HOPELESS_RATIO = 4.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
+INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
+MAY_WIN_RATIO = 1.5  #: a candidate left out at a lower ratio might still be the fastest
 
 Calls = Mapping[str, Callable[[], object]]
 
@@ -32,14 +28,13 @@ Calls = Mapping[str, Callable[[], object]]
 class Race:
     """One race; all tables are keyed by candidate title.
 
-    `runners` are ordered by preference. `load` is what took place beside their first calls. `skipped` maps a candidate
-    that is not raced to the ratio of its first call to the fastest one's.
+    `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
+    the fastest one's.
     """
 
     request: Request
     runners: dict[str, tuple[Candidate, Admitted]]
     incumbent: str
-    load: Load = NO_LOAD
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
@@ -48,8 +43,10 @@ class Race:
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self, example: Example, remaining_s: float | None) -> None:
-        """Time the candidates round by round, within what remains of the budget (seconds)."""
+    def run(self, example: Example, remaining_s: float | None, disturbed_s: float | None = None) -> None:
+        """Time the candidates round by round, within what remains of the budget (seconds); `disturbed_s` if that is
+        more, and other programs take the cores.
+        """
         self._skip_slowest(remaining_s)
         racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.skipped}
         if len(racing) == 1 and remaining_s is not None and remaining_s <= 0:
@@ -60,7 +57,7 @@ class Race:
             return
         guard.end_idle_threads()  # they would occupy cores during the timing
         calls = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
-        self.rounds = self._time(calls, remaining_s)
+        self.rounds = self._time(calls, remaining_s, disturbed_s)
 
     def remove(self, name: str) -> None:
         """Take a candidate out of the choice: it was timed, and its results proved wrong."""
@@ -71,9 +68,7 @@ class Race:
 
     def choose(self) -> str | None:
         """Choose a candidate as `choice.choose` does; None where none was timed beyond a first call."""
-        timed = [
-            name for name in self.runners if name in self.rounds.timings and name not in self.rounds.first_call_only
-        ]
+        timed = [name for name in self.runners if name in self.rounds.timings and name not in self.rounds.short_of_time]
         if not timed:
             return None
         entrants = [self._entrant(name, rank) for rank, name in enumerate(timed)]
@@ -98,7 +93,7 @@ class Race:
 
     def left_out(self) -> dict[str, float]:
         """Candidates timed by a first call only, with its ratio to the fastest one's."""
-        return {**self.skipped, **{name: self.rounds.dropped[name] for name in self.rounds.first_call_only}}
+        return {**self.skipped, **{name: self.rounds.dropped[name] for name in self.rounds.short_of_time}}
 
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         (candidate, admitted), timing = self.runners[name], self.rounds.timings[name]
@@ -114,9 +109,10 @@ class Race:
         )
 
     def _skip_slowest(self, remaining_s: float | None) -> None:
-        """Skip the slowest candidates where the budget is short of rounds, so that the close ones get enough.
+        """Skip candidates that are hopeless by their first calls, where the budget is short of rounds.
 
-        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call.
+        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
+        times of short calls, which preemption may have made.
         """
         if remaining_s is None or self.problem.device.type == "cuda":
             return
@@ -126,21 +122,23 @@ class Race:
             return  # the clock is too coarse to show a call
         for name in sorted(times, key=lambda name: -times[name]):
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
-            if rounds >= ENOUGH_ROUNDS or ratio < NEAR_RATIO or (rounds >= FEW_ROUNDS and ratio < FAR_RATIO):
+            factor = 1.0 if name != self.incumbent else INCUMBENT_FACTOR
+            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= LONGEST_DISTURBED_MS:
                 return
-            if name != self.incumbent or ratio >= HOPELESS_RATIO:
-                self.skipped[name] = times.pop(name) / least
+            self.skipped[name] = times.pop(name) / least
 
-    def _time(self, calls: Calls, budget_s: float | None) -> Rounds:
+    def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Rounds:
         device = self.problem.device
         with guard.capped(device), ExitStack() as stack:
             marked = {call: stack.enter_context(self._marker(name)) for name, call in calls.items()}
             stopwatch: Stopwatch = (
-                CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far, load=self.load)
+                CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far)
             )
             return time_in_rounds(
                 calls,
                 budget_s=budget_s,
+                disturbed_budget_s=disturbed_s,
+                short_of_rounds=device.type != "cuda",
                 stopwatch=_MarkedStopwatch(stopwatch, marked),
                 incumbents=(self.incumbent,),
                 first_ms={name: self.runners[name][1].call_ms for name in calls},

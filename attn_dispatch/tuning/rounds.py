@@ -28,6 +28,11 @@ FINE_ROUNDS = 24  #: rounds after which medians are precise enough and only open
 TIME_LIMITS_S = {FINE_ROUNDS: 10.0, 300: 0.5}
 #: Factor on `hopeless` for the incumbent and for a disturbed sample: dropped only where there is no doubt.
 DOUBT_FACTOR = 4.0
+# Where the budget is short of rounds, the slowest by the first two calls are dropped.
+ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by more than a tenth
+FEW_ROUNDS = 4  #: rounds below which closer candidates are dropped too, see `NEAR_RATIO`
+FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer than `ENOUGH_ROUNDS` fit
+NEAR_RATIO = 1.15  #: the same where fewer than `FEW_ROUNDS` fit
 FAR_SLOWER = 1.5  #: ratio of the fastest samples from which a candidate is retired from a disturbed race
 SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them tell no more
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
@@ -39,11 +44,10 @@ class Rounds:
     """Result of :func:`time_in_rounds`.
 
     ``timings``: every candidate that never failed, in the given order. ``failures``: the exception that ended a
-    candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless;
-    ``first_call_only``: those dropped whose only sample is the first call, since the budget was used up. ``retired``:
-    candidates that stopped early because their comparison was settled: beaten, or not faster than the incumbent.
-    ``rounds``: rounds that the survivors finished. ``elapsed_s``: total time in seconds. ``load``: what took place
-    beside the samples.
+    candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless, or for lack of time;
+    ``short_of_time``: those of the latter that might be the fastest. ``retired``: candidates that stopped early because
+    their comparison was settled: beaten, or not faster than the incumbent. ``rounds``: rounds that the survivors
+    finished. ``elapsed_s``: total time in seconds. ``load``: what took place beside the samples.
     """
 
     timings: dict[str, Timing]
@@ -51,7 +55,7 @@ class Rounds:
     dropped: dict[str, float]
     rounds: int
     elapsed_s: float
-    first_call_only: frozenset[str] = frozenset()
+    short_of_time: frozenset[str] = frozenset()
     retired: frozenset[str] = frozenset()
     load: Load = NO_LOAD
 
@@ -60,6 +64,8 @@ def time_in_rounds(
     calls: Mapping[str, Callable[[], object]],
     *,
     budget_s: float | None,
+    disturbed_budget_s: float | None = None,
+    short_of_rounds: bool = False,
     min_rounds: int = 5,
     max_rounds: int = 1000,
     hopeless: float | None = 4.0,
@@ -94,6 +100,9 @@ def time_in_rounds(
 
     Args:
         calls: the candidates by name.
+        disturbed_budget_s: the budget if that is more, and other programs take the cores.
+        short_of_rounds: whether to drop the slowest by two calls where the budget is short of rounds, so that the close
+            ones get enough.
         extra_ms: milliseconds added to a candidate's samples in comparisons only, such as its share of its first call.
         stopwatch: takes the samples; by default ``clock`` (seconds) after ``synchronize``, with the garbage collector
             off. At the end it may add ``host_ms`` and ``cold_ms`` of candidates that were never retired.
@@ -111,12 +120,15 @@ def time_in_rounds(
         stopwatch=stopwatch or HostStopwatch(clock, synchronize or (lambda: None)),
         clock=clock,
         end_s=start_s + (math.inf if budget_s is None else budget_s),
+        disturbed_end_s=start_s + (disturbed_budget_s or 0.0),
         hopeless=math.inf if hopeless is None else hopeless,
         rules=_Rules(margin, resolution, target, frozenset(incumbents), extra_ms or {}),
         order=random.Random(seed),
     )
     timer.run_first_calls(calls, first_ms or {})
     timer.run_warm_round()
+    if short_of_rounds:
+        timer.drop_slowest()
     timer.run_rounds(min_rounds, max_rounds, start_s)
     timer.sample_host_and_cold_ms()
     retired = frozenset(timer.retired)
@@ -126,7 +138,7 @@ def time_in_rounds(
         timer.dropped,
         timer.rounds,
         clock() - start_s,
-        timer.first_call_only,
+        timer.short_of_time,
         retired,
         timer.stopwatch.load,
     )
@@ -205,6 +217,7 @@ class _RoundTimer:
     stopwatch: Stopwatch
     clock: Callable[[], float]
     end_s: float
+    disturbed_end_s: float
     hopeless: float
     rules: _Rules
     order: random.Random
@@ -212,7 +225,7 @@ class _RoundTimer:
     failures: dict[str, Exception] = field(default_factory=dict[str, Exception])
     dropped: dict[str, float] = field(default_factory=dict[str, float])
     retired: set[str] = field(default_factory=set[str])
-    first_call_only: frozenset[str] = frozenset()
+    short_of_time: frozenset[str] = frozenset()
     rounds: int = 0
 
     def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> None:
@@ -231,7 +244,7 @@ class _RoundTimer:
             with self._ending_on_failure(name):
                 candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
                 candidate.samples_ms.append(sample_ms)
-        self.first_call_only = frozenset(self.dropped)
+        self.short_of_time = frozenset(self.dropped)
         self._drop_hopeless()
         self.rounds += bool(self.running())
 
@@ -246,6 +259,25 @@ class _RoundTimer:
                     least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(candidate.call, candidate.repeats))
         running = self.running().keys()
         self.dropped |= self._hopeless_among({name: ms for name, ms in least_ms.items() if name in running})
+
+    def drop_slowest(self) -> None:
+        """Drop the slowest candidates where the budget is short of rounds."""
+        least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
+        fastest_ms = min(least_ms.values(), default=0.0)
+        for name in sorted(least_ms, key=lambda name: -least_ms[name]):
+            round_s = sum(each.sample_s() for each in self.running().values())
+            rounds, ratio = safe_ratio(self._left_s(), round_s), safe_ratio(least_ms[name], fastest_ms)
+            if rounds >= ENOUGH_ROUNDS or ratio < NEAR_RATIO or (rounds >= FEW_ROUNDS and ratio < FAR_RATIO):
+                return
+            if name in self.rules.incumbents and ratio < FAR_RATIO:
+                continue
+            self.dropped[name] = ratio
+            if ratio < FAR_RATIO or self.stopwatch.load.disturbed:
+                self.short_of_time |= {name}
+
+    def _left_s(self) -> float:
+        end_s = max(self.end_s, self.disturbed_end_s) if self.stopwatch.load.disturbed else self.end_s
+        return end_s - self.clock()
 
     def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> None:
         next_look = min_rounds
@@ -295,7 +327,7 @@ class _RoundTimer:
         return not is_open and (self.rounds >= FINE_ROUNDS or self.rules.fine(timings))
 
     def _next_round_fits(self) -> bool:
-        return self.clock() + sum(candidate.sample_s() for candidate in self.running().values()) <= self.end_s
+        return sum(candidate.sample_s() for candidate in self.running().values()) <= self._left_s()
 
     def timings(self) -> dict[str, Timing]:
         return {name: each.timing() for name, each in self.candidates.items() if name not in self.failures}

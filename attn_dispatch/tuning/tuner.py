@@ -20,7 +20,6 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.load import Load
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, printable
@@ -29,7 +28,8 @@ from attn_dispatch.tuning.candidates import Candidate, Request, current_environm
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
-from attn_dispatch.tuning.race import ENOUGH_ROUNDS, Race
+from attn_dispatch.tuning.race import Race
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
 
 # Of a trial that a caller waits for.
 FIXED_S = 0.15  #: seconds that it may take for a problem of microseconds
@@ -176,7 +176,7 @@ class _Trial:
                 self.admitted[candidate.title] = found
             else:
                 self._reject(candidate, found)
-        self._race(example, gate.load)
+        self._race(example)
         del example
         self._choose(gate)
         self.case_problems = gate.case_problems
@@ -316,18 +316,18 @@ class _Trial:
             self.outside_s += time.perf_counter() - start
         return found
 
-    def _race(self, example: Example, load: Load) -> None:
+    def _race(self, example: Example) -> None:
         incumbent = self._incumbent()
         if incumbent is None:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        self.race = Race(self.request, runners, incumbent, load)
-        remaining = self._remaining_s()
+        self.race = Race(self.request, runners, incumbent)
+        remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
-            least = (RACE_S + RACE_CALLS * self._call_s()) * (DISTURBED_FACTOR if load.disturbed else 1)
-            remaining = max(remaining, least if self.budget_s is None else min(least, self.budget_s))
-        self.race.run(example, remaining)
+            least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s
+            remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, DISTURBED_FACTOR))
+        self.race.run(example, remaining, more_s)
 
     def decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None
@@ -396,7 +396,7 @@ class _Trial:
         return _row(
             candidate,
             "not_measured",
-            f"its first call took {ratio:.1f} times as long as the fastest's, and the budget was short",
+            f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
             first_ms=admitted.first_ms,
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,

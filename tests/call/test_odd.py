@@ -300,3 +300,51 @@ def test_right_backends_pass_the_hard_cases(backend: str, dtype: torch.dtype, he
                 continue
             for case in hard_cases(problem):
                 assert case.refused_by(loaded) or case.check(case.run(loaded)).failures == ()
+
+
+def test_a_stored_decision_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread measures a new problem meanwhile."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+    attend(*qkv(24))
+    forget()
+    trial_begun, go_on = threading.Event(), threading.Event()
+    measure = decisions.measure
+
+    def slow_measure(*given: Any, **named: Any) -> Any:
+        trial_begun.set()
+        assert go_on.wait(60)
+        return measure(*given, **named)
+
+    monkeypatch.setattr(decisions, "measure", slow_measure)
+    thread = threading.Thread(target=attend, args=qkv(40))
+    thread.start()
+    try:
+        assert trial_begun.wait(60)
+        attend(*qkv(24))  # would wait for ever for a lock that the trial holds
+        attend(*qkv(40), backend="manual")
+    finally:
+        go_on.set()
+        thread.join()
+    assert counted(loaded=1, measured=1, forced=1)
+
+
+def test_threads_with_the_same_new_problem_measure_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+    threads = [threading.Thread(target=attend, args=qkv(24)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted(measured=1)
+
+
+def test_only_the_latest_decisions_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+    monkeypatch.setattr(decisions, "WHOLE_DECISIONS", 2)
+    for length in (16, 24, 32, 40):
+        attend(*qkv(length), backend=None)
+    kept = [len(each.candidates) > 0 for each in decisions._decided.values()]
+    assert kept == [False, False, True, True]
+    found = explain(*qkv(16))
+    assert found.source == "measured" or found.source == "learned"
+    assert any(row.status == "chosen" and row.backend == found.choice for row in found.candidates)

@@ -89,7 +89,7 @@ def test_hopeless_candidate_is_dropped_with_its_one_sample() -> None:
     assert list(turns.timings["slow"].samples_ms) == [pytest.approx(50.0)]
     assert machine.log.count("slow") == 2
     assert turns.rounds == len(turns.timings["fast"].samples_ms) == 5
-    assert not turns.first_call_only
+    assert not turns.short_of_time
 
 
 def test_disturbed_warm_run_drops_no_candidate() -> None:
@@ -129,7 +129,7 @@ def test_first_call_is_the_only_sample_once_the_budget_is_spent() -> None:
     machine = Machine()
     turns = machine.race({"slow": 500.0, "old": 150.0, "fast": 10.0}, budget_s=0.1, incumbents=("old",))
     assert turns.dropped == {"slow": pytest.approx(50.0)}
-    assert turns.first_call_only == {"slow"}
+    assert turns.short_of_time == {"slow"}
     assert turns.timings["slow"].samples_ms == (turns.timings["slow"].first_ms,)
     assert machine.log.count("slow") == 1
     assert (machine.log.count("old"), machine.log.count("fast"), turns.rounds) == (2, 2, 1)

@@ -1,7 +1,7 @@
 """24 problems of 0.05 to 300 ms, tuned by first calls in a process of its own, next to busy loops; and how far each
 choice is from the best.
 
-    python -m tools.lib.choices BUDGET_CALLS
+    python -m tools.lib.choices NUMBER ...
 
 Prints one line of JSON: what each problem's first call took and chose.
 """
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, explain
+from attn_dispatch import attend, explain, profile
 from attn_dispatch.kernels import registry
+from attn_dispatch.machine import load
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
@@ -47,6 +48,7 @@ SHAPES: tuple[tuple[Pattern, Shape], ...] = (
     (Dense(), (1, 3000, 4, 128)),
 )
 JUDGED_S, JUDGED_ROUNDS = 4.0, 15
+PROFILED_S = 8.0
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(10_000))"
 
 
@@ -98,9 +100,21 @@ def tuned(folder: str, which: Sequence[int], **variables: str) -> list[dict[str,
     return found
 
 
+def wait_until_calm(most_s: float = 60.0) -> None:
+    """Wait until other programs have left the cores for some seconds."""
+    end = time.monotonic() + most_s
+    while not load.is_calm() and time.monotonic() < end:
+        time.sleep(1.0)
+
+
 def first_call(one: Planned) -> dict[str, Any]:
-    """CPU and wall seconds of the first call, and of a later one; the choice, and the rows by candidate."""
+    """CPU and wall seconds of the first call, and of a later one; the choice, and the rows by candidate.
+
+    With $PROFILE, `profile` measures the problem before that.
+    """
     tensors = one.tensors()
+    if os.environ.get("PROFILE"):
+        profile([one.problem()], budget_s=PROFILED_S, progress=False)
     first = _timed(one, tensors)
     later = min((_timed(one, tensors) for _ in range(3)), key=lambda each: each["cpu_s"])
     found = explain(*tensors, one.pattern)
@@ -111,7 +125,7 @@ def first_call(one: Planned) -> dict[str, Any]:
         "later": later,
         "choice": [found.choice, found.order],
         "source": found.source,
-        "provisional": getattr(found, "provisional", ""),
+        "provisional": found.provisional,
         "rows": rows,
     }
 
