@@ -227,7 +227,7 @@ class _DeviceSteps:
     def measured(self) -> Decision | None:
         """A confident prediction from a problem of nearly the same size, else a trial if one is allowed."""
         stored, prediction = self.on_disk, None
-        if self.explained or (stored is not None and not stored.changed and not stored.due):
+        if self.explained or (stored is not None and not stored.changed):
             return None
         if stored is None:
             prediction = self.prediction

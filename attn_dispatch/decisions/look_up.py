@@ -1,8 +1,8 @@
 """Looks up the stored decision of a problem and checks which of its rows are still valid.
 
 A row is valid while its backend has the version that was measured. Only candidates with missing or outdated rows are
-measured again; until then an outdated row is used as a prior. A provisional decision is measured again as a whole, by a
-later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
+measured again; until then an outdated row is used as a prior. What a provisional decision left open is measured again
+by a later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
 """
 
 from __future__ import annotations
@@ -37,19 +37,17 @@ class StoredDecision(NamedTuple):
     """A stored decision compared with the current candidates.
 
     `choice` is the candidate to run now: the decision's, or if that cannot run or is outdated, the best valid row's;
-    None without a valid row. `changed` are the candidates to measure: their rows are missing or outdated. `due`:
-    all are to be measured again, as the decision is provisional.
+    None without a valid row. `changed` are the candidates to measure: their rows are missing, outdated or open.
     """
 
     decision: Decision
     choice: CandidateId | None
     changed: tuple[CandidateId, ...] = ()
-    due: bool = False
 
     @property
     def is_valid(self) -> bool:
         """Whether the decision is valid unchanged."""
-        return self.choice == self.decision.chosen and not self.changed and not self.due
+        return self.choice == self.decision.chosen and not self.changed
 
     @property
     def is_valid_locked(self) -> bool:
@@ -67,9 +65,9 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
     decision = read_stored(request)
     if decision is None:
         return None
-    if budget_ms >= 0 and _is_due(decision) and load.is_calm():
-        return _compare(request, decision, set())._replace(changed=(), due=True)
     affordable = _affordable(decision, budget_ms)
+    if budget_ms >= 0 and _is_due(decision) and load.is_calm():
+        affordable |= {row.id for row in decision.candidates if row.open} or {decision.chosen}
     temporary = any(row.status in TEMPORARY for row in decision.candidates)
     if not affordable and not temporary and decision.environment == current_environment():
         with suppress(InvalidInput):  # the choice is not registered in this process

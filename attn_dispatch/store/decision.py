@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
     `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `host_ms` the host's share
     of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring where the budget did not allow
-    it, `measured` the time of measuring in UTC.
+    it, `measured` the time of measuring in UTC. `open`: it may be much faster than the chosen one, as far as is known.
     """
 
     backend: str
@@ -62,6 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     error: float | None = None
     need_ms: float | None = None
     measured: str | None = None
+    open: bool = False
     extra: dict[str, Any] = {}
 
     @property

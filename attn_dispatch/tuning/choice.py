@@ -37,6 +37,7 @@ LEAST_PLAN_MS = 10.0
 BET = 0.10
 ONE_ROUND_BET = 0.5  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
 DISTURBED_BET = 0.05  #: the same where estimates are of what other programs left undisturbed
+DISTURBED_DOUBT = 2.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class _Estimates(_Comparison):
         return name != rival and self._ratio(name, rival) < 1.0 - DISTURBED_BET
 
     def _is_open(self, name: str, chosen: str) -> bool:
-        return name != chosen and not self._beats(chosen, name)
+        return name != chosen and self._ratio(name, chosen) < DISTURBED_DOUBT
 
     def _tie(self, name: str, chosen: str) -> str:
         return "too close to tell while other programs ran"

@@ -34,7 +34,6 @@ from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
 # Of a trial that a caller waits for.
 FIXED_S = 0.15  #: seconds that it may take for a problem of microseconds
 CALLS = 15  #: further time, in calls of the fastest candidate so far
-PATIENCE = 4  #: factor on both for each earlier trial of the problem that did not settle its choice
 SHORT_S = 0.02  #: seconds of a first call that are always left
 RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
 DISTURBED_FACTOR = 4  #: factor on these where other programs take the cores: samples are repeated after rests
@@ -169,7 +168,9 @@ class _Trial:
                 continue
             reason, need_s = self._reason_to_skip(candidate, gate)
             if reason:
-                self.rows[candidate.title] = _row(candidate, "not_measured", reason, need_ms=_finite(_ms(need_s)))
+                may_win = candidate.title in self.untried
+                need_ms = _finite(_ms(need_s))
+                self.rows[candidate.title] = _row(candidate, "not_measured", reason, need_ms=need_ms, open=may_win)
                 continue
             found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
@@ -232,7 +233,7 @@ class _Trial:
         spent = time.perf_counter() - self.start - self.outside_s
         most = [] if self.budget_s is None else [self.budget_s]
         if self.waiting and self.admitted:
-            most.append((FIXED_S + CALLS * self._call_s()) * PATIENCE**self.attempts)
+            most.append(FIXED_S + CALLS * self._call_s())
         return min(most) - spent if most else None
 
     def _call_s(self) -> float:
@@ -386,6 +387,7 @@ class _Trial:
             ratio_low=outcome.ratio_low,
             ratio_high=outcome.ratio_high,
             break_even=_finite(outcome.break_even),
+            open=outcome.open,
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
         )
@@ -398,6 +400,7 @@ class _Trial:
             "not_measured",
             f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
             first_ms=admitted.first_ms,
+            open=True,
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
         )
@@ -411,10 +414,11 @@ class _Trial:
             return row
         best = race.rounds.timings[self.chosen.title]
         status = "slower" if row.low_ms > best.high_ms else "tie"
-        return msgspec.structs.replace(row, status=status, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
+        relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
+        return msgspec.structs.replace(row, status=status, open=False, **relative)
 
 
-def _row(candidate: Candidate, status: str, reason: str, **measured: float | None) -> Row:
+def _row(candidate: Candidate, status: str, reason: str, **measured: float | bool | None) -> Row:
     return Row(
         backend=candidate.name,
         order=candidate.order,

@@ -1,0 +1,63 @@
+"""CPU seconds of first calls: of 24 problems in a process with an empty cache folder, in the next process, which tries
+provisional decisions again, and in a third; the compilation of `native` is done before.
+
+python -m tools.bench.first_call
+
+Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from typing import Any
+
+from attn_dispatch.kernels import registry
+from tools.lib import choices
+from tools.lib.common import parser, write
+
+OWN_CALLS = 20  #: calls of the problem itself that its trial may take
+LATER_S, FIRST_S = 0.3, 1.0  #: further CPU seconds: of later problems of a process, and of its first
+PROCESSES = ("empty cache", "second process", "third process")
+
+
+def beyond_own_calls(found: dict[str, Any]) -> float:
+    """CPU seconds of a first call less those of `OWN_CALLS` later ones."""
+    return float(found["first"]["cpu_s"] - OWN_CALLS * found["later"]["cpu_s"])
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first problem of a process, and the median and the largest of the later ones."""
+    first, *later = map(beyond_own_calls, found)
+    return {
+        "first_s": first,
+        "median_s": statistics.median(later),
+        "largest_s": max(later),
+        "sources": {source: sum(each["source"] == source for each in found) for source in {e["source"] for e in found}},
+        "provisional": sum(bool(each["provisional"]) for each in found),
+        "problems": [
+            {name: each[name] for name in ("title", "first", "later", "choice", "provisional")} for each in found
+        ],
+    }
+
+
+def main() -> None:
+    given = parser(__doc__, "first_call.json").parse_args()
+    prepare = getattr(registry.load("native"), "prepare", None)
+    if prepare is not None and not registry.load("native").refusals(choices.planned()[0].problem()):
+        prepare()
+    which = list(range(len(choices.planned())))
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in PROCESSES:
+            choices.wait_until_calm()
+            found = figures[name] = summary(choices.tuned(folder, which))
+            print(
+                f"{name:15} first {found['first_s']:.2f} s, later {found['median_s']:.2f} s (median), "
+                f"{found['largest_s']:.2f} s at most, {found['provisional']} provisional"
+            )
+    write(given.output, {"own_calls": OWN_CALLS, "later_s": LATER_S, "first_s": FIRST_S, "processes": figures})
+
+
+if __name__ == "__main__":
+    main()
