@@ -147,6 +147,7 @@ def _settings() -> dict[str, Any]:
     return {
         "folder": str(folder),
         "writable": _writable(folder),
+        "shared": Store(folder).shared(),
         "decisions": sum(1 for _ in Store(folder).all()),
         "mode": mode(),
         "budget_ms": budget_ms(),
@@ -199,6 +200,7 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         *_quarantine_lines(report["quarantines"]),
         "",
         f"decisions {stored}",
+        *([f"shared    {report['shared']}"] if report["shared"] else []),
         f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
         f"budget    {report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
         f"missed    {unmeasured}",
