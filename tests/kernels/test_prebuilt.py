@@ -120,6 +120,17 @@ def test_the_library_of_the_package_is_loaded(
     assert list(cache.iterdir()) == []
 
 
+def test_doctor_says_what_is_used(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, gain in ((V4, "4 % or less"), (V3, "not measured")):
+        use_flags(flags, monkeypatch)
+        assert library.prebuilt().name in library.in_use()
+        assert gain in library.in_use()
+    use_flags(frozenset(), monkeypatch)
+    assert library.in_use().startswith("cannot run: needs a C++ compiler")
+    monkeypatch.setenv("CXX", "true")
+    assert library.in_use() == f"compiled for this processor by {shutil.which('true')}"
+
+
 def test_a_form_of_each_level_needs_more_than_the_one_below() -> None:
     for above, below in pairwise(VARIANTS):
         assert above.needs > below.needs

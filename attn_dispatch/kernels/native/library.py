@@ -147,6 +147,18 @@ def version() -> str:
     return f"{Path(compiler().program).name} {build_digest()}" if found is None else found.version
 
 
+def in_use() -> str:
+    """Say which code runs, and what a compiler would gain; tools/bench/prebuilt.py measures that."""
+    try:
+        found = used_prebuilt()
+    except ImportError as error:
+        return f"cannot run: {error}"
+    if found is None:
+        return f"compiled for this processor by {compiler().program}"
+    gain = "not measured for this level" if found.name == VARIANTS[-1].name else "4 % or less, where that was measured"
+    return f"the package's library for {found.name}; what a C++ compiler on the PATH would gain: {gain}"
+
+
 def load() -> ctypes.CDLL:
     """The library, compiled first if necessary.
 
