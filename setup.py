@@ -17,9 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 PACKAGE = Path(__file__).parent / "attn_dispatch"
-WITHOUT = (
-    "attn-dispatch is built without the compiled kernel of its backend `native`, which then needs a compiler to run"
-)
+WITHOUT = "attn-dispatch is built without the compiled kernel of its backend `native`, which then needs a C++ compiler"
 
 
 def module(path: str) -> ModuleType:
@@ -34,9 +32,9 @@ def module(path: str) -> ModuleType:
 
 def command() -> list[str] | None:
     """The command line of the C++ compiler, or None, with a message, where nothing is compiled."""
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        return None
     try:
+        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+            raise ImportError("it is compiled for Linux on x86-64 alone")
         found: list[str] = module("machine/compiler.py").compiler().command
     except ImportError as error:
         print(f"{WITHOUT}: {error}", file=sys.stderr)
@@ -78,7 +76,7 @@ class Build(build_py):
                 variants.build(CXX, variant.options, library)
             except (OSError, subprocess.CalledProcessError) as error:
                 text = getattr(error, "stderr", None) or str(error)
-                print(f"{WITHOUT}, on {variant.name}: {text[-2000:]}", file=sys.stderr)
+                print(f"the library of `native` for {variant.name} is not built: {text[-2000:]}", file=sys.stderr)
             library.with_suffix(".o").unlink(missing_ok=True)
 
 

@@ -242,6 +242,20 @@ def test_without_a_compiler_the_wheel_is_pure(tree: Path, tmp_path: Path) -> Non
     assert "attn_dispatch/kernels/native/attention.cpp" in names
 
 
+def test_an_editable_installation_compiles_nothing(tree: Path, tmp_path: Path) -> None:
+    wheel, _ = built("editable", tree, tmp_path / "editable")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+    assert not list(tree.rglob("attention-*"))
+
+
+def test_a_compiler_that_fails_leaves_a_wheel_without_libraries(tree: Path, tmp_path: Path) -> None:
+    wheel, said = built("wheel", tree, tmp_path / "failed", CXX=shutil.which("false") or "")
+    assert said.count("is not built: ") == len(VARIANTS)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith((".so", ".o"))]
+
+
 def test_a_source_distribution_has_what_the_wheel_needs(tree: Path, tmp_path: Path) -> None:
     archive, _ = built("sdist", tree, tmp_path / "source", CXX="no-such-compiler")
     shutil.unpack_archive(archive, tmp_path / "unpacked")

@@ -142,7 +142,7 @@ def prebuilt(found: Any) -> str:
     """Times of a wheel's libraries over those of the one compiled for the processor."""
     names = list(found["rows"][0]["over_here"])
     about = (
-        "By `python -m tools.bench.prebuilt`: time of `native` by each library that a wheel carries, over its time when "
+        "By `python -m tools.bench.prebuilt`: time of `native` by each library of a wheel, over its time when "
         f"{found['compiler']} compiles it for the very processor; batch 1, {found['tokens']:,} tokens, 8 heads of 64, "
         f"paired, 95 % intervals. {machine(found)}."
     )

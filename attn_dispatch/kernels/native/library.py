@@ -151,8 +151,8 @@ def in_use() -> str:
     """Say which code runs, and what a compiler would gain; tools/bench/prebuilt.py measures that."""
     try:
         found = used_prebuilt()
-    except ImportError as error:
-        return f"cannot run: {error}"
+    except ImportError:
+        return "neither a C++ compiler nor a compiled library for this processor"
     if found is None:
         return f"compiled for this processor by {compiler().program}"
     gain = "not measured for this level" if found.name == VARIANTS[-1].name else "4 % or less, where that was measured"
