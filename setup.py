@@ -8,9 +8,11 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -70,7 +72,8 @@ class Build(build_py):
         for old in folder.glob("attention-*"):
             old.unlink()
         variants = module("kernels/native/variants.py")
-        for variant in variants.VARIANTS:
+
+        def compiled(variant: Any) -> None:
             library = folder / variant.file
             try:
                 variants.build(CXX, variant.options, library)
@@ -78,6 +81,9 @@ class Build(build_py):
                 text = getattr(error, "stderr", None) or str(error)
                 print(f"the library of `native` for {variant.name} is not built: {text[-2000:]}", file=sys.stderr)
             library.with_suffix(".o").unlink(missing_ok=True)
+
+        with ThreadPoolExecutor() as pool:  # of seconds each
+            list(pool.map(compiled, variants.VARIANTS))
 
 
 setup(distclass=Linux, cmdclass={"bdist_wheel": Wheel, "build_py": Build})

@@ -46,8 +46,8 @@ NOT_OURS = [
     b"\0" * 100,
     b'{"loss": [0.5, 0.25]}',
     b'["checksum"]',
-    encoded(schema=3),
-    encoded(schema=1),
+    encoded(schema=3, key="9" + KEY[1:]),
+    encoded(schema=1, key="a" + KEY[1:]),
     encode(decision(key=OTHER)),
 ]
 

@@ -20,6 +20,13 @@ from tests.support.fakes import SILICON
 FOLDERS = ["", "v2", f"v2/{SILICON}", f"v2/{SILICON}/{GROUP}"]
 
 
+def looks_like(about: tuple[int, ...], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a path had this mode and owner."""
+    real = os.stat
+    made = os.stat_result(about)
+    monkeypatch.setattr(os, "stat", lambda of, **named: made if of == path else real(of, **named))
+
+
 def owned(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this process were run by another user."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
@@ -38,6 +45,15 @@ def test_one_warning_and_a_line_of_doctor(
     assert warnings() == [f"other users can choose this user's backends: {reason}"]
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["shared"] == reason
+
+
+def test_two_open_folders_are_one_warning(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    for group in ("a" * 12, "b" * 12):
+        path = Store(folder).path(SILICON, group, KEY)
+        path.parent.mkdir(parents=True)
+        path.parent.chmod(0o777)
+        Store(folder).get(SILICON, group, KEY)
+    assert len(warnings()) == 1
 
 
 def test_doctor_prints_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +75,7 @@ def test_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for user, reason in ((mine, ""), (mine + 1, f"{tmp_path} belongs to user {mine}" if mine else "")):
         owned(user, monkeypatch)
         assert files.open_to_others(tmp_path) == reason
-    monkeypatch.setattr(os, "stat", lambda path: os.stat_result((0o40755, 0, 0, 1, 4321, 0, 0, 0, 0, 0)))
+    looks_like((0o40755, 0, 0, 1, 4321, 0, 0, 0, 0, 0), tmp_path, monkeypatch)
     assert files.open_to_others(tmp_path) == f"{tmp_path} belongs to user 4321"
 
 
@@ -70,7 +86,7 @@ def test_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_of_one_user_is_private(
     name: str, members: list[str], private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "stat", lambda path: os.stat_result((0o40775, 0, 0, 1, 1000, 1000, 0, 0, 0, 0)))
+    looks_like((0o40775, 0, 0, 1, 1000, 1000, 0, 0, 0, 0), tmp_path, monkeypatch)
     owned(1000, monkeypatch)
     monkeypatch.setattr(pwd, "getpwuid", lambda user: pwd.struct_passwd(("alice", "x", user, 1000, "", "/", "")))
     monkeypatch.setattr(grp, "getgrgid", lambda group: grp.struct_group((name, "x", group, members)))
