@@ -91,7 +91,7 @@ class Emulated:
         table = b"".join(struct.pack("=Qq", *region) for region in regions.items())
         content = b"".join(ctypes.string_at(*region) for region in regions.items())
         self.file.write_bytes(head + table + content)
-        subprocess.run([*self.command, str(self.file)], check=True, timeout=60)
+        subprocess.run([*self.command, str(self.file)], check=True, timeout=600)
         content, at = self.file.read_bytes()[len(head + table) :], 0
         for address, size in regions.items():
             ctypes.memmove(address, content[at : at + size], size)
@@ -154,7 +154,7 @@ def built(kind: str, tree: Path, to: Path, **variables: str) -> tuple[Path, str]
     to.mkdir(exist_ok=True)
     command = [sys.executable, "-c", BUILD, kind, str(to)]
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True, timeout=280)
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True, timeout=600)
     return to / done.stdout.splitlines()[-1], done.stderr
 
 
