@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.log import say_once
 
 MODES = ("tune", "predict", "locked", "off")
 NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
 
 DEFAULT_MB = 256.0  #: size of the cache folder in MB (10**6 bytes)
-NO_HOME = "this user has no home folder; set $ATTN_DISPATCH_CACHE_DIR to a folder"
+NO_HOME = "this user has no home folder that can be written; set $ATTN_DISPATCH_CACHE_DIR to a folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,28 @@ def mode() -> str:
 def cache_folder() -> Path:
     """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `NOWHERE`, with one warning, without a home."""
     named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
-    try:
-        return Path(named).expanduser() if named else platformdirs.user_cache_path("attn-dispatch", appauthor=False)
-    except RuntimeError:
-        say_once(f"decisions and quarantined backends are not stored: {NO_HOME}")
-        return NOWHERE
+    with suppress(RuntimeError):  # no home folder
+        if named:
+            return Path(named).expanduser()
+        found = platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+        if _can_exist(found):
+            return found
+    say_once(f"decisions and quarantined backends are not stored: {NO_HOME}")
+    return NOWHERE
+
+
+def _can_exist(folder: Path) -> bool:
+    """Whether a folder exists or can be made: in containers, users without a name often get the home `/`."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    return there == folder or os.access(there, os.W_OK | os.X_OK)
+
+
+def existing_cache_folder() -> Path:
+    """The cache folder, for commands that can do nothing without one. Raises AttnDispatchError: there is no home."""
+    folder = cache_folder()
+    if folder == NOWHERE:
+        raise AttnDispatchError(NO_HOME)
+    return folder
 
 
 def max_cache_bytes() -> float:

@@ -1,11 +1,10 @@
 """A C++ kernel for CPUs: one pass with one softmax over all branches, without merging.
 
-The machine's own C++ compiler builds attn_dispatch/kernels/native/attention.cpp on first use.
+The machine's own C++ compiler builds attn_dispatch/kernels/native/attention.cpp on first use; without one, a
+library that the wheel carries for the processor's level is used.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,7 +40,6 @@ from attn_dispatch.kernels.native.steps import (
     neighborhood_and_order,
 )
 from attn_dispatch.kernels.native.tables import TILE
-from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -50,12 +48,12 @@ name = "native"
 
 
 def version() -> str:
-    """The compiler's name, and a digest of source, compiler and processor.
+    """What the kernel is compiled by, or the name of the library in the package, and a digest.
 
     Raises:
-        ImportError: there is no compiler.
+        ImportError: there is neither.
     """
-    return f"{Path(compiler().program).name} {library.build_digest()}"
+    return library.version()
 
 
 def refusals(problem: Problem) -> list[Refusal]:
@@ -69,9 +67,9 @@ def refusals(problem: Problem) -> list[Refusal]:
     if problem.head_dim > HEAD_DIM:
         found.append(Refusal("head_dim", f"takes a head_dim up to {HEAD_DIM}, not {problem.head_dim}"))
     try:
-        compiler()
+        library.used_prebuilt()
     except ImportError as error:
-        found.append(Refusal("not_installed", f"needs a C++ compiler: {error}"))
+        found.append(Refusal("not_installed", str(error)))
     return found
 
 

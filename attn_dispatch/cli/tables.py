@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,11 +20,17 @@ LEFT = {0, 1, 2, 3, 6, 7}
 KEY_DIGITS = 10  #: digits shown in tables; `inspect --key` takes any number
 NOT_COMPARED = {"failed", "incorrect", "quarantined"}
 REFUSED = {"not_installed", "unsupported"}
+_NOT_ASCII = re.compile(r"[^ -~\n]")
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print strict JSON: numbers that are not finite become null."""
-    print(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+    """Print strict JSON: numbers that are not finite become null, characters that are not printable are escaped."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+    print(_NOT_ASCII.sub(lambda found: _escaped(found[0]), text))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> list[str]:

@@ -45,7 +45,7 @@ def read(name: str) -> bytes:
     """
     with _unreachable():
         if not is_url(name):
-            return files.read(name, MAX_BYTES)
+            return files.read(name, MAX_BYTES, follow=True)
         with _open(name, "rb") as file:
             content: bytes = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:

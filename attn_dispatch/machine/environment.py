@@ -42,12 +42,15 @@ def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, .
 
 
 def _own_files(own: str) -> Iterator[object]:
-    """The names of the backends' files, and the state of the one source file that a version depends on.
+    """The names of the backends' files, and the state of the files that native's version depends on.
 
-    An editable installation changes that file in place, which no folder's time shows.
+    An editable installation changes those in place, which no folder's time shows.
     """
     yield from sorted(os.listdir(os.path.join(own, "backends")))
-    yield _stamp(os.path.join(own, "kernels", "native", "attention.cpp"))
+    native = os.path.join(own, "kernels", "native")
+    for name in sorted(os.listdir(native)):
+        if name.endswith((".cpp", ".so")) or name == "variants.py":
+            yield _stamp(os.path.join(native, name))
 
 
 def _stamp(path: str) -> object:

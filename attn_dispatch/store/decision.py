@@ -18,6 +18,7 @@ SCHEMA = 2
 CHECKSUM_DIGITS = 32  #: hexadecimal digits
 MAX_BYTES = 1 << 24  #: bytes of one encoded decision, far above any real one
 TIMED = ("chosen", "slower", "tie")  #: statuses of candidates that were timed against the chosen one
+HEAD = b'{"checksum":"'  #: the first bytes of every encoded decision
 NEVER = datetime.min.replace(tzinfo=UTC)
 # OverflowError and ValueError: an integer too long to convert to a number or back.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
@@ -27,6 +28,10 @@ CandidateId = tuple[str, str]  #: backend and order
 
 class Damaged(ValueError):
     """The bytes are not a valid decision; the message says why."""
+
+
+class LaterSchema(Damaged):
+    """A later version of the package wrote the bytes: its file must stay as it is."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -151,20 +156,22 @@ def encode(decision: Decision) -> bytes:
         raise Damaged(str(error)) from error
     if len(body) > MAX_BYTES // 2:
         raise Damaged(f"{len(body)} bytes, over {MAX_BYTES // 2}")
-    return b'{"checksum":"%b",%b' % (_digest(body), body[1:])
+    return b'%b%b",%b' % (HEAD, _digest(body), body[1:])
 
 
 def decode(content: bytes) -> Decision:
     """Decode the bytes of `encode`, or equal JSON with other whitespace or order of keys.
 
     Raises:
-        Damaged: the bytes are not a valid decision of this schema.
+        Damaged: the bytes are not a valid decision of this schema. LaterSchema: they are of a later one.
     """
     try:
         plain = _plain_decoder.decode(content)
         schema = schema_of(plain)
         if schema != SCHEMA:
-            raise Damaged(f"schema {schema}, this version reads {SCHEMA}")
+            kind = LaterSchema if schema > SCHEMA else Damaged
+            left = ", and leaves the file as it is" if kind is LaterSchema else ""
+            raise kind(f"schema {schema}, this version reads {SCHEMA}{left}")
         checksum = plain.pop("checksum", None)
         if not isinstance(checksum, str) or not _fits(checksum, content, plain):
             raise Damaged("its content does not match its checksum")
@@ -183,6 +190,22 @@ def schema_of(plain: Any) -> int:
     if type(schema) is not int:
         raise Damaged("it is not a decision")
     return schema
+
+
+class _Header(msgspec.Struct):
+    schema: int
+    silicon: str
+    group: str
+    key: str
+
+
+def names_address(content: bytes, address: Address) -> bool:
+    """Whether the bytes say that they are a decision of this schema and address; the rest is not checked."""
+    try:
+        found = msgspec.json.decode(content, type=_Header)
+    except DECODE_ERRORS:
+        return False
+    return found.schema == SCHEMA and (found.silicon, found.group, found.key) == address
 
 
 def to_plain(decision: Decision) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +19,7 @@ import msgspec
 
 MAX_CHECKED_BYTES = 1 << 16  #: bytes of one checked file
 UNREADABLE = (OSError, ValueError, msgspec.MsgspecError, RecursionError)  #: errors of reading a checked file
+# Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 T = TypeVar("T")
@@ -37,18 +38,21 @@ FILL_AFTER_TIDY = 0.9  #: share of the bound that remains after `tidy` removed f
 MKSTEMP_PART = r"[a-z0-9_]{8}" + re.escape(TMP)
 
 
-def read(path: str | Path, most: int) -> bytes:
+def read(path: str | Path, most: int, *, follow: bool = False) -> bytes:
     """Read a plain file.
+
+    Args:
+        follow: whether the file may be a symbolic link; for paths that the user names, not for the cache folder's.
 
     Raises:
         OSError: the file cannot be read, is not a plain file, or holds more than `most` bytes.
     """
     try:
-        return _read(path, most)
+        return _read(path, most, follow)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        return _read(path, most)  # on NFS another host replaced the file between look-up and opening
+        return _read(path, most, follow)  # on NFS another host replaced the file between look-up and opening
 
 
 def tail(path: str | Path, most: int) -> bytes:
@@ -58,26 +62,18 @@ def tail(path: str | Path, most: int) -> bytes:
         return file.read(most)
 
 
-def _read(path: str | Path, most: int) -> bytes:
-    with _opened(path) as (file, size):
+def _read(path: str | Path, most: int, follow: bool) -> bytes:
+    with _opened(path, follow) as (file, size):
         if size > most:
             raise OSError(errno.EFBIG, f"{size} bytes, over {most}")
         return file.read()
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
+def _opened(path: str | Path, follow: bool = False) -> Iterator[tuple[BinaryIO, int]]:
     """Open a plain file; the file and its size in bytes. Raises OSError."""
-    # Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a plain file")
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            yield file, status.st_size
-    finally:
-        os.close(handle)
+    with os.fdopen(open_regular(path, follow=follow), "rb") as file:
+        yield file, os.fstat(file.fileno()).st_size
 
 
 def refuse_links(base: Path, folder: Path) -> None:
@@ -87,6 +83,33 @@ def refuse_links(base: Path, folder: Path) -> None:
             return
         if each.is_symlink():
             raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(each))
+
+
+def open_to_others(folder: Path) -> str:
+    """Say that other users than this one and root can write to a folder, and why; empty if they cannot."""
+    try:
+        about = os.stat(folder)
+    except OSError:
+        return ""
+    if about.st_uid not in (0, os.geteuid()):
+        return f"{folder} belongs to user {about.st_uid}"
+    if about.st_mode & stat.S_IWOTH:
+        return f"{folder} can be written by everyone"
+    if about.st_mode & stat.S_IWGRP and not _is_private(about.st_gid):
+        return f"{folder} can be written by group {about.st_gid}"
+    return ""
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is root's, or this user's alone, as most systems make one for each user."""
+    import grp  # here, as few folders need them
+    import pwd
+
+    try:
+        name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return group == 0
+    return group == 0 or (found.gr_name == name and set(found.gr_mem) <= {name})
 
 
 def write(path: Path, content: bytes) -> None:
@@ -153,15 +176,25 @@ def _lock(folder: Path) -> int | None:
         time.sleep(random.uniform(0.0005, 0.003))  # random, so that waiters do not retry in step
 
 
-def tidy(root: Path, levels: Sequence[re.Pattern[str]], most: float, keep: Path) -> None:
+def tidy(
+    root: Path,
+    levels: Sequence[re.Pattern[str]],
+    most: float,
+    keep: Path,
+    *,
+    is_own: Callable[[str], bool],
+    head: bytes,
+) -> None:
     """Remove abandoned temporary files and, past `most` bytes, the least recently used files.
 
     Other processes may do the same at the same time; a file that is written meanwhile stays, and so does `keep`. Files
-    with other names, and those behind a link, are not the store's: they are neither removed nor counted.
+    with other names or content, and those behind a link, are not the store's: they are not removed.
 
     Args:
         levels: patterns of the names of the folders below `root`, outermost first, then of the files without `.json`.
         most: bytes of all files together; removal goes down to `FILL_AFTER_TIDY` of it.
+        is_own: whether the content of the file at a path is the store's, so that it may be removed.
+        head: the first bytes of every file that the store writes; temporary files with others stay.
     """
     *folders, stem = levels
     own, left = re.compile(stem.pattern + r"\.json"), re.compile(rf"\.{stem.pattern}-{MKSTEMP_PART}")
@@ -170,28 +203,38 @@ def tidy(root: Path, levels: Sequence[re.Pattern[str]], most: float, keep: Path)
     for path, seen in _walk(root, folders):
         name = os.path.basename(path)
         if left.fullmatch(name) and now - seen.st_mtime > STALE_S:  # a time in the future counts as new
-            _remove(path, seen)
+            if _begins_with(path, head):
+                _remove(path, seen)
         elif own.fullmatch(name):
             total += seen.st_size
             found.append((seen.st_mtime, path, seen))
     if total > most:
-        _shrink([(path, seen) for _, path, seen in sorted(found) if path != str(keep)], total - FILL_AFTER_TIDY * most)
+        oldest = [(path, seen) for _, path, seen in sorted(found) if path != str(keep)]
+        _shrink(oldest, total - FILL_AFTER_TIDY * most, is_own)
 
 
-def _shrink(oldest: list[tuple[str, os.stat_result]], excess: float) -> None:
+def _shrink(oldest: list[tuple[str, os.stat_result]], excess: float, is_own: Callable[[str], bool]) -> None:
     for path, seen in oldest:
         if excess <= 0:
             return
-        with locked(Path(path).parent):
-            _remove(path, seen)
-        excess -= seen.st_size
+        if is_own(path):
+            with locked(Path(path).parent):
+                _remove(path, seen)
+        excess -= seen.st_size  # a file that is not the store's should not have been counted
 
 
 def _remove(path: str, seen: os.stat_result) -> None:
     with suppress(OSError):
         now = os.stat(path, follow_symlinks=False)
-        if (now.st_ino, now.st_mtime_ns) == (seen.st_ino, seen.st_mtime_ns):
+        if (now.st_dev, now.st_ino, now.st_mtime_ns) == (seen.st_dev, seen.st_ino, seen.st_mtime_ns):
             os.unlink(path)
+
+
+def _begins_with(path: str, head: bytes) -> bool:
+    """Whether a file begins with `head`, or was cut off within it."""
+    with suppress(OSError), _opened(path) as (file, size):
+        return file.read(len(head)) == head[:size]
+    return False
 
 
 def _walk(folder: str | Path, below: Sequence[re.Pattern[str]]) -> Iterator[tuple[str, os.stat_result]]:
@@ -240,12 +283,20 @@ def decode_checked(line: bytes, kind: type[T]) -> T:
     return msgspec.json.decode(found.content, type=kind)
 
 
-def open_regular(path: Path) -> int:
-    """Open a plain file for reading; its descriptor. Raises OSError, for links and pipes too; never blocks."""
-    handle = os.open(path, _READ)
+def open_regular(path: str | Path, *, follow: bool = False) -> int:
+    """Open a plain file for reading; its descriptor; never blocks.
+
+    Raises OSError for pipes and, unless `follow`, for links.
+    """
+    try:
+        handle = os.open(path, _READ & ~os.O_NOFOLLOW if follow else _READ)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow and os.path.islink(path):
+            raise OSError(errno.EINVAL, "is a symbolic link, which is not followed") from error
+        raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(0, "not a plain file")
+        raise OSError(errno.EINVAL, "not a plain file")
     return handle
 
 

@@ -28,7 +28,18 @@ from attn_dispatch.settings import NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
 from attn_dispatch.store.address import GROUP, KEY, SILICON, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
-from attn_dispatch.store.decision import MAX_BYTES, SCHEMA, Damaged, Decision, decode, encode, time_of
+from attn_dispatch.store.decision import (
+    HEAD,
+    MAX_BYTES,
+    SCHEMA,
+    Damaged,
+    Decision,
+    LaterSchema,
+    decode,
+    encode,
+    names_address,
+    time_of,
+)
 from attn_dispatch.store.merge import merge
 from attn_dispatch.text import printable
 
@@ -41,7 +52,9 @@ CLOCK_TOLERANCE = timedelta(days=1)  #: times further ahead than this come from 
 
 _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
-process_state.register(process_state.READ, _touched.clear, _puts.clear)
+_examined: set[Path] = set()  # folders of decisions, once it is known whether others can write to them
+_shared: set[Path] = set()  # cache folders that were reported
+process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _shared.clear)
 
 
 class Added(NamedTuple):
@@ -71,6 +84,7 @@ class Store:
     def get(self, silicon: str, group: str, key: str) -> Decision | None:
         """The stored decision, or None."""
         path = self.path(silicon, group, key)
+        self._warn_if_shared(path.parent)
         found = _read(path, Address(silicon, group, key))
         if found is not None:
             _touch(path)
@@ -87,6 +101,8 @@ class Store:
             return None
         try:
             return self.add(decision).path
+        except LaterSchema:
+            return None  # reading it has logged a warning
         except OSError as error:
             # The nearest existing folder, so that there is one warning for all groups.
             there = (str(each) for each in (path.parent, *path.parents) if os.path.exists(each))
@@ -100,15 +116,17 @@ class Store:
         """Write a decision as `put` does, but raise on failure; its path and the effect.
 
         Raises:
-            OSError: the file cannot be written. Damaged: the decision could not be read back.
+            OSError: the file cannot be written. Damaged: the decision could not be read back. LaterSchema: a later
+            version's file is there.
         """
         most = max_cache_bytes()
         path = self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
+        self._warn_if_shared(path.parent)
         files.refuse_links(self.folder, path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent):
-            there = _read(path, decision.address)
+            there = _read_or_keep(path, decision.address)
             content = _merged_content(decision, there)
             unchanged = there is not None and content == encode(there)
             if unchanged:
@@ -117,8 +135,24 @@ class Store:
                 files.write(path, content)
         _puts[self.folder] += 1
         if _puts[self.folder] % PUTS_PER_CLEANUP == 1:
-            files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path)
+            files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path, is_own=_is_own, head=HEAD)
         return Added(path, "unchanged" if unchanged else "added" if there is None else "merged")
+
+    def shared(self) -> str:
+        """Say which folder of the store other users can write to, and why; empty if there is none."""
+        inner = [path for silicon in _names(self.root) for path in (self.root / silicon).glob("*/")]
+        folders = dict.fromkeys((self.folder, self.root, *(path.parent for path in inner), *inner))
+        return next(filter(None, map(files.open_to_others, folders)), "")
+
+    def _warn_if_shared(self, folder: Path) -> None:
+        """Warn once for each cache folder where others can write to it, or to a folder inside it down to `folder`."""
+        if folder in _examined:
+            return
+        _examined.add(folder)
+        found = [files.open_to_others(each) for each in (folder, folder.parent, self.root, self.folder)]
+        if any(found) and self.folder not in _shared:
+            _shared.add(self.folder)
+            say_once(f"other users can choose this user's backends: {next(filter(None, reversed(found)))}")
 
     def amend(self, decision: Decision, **changes: Any) -> None:
         """Change fields of a stored decision other than its measurements; do nothing where another has replaced it.
@@ -235,13 +269,31 @@ def _names(folder: Path | str) -> list[str]:
 
 
 def _read(path: Path | str, address: Address) -> Decision | None:
+    """The decision in a file; None, with one warning, where it cannot be read."""
+    with suppress(LaterSchema):
+        return _read_or_keep(path, address)
+    return None
+
+
+def _read_or_keep(path: Path | str, address: Address) -> Decision | None:
+    """Read as `_read` does. Raises LaterSchema, with the same warning, where the file must stay as it is."""
     try:
         found = decode(files.read(path, MAX_BYTES))
     except (OSError, Damaged) as error:
         if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) not in NOT_A_FOLDER:
             say_once(f"ignored {path}: {error}")
+        if isinstance(error, LaterSchema):
+            raise
         return None
     if found.address != address:
         say_once(f"ignored {path}: it holds another problem's decision")
         return None
     return found
+
+
+def _is_own(path: str) -> bool:
+    """Whether a file in a decision's place is that decision of this schema, even a damaged one."""
+    silicon, group, name = Path(path).parts[-3:]
+    with suppress(OSError):
+        return names_address(files.read(path, MAX_BYTES), Address(silicon, group, name.removesuffix(".json")))
+    return False

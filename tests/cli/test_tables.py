@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from attn_dispatch.cli.tables import full_table, refused_by_all
+import pytest
+
+from attn_dispatch.cli.tables import full_table, print_json, refused_by_all
 from attn_dispatch.decisions.explanation import CandidateReport, Explanation
 from tests.support.commands import TWO, command, plain
 
@@ -57,3 +60,14 @@ def test_profile_lists_such_a_backend_once_and_in_every_table_if_verbose(measure
     assert plain(command(folder, "profile", *TWO, "--quick", "--json"))["decisions"] == printed["decisions"]
     for decision in printed["decisions"]:
         assert "triton" in {row["backend"] for row in decision["candidates"]}
+
+
+def test_json_shows_no_invisible_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"a\u202eb": "\u200b\x7f\x85\ufeff\u2066\U000e0041", "plain": ["Ω 日本 é", '\n\t"\\']}
+    print_json(given)
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == given
+    assert all(character.isprintable() for character in shown.replace("\n", ""))
+    assert "Ω 日本 é" in shown
+    assert "\\u202e" in shown
+    assert "\\udb40\\udc41" in shown

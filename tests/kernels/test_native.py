@@ -149,7 +149,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     library.build_digest.cache_clear()
     (refusal,) = native.refusals(problem_of(Dense(), 8))
     reason = "no-such-compiler is not on the PATH, and $CXX is 'no-such-compiler'"
-    assert (refusal.code, refusal.text) == ("not_installed", f"needs a C++ compiler: {reason}")
+    assert (refusal.code, refusal.text.split(";")[0]) == ("not_installed", f"needs a C++ compiler: {reason}")
     with pytest.raises(ImportError, match=re.escape(reason)):
         native.version()
     library.build_digest.cache_clear()

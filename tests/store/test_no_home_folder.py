@@ -6,16 +6,19 @@ import json
 import os
 import pwd
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from attn_dispatch import NotDecided, attend, explain, process_state, settings
 from attn_dispatch.cli import main
-from attn_dispatch.settings import NO_HOME, cache_folder
+from attn_dispatch.settings import MODES, NO_HOME, cache_folder
 from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.store.bundle import write_bundle
 from tests.support.calls import close, formula, qkv
 from tests.support.commands import SMALL
+from tests.support.entries import decision
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -40,7 +43,7 @@ def test_the_home_folder_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("named", [None, "~/decisions"])
-@pytest.mark.parametrize("mode", ["tune", "predict", "locked", "off"])
+@pytest.mark.parametrize("mode", MODES)
 def test_calls_run_without_a_home_folder(
     mode: str, named: str | None, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
@@ -68,8 +71,45 @@ def test_a_home_that_cannot_be_written(
     for length in (32, 48):
         q, k, v = qkv(length)
         assert close(attend(q, k, v, is_causal=length == 48), formula(q, k, v, Dense(is_causal=length == 48))[0])
-    assert len([text for text in warnings() if text.startswith("decisions are not stored: ")]) == 1
-    assert all("cannot be written" in text for text in warnings())
+    assert warnings() == [f"decisions and quarantined backends are not stored: {NO_HOME}"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("home", ["/", "/nonexistent"])
+def test_a_home_that_cannot_be_made(
+    home: str, mode: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """As in containers for users without a name; root could write to `/`."""
+    monkeypatch.setattr(os, "access", lambda path, how: False)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("ATTN_DISPATCH_MODE", mode)
+    q, k, v = qkv(32)
+    with pytest.raises(NotDecided) if mode == "locked" else nullcontext():
+        attend(q, k, v)
+    assert explain(q, k, v).candidates
+    assert cache_folder() == settings.NOWHERE
+    assert warnings() == [f"decisions and quarantined backends are not stored: {NO_HOME}"]
+
+
+def test_a_folder_that_exists_is_read_though_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, how: False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == settings.NOWHERE
+    (tmp_path / ".cache" / "attn-dispatch").mkdir(parents=True)
+    assert cache_folder() == tmp_path / ".cache" / "attn-dispatch"
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_commands_that_need_the_store_fail(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "decisions.json"
+    if command == "import":
+        path.write_bytes(write_bundle([decision()]))
+    assert main([command, str(path)]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.strip()) == ("", f"attn-dispatch {command}: {NO_HOME}")
+    assert path.exists() == (command == "import")
 
 
 def test_commands_report_that_nothing_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +120,7 @@ def test_commands_report_that_nothing_is_stored(capsys: pytest.CaptureFixture[st
         if not arguments[1:]:
             assert NO_HOME in shown.out
     assert main(["profile", *SMALL, "--quick"]) == 0
-    assert "stored    nothing: this user has no home folder" in capsys.readouterr().out
+    assert f"stored    nothing: {NO_HOME}" in capsys.readouterr().out
     assert main(["inspect", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decisions"] == []
     assert main(["doctor", "--json"]) == 0

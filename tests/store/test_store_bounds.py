@@ -18,7 +18,7 @@ import pytest
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.store import files, problem_files
 from attn_dispatch.store import folder as store
-from attn_dispatch.store.decision import Row, encode
+from attn_dispatch.store.decision import HEAD, Row, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from tests.support.entries import GROUP, KEY, OTHER, decision, files_in
@@ -145,7 +145,7 @@ def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     """A file time in the future gives no age."""
     left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd_123.tmp")
     left.parent.mkdir(parents=True)
-    left.write_bytes(b"half a")
+    left.write_bytes(HEAD + b"half a")
     os.utime(left, (0, time.time() - age_s))
     Store(tmp_path).put(decision(key=OTHER))
     assert left.exists() == stays

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from attn_dispatch.store import files
-from attn_dispatch.store.decision import canonical
+from attn_dispatch.store.decision import LaterSchema, canonical
 from attn_dispatch.store.folder import Store
-from tests.support.entries import GROUP, KEY, OTHER, WHOLE, decision, encoded, plant, written
+from tests.support.entries import GROUP, KEY, OTHER, WHOLE, decision, encoded, files_in, plant, written
 from tests.support.fakes import SILICON
 
 
@@ -44,7 +44,6 @@ DAMAGED: dict[str, bytes] = {
     "beyond-its-interval": encoded(candidates=[timed(high_ms=0.5)]),
     "no-interval": encoded(candidates=[timed(median_ms=None, low_ms=2.0, high_ms=1.0)]),
     "older-schema": encoded(schema=1),
-    "later-schema": encoded(schema=3),
     "schema-of-another-kind": encoded(schema="2"),
     "no-checksum": canonical(written()),
     "other-checksum": WHOLE.replace(b'"checksum":"', b'"checksum":"0'),
@@ -84,6 +83,32 @@ def test_damage_is_a_miss_with_one_warning(folder: Path, content: bytes, warning
     assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
 
+def test_a_later_version_s_file_stays(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    later = encoded(schema=3)
+    path = plant(folder, later)
+    for title in ("one", "two"):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+        assert Store(folder).put(decision(title=title)) is None
+        Store(folder).amend(decision(), environment="changed")
+        with pytest.raises(LaterSchema):
+            Store(folder).add(decision())
+    assert path.read_bytes() == later
+    assert files_in(folder) == [path]
+    assert warnings() == [f"ignored {path}: schema 3, this version reads 2, and leaves the file as it is"]
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    path = plant(folder, WHOLE)
+    path.rename(folder / "moved")
+    path.symlink_to(folder / "moved")
+    for _ in range(2):
+        assert Store(folder).get(SILICON, GROUP, KEY) is None
+        assert list(Store(folder).all()) == []
+    (text,) = warnings()
+    assert f"ignored {path}: " in text
+    assert "symbolic link" in text
+
+
 def test_a_folder_in_place_of_a_file(folder: Path, warnings: Callable[[], list[str]]) -> None:
     Store(folder).path(SILICON, GROUP, KEY).mkdir(parents=True)
     for _ in range(2):
@@ -120,7 +145,7 @@ def test_a_file_that_cannot_be_read(
 ) -> None:
     path = plant(folder, WHOLE)
 
-    def refuse(name: str, most: int) -> bytes:
+    def refuse(name: str, most: int, follow: bool) -> bytes:
         if str(name) != str(path):
             raise FileNotFoundError
         raise OSError(code, os.strerror(code), str(name))

@@ -307,6 +307,25 @@ def test_a_link_stays_a_link(run: Run, tmp_path: Path) -> None:
     assert len(read_bundle((tmp_path / "real.json").read_bytes())) == 3
 
 
+def test_a_link_that_the_user_names_is_followed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bundle.json").write_bytes(BUNDLE)
+    (tmp_path / "link.json").symlink_to(tmp_path / "bundle.json")
+    assert run("import", tmp_path / "link.json")[0] == 0
+    assert len(stored_files()) == 3
+
+
+def test_a_later_version_s_file_is_not_merged(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bundle.json").write_bytes(BUNDLE)
+    there = Store(cache_folder()).path(*GIVEN[0].address)
+    there.parent.mkdir(parents=True)
+    there.write_bytes(encoded(schema=3))
+    code, out = run("import", tmp_path / "bundle.json")
+    assert code == 1
+    assert "schema 3, this version reads 2, and leaves the file as it is" in out
+    assert there.read_bytes() == encoded(schema=3)
+    assert len(stored_files()) == 3
+
+
 def test_a_pipe_is_written_to_and_not_replaced(run: Run, tmp_path: Path) -> None:
     store_all(*GIVEN)
     pipe = tmp_path / "pipe"

@@ -6,17 +6,18 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attn_dispatch.store import address as names
 from attn_dispatch.store import files, problem_files
 from attn_dispatch.store.crash_markers import crash_marker, place_of
-from attn_dispatch.store.decision import encode
+from attn_dispatch.store.decision import HEAD, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from attn_dispatch.store.quarantine import Quarantine
-from tests.support.entries import GROUP, KEY, OTHER, decision
+from tests.support.entries import GROUP, KEY, OTHER, decision, encoded
 from tests.support.fakes import SILICON
 from tests.support.quarantines import entry, path_of_new
 
@@ -36,6 +37,18 @@ FOREIGN = [
     *(f"{IN_GROUP}/{name}" for name in (".0123-abc.tmp", f".{KEY}.tmp", f".{KEY}-ABCD1234.tmp", "tmpabcd_123.tmp")),
     f"{SILICON}/.{KEY}-abcd_123.tmp",
     f".{KEY}-abcd_123.tmp",
+]
+#: Of files that have the names of decisions by accident, or are those of another version or another problem.
+NOT_OURS = [
+    b"x" * 100,
+    b"",
+    b"{}",
+    b"\0" * 100,
+    b'{"loss": [0.5, 0.25]}',
+    b'["checksum"]',
+    encoded(schema=3, key="9" + KEY[1:]),
+    encoded(schema=1, key="a" + KEY[1:]),
+    encode(decision(key=OTHER)),
 ]
 
 
@@ -72,8 +85,11 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
     cache, outside = tmp_path / "cache", tmp_path / "outside"
     root = Store(cache).root
     own = [plant(Store(cache).path(SILICON, GROUP, key), encode(decision(key=key))) for key in KEYS]
-    own.append(plant(root / IN_GROUP / f".{KEY}-abcd_123.tmp"))
+    temporary = encode(decision())[:50], HEAD[:5], b""
+    own += [plant(root / IN_GROUP / f".{KEY}-abcd_12{n}.tmp", part) for n, part in enumerate(temporary)]
     foreign = [plant(root / name) for name in FOREIGN]
+    foreign += [plant(root / IN_GROUP / f"{n:x}{KEY[1:]}.json", content) for n, content in enumerate(NOT_OURS, 3)]
+    foreign += [plant(root / IN_GROUP / f".{KEY}-abcd_{n:03}.tmp", head) for n, head in enumerate(NOT_OURS[:6]) if head]
     foreign += [plant(cache / name) for name in ("notes.json", "notes.tmp", f"v1/{SILICON}/{KEY}.json")]
     foreign += [plant(outside / SILICON / GROUP / f"{KEY}.json"), plant(outside / f".{KEY}-abcd_123.tmp")]
     foreign += [
@@ -96,7 +112,7 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
 def test_clean_up_does_not_follow_a_link(tmp_path: Path) -> None:
     path = plant(Store(tmp_path / "other").path(SILICON, GROUP, KEY))
     link(tmp_path / "cache" / "v2", tmp_path / "other" / "v2")
-    files.tidy(tmp_path / "cache" / "v2", LEVELS, 1.0, keep=tmp_path)
+    files.tidy(tmp_path / "cache" / "v2", LEVELS, 1.0, keep=tmp_path, is_own=lambda path: True, head=b"")
     assert path.exists()
 
 
@@ -110,6 +126,27 @@ def test_the_cache_folder_may_be_a_link(tmp_path: Path) -> None:
     assert not old.exists()
     Quarantine(cache, SILICON).add(entry())
     assert len(list((tmp_path / "real" / "quarantine" / SILICON).iterdir())) == 1
+
+
+@pytest.mark.parametrize("swap", ["folder", "file"])
+@pytest.mark.usefixtures("little_room")
+def test_a_link_that_appears_during_a_clean_up(swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the listing and the removal another process puts a link in the place of the file or of its folder."""
+    cache, outside = tmp_path / "cache", tmp_path / "outside"
+    path = plant(Store(cache).path(SILICON, GROUP, KEY), encode(decision()))
+    theirs = plant(outside / path.name, encode(decision()))
+    real = files._shrink
+
+    def swapped(*given: Any) -> None:
+        target = path.parent if swap == "folder" else path
+        target.rename(tmp_path / "moved")
+        target.symlink_to(outside if swap == "folder" else theirs)
+        real(*given)
+
+    monkeypatch.setattr(files, "_shrink", swapped)
+    Store(cache).put(decision(key=OTHER, group="f" * 12))
+    assert theirs.exists()
+    assert (tmp_path / "moved").exists()
 
 
 @pytest.mark.parametrize("linked", ["v2", f"v2/{SILICON}", f"v2/{SILICON}/{GROUP}"])
@@ -150,8 +187,9 @@ def test_a_link_in_place_of_a_file_is_replaced_or_refused(
         assert target.read_bytes() == before
         assert target.stat().st_mtime == OLD
     assert not Store(cache).path(SILICON, GROUP, KEY).is_symlink()
-    (text,) = warnings()
-    assert text.startswith("misses are not recorded")
+    texts = warnings()
+    assert ["symbolic link," in text for text in texts] == [True, False]
+    assert texts[1].startswith("misses are not recorded")
 
 
 @pytest.mark.parametrize("linked", ["quarantine", f"quarantine/{SILICON}"])

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.steps import native_tables
+from attn_dispatch.kernels.native.variants import SOURCE
 from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Neighborhood
@@ -39,16 +39,14 @@ FLAGS = (
     "-mf16c",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-Wno-unknown-pragmas",
 )
 COUNTS = {"l1_misses": "D1  misses", "l2_misses": "LLd misses", "accesses": "D   refs"}
 
 
 def compiled(folder: Path) -> Path:
-    (folder / "attention.cpp").write_text(library.source())
     program = folder / "cache_misses"
     source = Path(__file__).with_suffix(".cpp")
-    subprocess.run([*compiler().command, *FLAGS, f"-I{folder}", str(source), "-o", str(program)], check=True)
+    subprocess.run([*compiler().command, *FLAGS, f"-I{SOURCE.parent}", str(source), "-o", str(program)], check=True)
     return program
 
 

@@ -138,6 +138,25 @@ def regrets(one: Any) -> str:
     return f"{one['mean']:.1%} slower than the best on average, 95 % within {one['p95']:.1%}"
 
 
+def prebuilt(found: Any) -> str:
+    """Times of a wheel's libraries over those of the one compiled for the processor."""
+    names = list(found["rows"][0]["over_here"])
+    about = (
+        "By `python -m tools.bench.prebuilt`: time of `native` by each library of a wheel, over its time when "
+        f"{found['compiler']} compiles it for the very processor; batch 1, {found['tokens']:,} tokens, 8 heads of 64, "
+        f"paired, 95 % intervals. {machine(found)}."
+    )
+    head = ("pattern", "compiled for this processor", *(f"`{name}`" for name in names))
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["rows"]:
+        kind = f"{one['pattern']}, {one['dtype']}" + (", forward + backward" if one["backward"] else "")
+        ratios = [
+            f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in one["over_here"].values()
+        ]
+        rows.append((kind, f"{one['times']['here']['median_ms']:,.0f} ms", *ratios))
+    return f"{about}\n\n{table(rows)}"
+
+
 def figures() -> str:
     """The page, with a heading for each subject."""
     longnet, found, dispatch = load("longnet"), load("kernels"), load("dispatch")
@@ -170,5 +189,7 @@ def figures() -> str:
         trust(load("trust")),
         "## Long sequences, and the overhead of a call",
         others(longnet, dispatch, load("routes")),
+        "## The compiled libraries of a wheel",
+        prebuilt(load("prebuilt")),
     )
     return "\n\n".join(parts)

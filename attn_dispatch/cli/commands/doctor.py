@@ -40,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.lift is not None:
         return _lift(args.lift, as_json=args.json)
+    from attn_dispatch.kernels.native.library import in_use
     from attn_dispatch.machine.hardware import hardware
 
     found = hardware()
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         "hardware": found.to_dict(),
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
         "backends": _backends(),
+        "native": in_use(),
         "quarantines": [_to_dict(entry) for entry in _quarantined(cache_folder())],
         **_settings(),
     }
@@ -147,6 +149,7 @@ def _settings() -> dict[str, Any]:
     return {
         "folder": str(folder),
         "writable": _writable(folder),
+        "shared": Store(folder).shared(),
         "decisions": sum(1 for _ in Store(folder).all()),
         "mode": mode(),
         "budget_ms": budget_ms(),
@@ -198,7 +201,9 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         "",
         *_quarantine_lines(report["quarantines"]),
         "",
+        f"native    {report['native']}",
         f"decisions {stored}",
+        *([f"shared    {report['shared']}"] if report["shared"] else []),
         f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
         f"budget    {report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
         f"missed    {unmeasured}",

@@ -9,7 +9,7 @@ import sys
 from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError
-from attn_dispatch.settings import cache_folder
+from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.folder import Store
 
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = cache_folder()
+    folder = existing_cache_folder()
     silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
     found = [d for _, d in Store(folder).all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
     if not found and (silicon or key):

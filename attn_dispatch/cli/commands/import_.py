@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import print_json
-from attn_dispatch.settings import cache_folder
+from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision
 from attn_dispatch.store.folder import Store
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = cache_folder()
+    folder = existing_cache_folder()
     sources = [_import(name, Store(folder)) for name in args.places]
     if args.json:
         print_json({"folder": str(folder), **_total(sources), "sources": [_to_dict(source) for source in sources]})

@@ -5,6 +5,7 @@
 // Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, for the backward pass.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -14,6 +15,10 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+// The threads are those of the OpenMP library that PyTorch has loaded: two pools would compete for the cores. GCC's,
+// LLVM's and Intel's all have this function, and it is called by name, since clang's pragmas need one of the latter two.
+extern "C" void GOMP_parallel(void (*work)(void*), void* given, unsigned threads, unsigned flags);
 
 namespace {
 
@@ -91,8 +96,13 @@ inline float widen(Bf16 x) { u32 bits = (u32)x.bits << 16; float y; std::memcpy(
 inline float widen(Half x) { return _cvtsh_ss(x.bits); }
 inline u16 half_bits(float x) { return (u16)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 #else
-inline float widen(Half x) { _Float16 y; std::memcpy(&y, &x, 2); return (float)y; }
-inline u16 half_bits(float x) { _Float16 y = (_Float16)x; u16 z; std::memcpy(&z, &y, 2); return z; }
+#if defined(__aarch64__)
+using f16 = __fp16; // g++ knows _Float16 there from version 13 on
+#else
+using f16 = _Float16;
+#endif
+inline float widen(Half x) { f16 y; std::memcpy(&y, &x, 2); return (float)y; }
+inline u16 half_bits(float x) { f16 y = (f16)x; u16 z; std::memcpy(&z, &y, 2); return z; }
 #endif
 
 template <class E> inline E narrow(float x);
@@ -367,7 +377,7 @@ struct Block {
             for (int n = from; n < to; n++) {
                 ivec lane = first + n * W;
                 float* p = scores + i * T + n * W;
-                store(p, (lane >= see.from) & (lane < see.to) ? load(p) : splat(NONE));
+                store(p, ((lane >= see.from) & (lane < see.to)) ? load(p) : splat(NONE));
             }
         }
     }
@@ -651,17 +661,23 @@ template <class E, class Products> void forward_tile(const Args& a, const Tile& 
     }
 }
 
+// Calls work(next) in each thread; the threads take units of work in turns by next++.
+template <class Work> void in_threads(i64 threads, const Work& work) {
+    struct Shared { const Work& work; std::atomic<i64> next; } shared{work, {0}};
+    GOMP_parallel([](void* given) { Shared& s = *(Shared*)given; s.work(s.next); }, &shared, (unsigned)threads, 0);
+}
+
 template <class E, class Products> void forward(const Args& a) {
-#pragma omp parallel num_threads((int)a.threads)
-    {
+    in_threads(a.threads, [&](std::atomic<i64>& next) {
         Scratch s((int)a.head_dim);
+        i64 unit = next++, first = 0; // units are the tiles of all heads; the head's begin with `first`
         for (i64 head = 0; head < a.batch * a.heads; head++) {
-            i64 b = head / a.heads, h = head % a.heads, kind = a.head_class[h];
-#pragma omp for schedule(dynamic, 1) nowait
-            for (i64 i = a.first_tile[kind]; i < a.first_tile[kind + 1]; i++)
-                forward_tile<E, Products>(a, a.tiles[i], b, h, s);
+            i64 b = head / a.heads, h = head % a.heads, tile = a.first_tile[a.head_class[h]];
+            i64 last = first + a.first_tile[a.head_class[h] + 1] - tile;
+            for (; unit < last; unit = next++) forward_tile<E, Products>(a, a.tiles[tile + unit - first], b, h, s);
+            first = last;
         }
-    }
+    });
 }
 
 // The products of a backward pass in floats. `scores` holds the weights P, `other` holds dP and then dS.
@@ -812,11 +828,9 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
 // A thread has its own sums dk and dv: of a key head, or of one part of its queries.
 template <class E, class Products> void backward(const Args& a) {
     const i64 kv_heads = a.heads / a.group;
-#pragma omp parallel num_threads((int)a.threads)
-    {
+    in_threads(a.threads, [&](std::atomic<i64>& next) {
         Scratch s((int)a.head_dim);
-#pragma omp for schedule(dynamic, 1)
-        for (i64 unit = 0; unit < a.batch * kv_heads * a.parts; unit++) {
+        for (i64 unit = next++; unit < a.batch * kv_heads * a.parts; unit = next++) {
             i64 part = unit % a.parts, kv = unit / a.parts % kv_heads, b = unit / a.parts / kv_heads;
             float* dk = head_of<float>(a.dk, b, kv) + part * a.part_stride;
             float* dv = head_of<float>(a.dv, b, kv) + part * a.part_stride;
@@ -826,7 +840,7 @@ template <class E, class Products> void backward(const Args& a) {
                     backward_tile<E, Products>(a, a.tiles[i], b, h, dk, dv, s);
             }
         }
-    }
+    });
 }
 
 } // namespace

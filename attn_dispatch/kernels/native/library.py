@@ -1,7 +1,7 @@
-"""Compiles attention.cpp once for this processor, and loads it.
+"""Compiles attention.cpp once for this processor, or finds a library that the wheel carries, and loads it.
 
-The library is in the user's cache folder; its name holds a digest of everything that it is built from. A file that
-another user could have written is not loaded.
+A compiled library is in the user's cache folder; its name holds a digest of everything that it is built from. A file
+that another user could have written is not loaded.
 """
 
 from __future__ import annotations
@@ -17,27 +17,18 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
 from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels.native.variants import FLAGS, LINK_FLAGS, SOURCE, VARIANTS, build
 from attn_dispatch.log import logger
 from attn_dispatch.machine.compiler import compiler
 
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fPIC",
-    "-fopenmp",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-)
-
+OPTIONS = ("-march=native",)
+FOLDER = SOURCE.parent  #: where a wheel has its compiled libraries
 CPU_FIELDS = ("model name", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -72,20 +63,100 @@ def build_digest() -> str:
     cxx = compiler()
     made = Path(cxx.program).resolve()
     about = made.stat()
-    parts = (source(), *FLAGS, *cxx.command, str(made), str(about.st_size), str(about.st_mtime_ns), _processor())
+    program = (str(made), str(about.st_size), str(about.st_mtime_ns))
+    parts = (SOURCE.read_text("utf-8"), *FLAGS, *LINK_FLAGS, *OPTIONS, *cxx.command, *program, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def _processor() -> str:
     """Text with everything that -march=native may depend on."""
+    return "\n".join(_cpu_lines()) or platform.machine()
+
+
+def _cpu_lines() -> list[str]:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        return "\n".join(line for line in lines if line.split(":")[0].strip() in CPU_FIELDS)
-    return platform.machine()
+        return [line for line in lines if line.split(":")[0].strip() in CPU_FIELDS]
+    return []
 
 
-def source() -> str:
-    return (files("attn_dispatch.kernels.native") / "attention.cpp").read_text(encoding="utf-8")
+def cpu_flags() -> frozenset[str]:
+    """The processor's flags in /proc/cpuinfo, which the system supports too; empty where it is not an x86 processor."""
+    return frozenset(
+        word for line in _cpu_lines() if line.startswith("flags") for word in line.partition(":")[2].split()
+    )
+
+
+class Prebuilt(NamedTuple):
+    """A library that the wheel carries, and the name of its variant."""
+
+    name: str
+    path: Path
+
+    @property
+    def version(self) -> str:
+        return f"{self.name} {_digest_of(self.path)}"
+
+
+@cache
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+@cache
+def prebuilt() -> Prebuilt:
+    """The fastest library in the package that this processor can run.
+
+    Raises:
+        ImportError: there is none; the message says why.
+    """
+    there = [variant for variant in VARIANTS if (FOLDER / variant.file).exists()]
+    flags = cpu_flags()
+    for variant in there:
+        if variant.needs <= flags:
+            return Prebuilt(variant.name, FOLDER / variant.file)
+    if there:
+        missing = ", ".join(sorted(there[-1].needs - flags))
+        raise ImportError(f"the package's compiled libraries need a processor with {missing}")
+    raise ImportError("this installation has no compiled library; a wheel built for Linux on x86-64 has some")
+
+
+def used_prebuilt() -> Prebuilt | None:
+    """The library of the package if it is used: where there is no compiler. None: the kernel is compiled here.
+
+    Raises:
+        ImportError: there is neither; the message says what would help.
+    """
+    try:
+        compiler()
+    except ImportError as error:
+        try:
+            return prebuilt()
+        except ImportError as why:
+            raise ImportError(f"needs a C++ compiler: {error}; {why}") from error
+    return None
+
+
+def version() -> str:
+    """The compiler's name, or that of the library in the package, and a digest of what it was built from.
+
+    Raises:
+        ImportError: there is neither.
+    """
+    found = used_prebuilt()
+    return f"{Path(compiler().program).name} {build_digest()}" if found is None else found.version
+
+
+def in_use() -> str:
+    """Say which code runs, and what a compiler would gain; tools/bench/prebuilt.py measures that."""
+    try:
+        found = used_prebuilt()
+    except ImportError:
+        return "neither a C++ compiler nor a compiled library for this processor"
+    if found is None:
+        return f"compiled for this processor by {compiler().program}"
+    gain = "not measured for this level" if found.name == VARIANTS[-1].name else "4 % or less, where that was measured"
+    return f"the package's library for {found.name}; what a C++ compiler on the PATH would gain: {gain}"
 
 
 def load() -> ctypes.CDLL:
@@ -93,21 +164,28 @@ def load() -> ctypes.CDLL:
 
     Raises:
         BackendFailed: it cannot be compiled or loaded; the message ends with the compiler's errors.
+        ImportError: there is no compiler, and no library in the package.
     """
     return _loaded()
 
 
 @cache
 def _loaded() -> ctypes.CDLL:
-    path = _path()
-    if not _trusted(path):
-        logger.info("compiling %s with %s, once on this machine", path.name, " ".join(compiler().command))
-        path = _build(path)
+    found = used_prebuilt()
+    path = _compiled() if found is None else found.path
     try:
         # It resolves to the OpenMP library of PyTorch: two thread pools would compete for the cores.
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendFailed(f"native: cannot load {path}: {error}") from error
+
+
+def _compiled() -> Path:
+    path = _path()
+    if not _trusted(path):
+        logger.info("compiling %s with %s, once on this machine", path.name, " ".join(compiler().command))
+        path = _build(path)
+    return path
 
 
 def _path() -> Path:
@@ -158,17 +236,11 @@ def _build(path: Path) -> Path:
 
 def _compile(folder: Path) -> Path:
     cxx = compiler().command
-    code, compiled, library = folder / "attention.cpp", folder / "attention.o", folder / "attention.so"
-    code.write_text(source(), encoding="utf-8")
-    _call(*cxx, *FLAGS, "-c", str(code), "-o", str(compiled))
-    # No -fopenmp here: the symbols resolve to the OpenMP library that PyTorch has loaded.
-    _call(*cxx, "-shared", str(compiled), "-o", str(library))
+    library = folder / "attention.so"
+    try:
+        build(cxx, OPTIONS, library)
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()[-1:]
+        raise BackendFailed(f"native: {cxx[0]} failed: {' '.join(lines)[:500]}") from error
     library.chmod(0o700)
     return library
-
-
-def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-        raise BackendFailed(f"native: {command[0]} failed: {' '.join(lines)[:500]}")

@@ -1,0 +1,85 @@
+"""What attention.cpp is compiled with, and the forms in which a wheel carries it for processors that it does not know.
+
+Only the standard library, since setup.py reads this file where nothing is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fno-exceptions",  # nothing of libstdc++ is needed then
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+)
+#: The threads are those of the OpenMP library that PyTorch has loaded, to which GOMP_parallel resolves.
+LINK_FLAGS = ("-shared", "-Wl,--as-needed")
+
+V3 = frozenset(
+    (
+        "avx",
+        "avx2",
+        "bmi1",
+        "bmi2",
+        "f16c",
+        "fma",
+        "abm",
+        "movbe",
+        "cx16",
+        "lahf_lm",
+        "popcnt",
+        "sse4_1",
+        "sse4_2",
+        "ssse3",
+    )
+)
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+class Variant(NamedTuple):
+    """A compiled form: its name, the compiler's options, and the processor's flags in /proc/cpuinfo that it needs."""
+
+    name: str
+    options: tuple[str, ...]
+    needs: frozenset[str]
+
+    @property
+    def file(self) -> str:
+        """The library's name, with a digest of source and options: one of another version is not loaded."""
+        text = "\0".join((*FLAGS, *LINK_FLAGS, *self.options)).encode() + SOURCE.read_bytes()
+        return f"attention-{self.name}-{hashlib.sha256(text).hexdigest()[:12]}.so"
+
+
+#: The fastest first.
+VARIANTS = (
+    Variant("x86-64-v4+avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
+    Variant("x86-64-v4", ("-march=x86-64-v4",), V4),
+    Variant("x86-64-v3", ("-march=x86-64-v3",), V3),
+)
+
+
+def build(command: Sequence[str], options: Sequence[str], library: Path) -> None:
+    """Compile attention.cpp into a library, with its object file beside it.
+
+    Args:
+        command: the compiler's command line.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler failed; `stderr` is its text. OSError: it cannot be run.
+    """
+    compiled = library.with_suffix(".o")
+    for words in (
+        [*FLAGS, *options, "-c", str(SOURCE), "-o", str(compiled)],
+        [*LINK_FLAGS, str(compiled), "-o", str(library)],
+    ):
+        subprocess.run([*command, *words], capture_output=True, text=True, check=True)

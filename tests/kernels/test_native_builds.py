@@ -1,0 +1,267 @@
+"""The native kernel as other compilers build it, and for other processors: results against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from attn_dispatch.backends import native
+from attn_dispatch.kernels.native import library, run
+from attn_dispatch.kernels.native.tables import NativeTables
+from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, VARIANTS, build
+from tests.support.cases import CASES, gate
+
+ROOT = Path(__file__).parents[2]
+NAMES = {
+    "dense-tiles",
+    "dense-odd-head-dim",
+    "causal-both-masks",
+    "large-scores",
+    "window-sinks",
+    "longnet-ragged-causal",
+    "longnet-head-dim-not-last",
+    "neighborhood-2d-mixed",
+}
+CHOSEN = [case for case in CASES if case.id in NAMES]
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "qemu-aarch64-static")
+
+pytestmark = pytest.mark.full
+
+
+def failures() -> list[str]:
+    """Of forward and backward passes by whatever `library.load` gives."""
+    found = []
+    for case in CHOSEN:
+        for dtype in run.DTYPES:
+            expected = gate(case.problem(dtype, needs_grad=True))
+            found += [f"{case.id}, {dtype}: {each}" for each in expected.check(expected.run(native)).failures]
+    return found
+
+
+def test_the_cases_exist() -> None:
+    assert len(CHOSEN) == len(NAMES)
+
+
+def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clang = shutil.which("clang++")
+    if clang is None:
+        pytest.skip("clang++ is not installed")
+    build([clang], library.OPTIONS, tmp_path / "attention.so")
+    found = ctypes.CDLL(str(tmp_path / "attention.so"))
+    monkeypatch.setattr(library, "load", lambda: found)
+    assert failures() == []
+
+
+# --- aarch64, emulated ------------------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """Stands for the loaded library: each call is a run of a program of another processor on a copy of the memory."""
+
+    def __init__(self, command: list[str], file: Path) -> None:
+        self.command, self.file = command, file
+        self.tensors: list[Tensor] = []  #: those that the arguments point into
+        self.calls = 0
+
+    def attention_forward(self, given: Any) -> None:
+        self._call(given._obj, backward=False)
+
+    def attention_backward(self, given: Any) -> None:
+        self._call(given._obj, backward=True)
+
+    def _call(self, args: library.Args, backward: bool) -> None:
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        regions = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        for address in (args.lse, args.grad_lse):
+            if address:
+                regions.setdefault(address, 4 * args.batch * args.heads * args.q_len)
+        head = struct.pack("=q", backward) + bytes(args) + struct.pack("=q", len(regions))
+        table = b"".join(struct.pack("=Qq", *region) for region in regions.items())
+        content = b"".join(ctypes.string_at(*region) for region in regions.items())
+        self.file.write_bytes(head + table + content)
+        subprocess.run([*self.command, str(self.file)], check=True, timeout=600)
+        content, at = self.file.read_bytes()[len(head + table) :], 0
+        for address, size in regions.items():
+            ctypes.memmove(address, content[at : at + size], size)
+            at += size
+        self.calls += 1
+
+
+@pytest.fixture
+def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    emulator = next(filter(None, map(shutil.which, EMULATOR)), None)
+    if shutil.which(CROSS) is None or emulator is None:
+        pytest.skip(f"{CROSS} or {EMULATOR[0]} is not installed")
+    driver, program = ROOT / "tests" / "support" / "native_driver.cpp", tmp_path / "driver"
+    command = [CROSS, *FLAGS, f"-I{SOURCE.parent}", str(driver), "-o", str(program)]
+    subprocess.run([*command, "-static", "-fopenmp"], check=True)
+    found = Emulated([emulator, str(program)], tmp_path / "memory")
+    real = run.NativePasses.args
+
+    def args(self: run.NativePasses, **tensors: Tensor) -> library.Args:
+        tables = [getattr(self.tables, name) for name in NativeTables.__dataclass_fields__]
+        every = [*tensors.values(), *tables, self.seen, self.seq_lens]
+        found.tensors = [tensor for tensor in every if tensor is not None]
+        return real(self, **tensors)
+
+    monkeypatch.setattr(run.NativePasses, "args", args)
+    monkeypatch.setattr(library, "load", lambda: found)
+    return found
+
+
+def test_aarch64(emulated: Emulated) -> None:
+    assert failures() == []
+    assert emulated.calls == 2 * len(CHOSEN) * len(run.DTYPES)
+
+
+# --- wheels -----------------------------------------------------------------------------------------------------------
+
+BUILD = """
+import sys
+sys.modules["torch"] = None  # importing it fails: a build does without
+from setuptools import build_meta
+print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a distribution is made of, without what earlier builds left."""
+    pytest.importorskip("setuptools")
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("attn_dispatch", "backends", "profiles"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def built(kind: str, tree: Path, to: Path, **variables: str) -> tuple[Path, str]:
+    """The wheel or source distribution, and what was said."""
+    to.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", BUILD, kind, str(to)]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True, timeout=600)
+    return to / done.stdout.splitlines()[-1], done.stderr
+
+
+def unpacked(wheel: Path, to: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(to)
+    return to
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if (sys.platform, platform.machine()) != ("linux", "x86_64") or shutil.which("g++") is None:
+        pytest.skip("the kernel is compiled into wheels for Linux on x86-64, where g++ is installed")
+    return built("wheel", tree, tmp_path_factory.mktemp("wheel"), CXX="g++")[0]
+
+
+@pytest.fixture
+def in_wheel(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[set[str]], str]]:
+    """Uses the wheel's libraries, without a compiler, as on a processor with these flags alone; gives the version."""
+    folder = unpacked(wheel, tmp_path / "wheel") / "attn_dispatch" / "kernels" / "native"
+    monkeypatch.setattr(library, "FOLDER", folder)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+    def used(flags: set[str]) -> str:
+        monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(flags))
+        restarted()
+        return native.version()
+
+    yield used
+    monkeypatch.undo()
+    restarted()
+
+
+def restarted() -> None:
+    for cached in (library.build_digest, library.prebuilt, library._loaded):
+        cached.cache_clear()
+
+
+def test_a_wheel_is_for_every_python_of_its_platform(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: str(variant.name))
+def test_each_library_of_a_wheel(variant: Any, in_wheel: Callable[[set[str]], str]) -> None:
+    if not variant.needs <= library.cpu_flags():
+        pytest.skip("this processor cannot run it")
+    assert in_wheel(variant.needs).startswith(f"{variant.name} ")
+    assert failures() == []
+    assert library.load()._name == str(library.prebuilt().path)
+    if shutil.which("objdump"):
+        found = subprocess.run(
+            ["objdump", "-T", str(library.prebuilt().path)], capture_output=True, text=True, check=True
+        )
+        assert "GLIBCXX" not in found.stdout
+        versions = [word.strip("()").split("_")[1] for word in found.stdout.split() if word.startswith("(GLIBC_")]
+        assert max(tuple(map(int, each.split("."))) for each in versions) <= (2, 27)
+
+
+def test_an_installed_wheel_runs_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    """A process of its own, which finds no program at all."""
+    code = (
+        "import torch, attn_dispatch as a\n"
+        "from attn_dispatch.backends import native\n"
+        "x = torch.ones(1, 2, 1, 4)\n"
+        "print(a.__file__, native.version(), a.attend(x, x, x, backend='native').sum().item(), sep='\\n')"
+    )
+    folder = unpacked(wheel, tmp_path / "site")
+    variables = {"PATH": "", "PYTHONPATH": str(folder), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    where, version, total = done.stdout.splitlines()
+    assert Path(where).is_relative_to(folder)
+    assert version.startswith("x86-64-")
+    assert float(total) == 8
+    assert not (tmp_path / ".cache" / "attn-dispatch" / "native").exists()
+
+
+def test_without_a_compiler_the_wheel_is_pure(tree: Path, tmp_path: Path) -> None:
+    wheel, said = built("wheel", tree, tmp_path / "pure", CXX="no-such-compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "no-such-compiler is not on the PATH" in said
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert not [name for name in names if name.endswith((".so", ".o"))]
+    assert "attn_dispatch/kernels/native/attention.cpp" in names
+
+
+def test_an_editable_installation_compiles_nothing(tree: Path, tmp_path: Path) -> None:
+    wheel, _ = built("editable", tree, tmp_path / "editable")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+    assert not list((tree / "attn_dispatch").rglob("attention-*"))
+
+
+def test_a_compiler_that_fails_leaves_a_wheel_without_libraries(tree: Path, tmp_path: Path) -> None:
+    wheel, said = built("wheel", tree, tmp_path / "failed", CXX=shutil.which("false") or "")
+    assert said.count("is not built: ") == len(VARIANTS)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith((".so", ".o"))]
+
+
+def test_a_source_distribution_has_what_the_wheel_needs(tree: Path, tmp_path: Path) -> None:
+    archive, _ = built("sdist", tree, tmp_path / "source", CXX="no-such-compiler")
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    (folder,) = (tmp_path / "unpacked").iterdir()
+    wheel, _ = built("wheel", folder, tmp_path / "again", CXX="no-such-compiler")
+    direct, _ = built("wheel", tree, tmp_path / "direct", CXX="no-such-compiler")
+    names = [set(zipfile.ZipFile(each).namelist()) for each in (wheel, direct)]
+    assert names[0] == names[1]
+    assert (folder / "setup.py").exists()

@@ -1,0 +1,145 @@
+"""The native kernel's libraries that a wheel carries: which one is used, and when."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_dispatch import attend, explain
+from attn_dispatch.backends import native
+from attn_dispatch.kernels.native import library
+from attn_dispatch.kernels.native.variants import V3, V4, VARIANTS
+
+BF16, PLAIN_V4, PLAIN_V3 = VARIANTS
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package's folder with a file for each variant, where no compiler is found."""
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for variant in VARIANTS:
+        (tmp_path / variant.file).write_text(variant.name)
+    restarted()
+    yield tmp_path
+    monkeypatch.undo()
+    restarted()
+
+
+def restarted() -> None:
+    """As in a new process."""
+    for cached in (library.build_digest, library.prebuilt, library._loaded):
+        cached.cache_clear()
+
+
+def use_flags(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "cpu_flags", lambda: flags)
+    restarted()
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (V4 | {"avx512_bf16", "amx_bf16", "sse"}, "x86-64-v4+avx512bf16"),
+        (V4, "x86-64-v4"),
+        (V4 - {"avx512vl"} | {"avx512_bf16"}, "x86-64-v3"),
+        (V3, "x86-64-v3"),
+    ],
+)
+@pytest.mark.usefixtures("package")
+def test_the_best_library_that_the_processor_can_run(
+    flags: frozenset[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_flags(flags, monkeypatch)
+    assert native.version().split(" ")[0] == library.prebuilt().name == name
+    assert library.prebuilt().path.read_text() == name
+
+
+@pytest.mark.parametrize("flags", [V3 - {"f16c", "avx2"}, frozenset[str]()])
+@pytest.mark.usefixtures("package")
+def test_a_processor_that_can_run_none(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_flags(flags, monkeypatch)
+    with pytest.raises(ImportError, match=r"needs a C\+\+ compiler: no-such-compiler is .*; .* processor with .*f16c"):
+        native.version()
+
+
+def test_a_library_of_another_source_is_not_used(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_flags(V4 | {"avx512_bf16"}, monkeypatch)
+    (package / BF16.file).rename(package / "attention-x86-64-v4+avx512bf16-0123456789ab.so")
+    restarted()
+    assert library.prebuilt().name == PLAIN_V4.name
+
+
+def test_without_compiler_and_libraries(package: Path) -> None:
+    for variant in VARIANTS:
+        (package / variant.file).unlink()
+    q = torch.ones(1, 8, 1, 4)
+    (row,) = (each for each in explain(q, q, q).candidates if each.backend == "native")
+    assert row.status == "not_installed"
+    assert row.reason.startswith("needs a C++ compiler: no-such-compiler is not on the PATH")
+    assert row.reason.endswith("this installation has no compiled library; a wheel built for Linux on x86-64 has some")
+    with pytest.raises(ImportError):
+        library.load()
+
+
+def test_the_version_names_the_library_s_content(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_flags(V3, monkeypatch)
+    versions = [native.version()]
+    (package / PLAIN_V3.file).write_text("built by another compiler")
+    library._digest_of.cache_clear()
+    versions.append(native.version())
+    assert all(version.startswith("x86-64-v3 ") for version in versions)
+    assert versions[0] != versions[1]
+
+
+@pytest.mark.usefixtures("package")
+def test_a_compiler_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", shutil.which("true") or "")
+    assert library.used_prebuilt() is None
+    assert native.version().startswith("true ")
+
+
+def test_the_library_of_the_package_is_loaded(
+    tmp_path_factory: pytest.TempPathFactory, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX")
+    compiled = library._compiled()
+    monkeypatch.setenv("PATH", str(package))
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    shutil.copy(compiled, package / PLAIN_V3.file)
+    use_flags(V3, monkeypatch)
+    x = torch.ones(1, 2, 1, 4)
+    assert attend(x, x, x, backend="native").sum() == 8
+    assert library.load()._name == str(package / PLAIN_V3.file)
+    assert list(cache.iterdir()) == []
+
+
+def test_doctor_says_what_is_used(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, gain in ((V4, "4 % or less"), (V3, "not measured")):
+        use_flags(flags, monkeypatch)
+        assert library.prebuilt().name in library.in_use()
+        assert gain in library.in_use()
+    use_flags(frozenset(), monkeypatch)
+    assert library.in_use() == "neither a C++ compiler nor a compiled library for this processor"
+    monkeypatch.setenv("CXX", "true")
+    assert library.in_use() == f"compiled for this processor by {shutil.which('true')}"
+
+
+def test_a_form_of_each_level_needs_more_than_the_one_below() -> None:
+    for above, below in pairwise(VARIANTS):
+        assert above.needs > below.needs
+        assert above.file != below.file
+
+
+def test_the_flags_of_this_processor() -> None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            assert library.cpu_flags() == set(line.partition(":")[2].split())
+            return
+    assert library.cpu_flags() == frozenset()
