@@ -1,5 +1,5 @@
-"""Show this machine's devices, which backends can run on them and why others cannot, the quarantines, and where
-decisions are stored.
+"""Show this machine's devices, which backends can run on them and why others cannot, quarantines, strikes (deaths and
+hangs that exclude nothing now, but count if there is another), and where decisions are stored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ EXAMPLE = """examples:
   attn-dispatch doctor
   attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
-      lift the quarantines of a backend, so that trials include it again, and show nothing else"""
+      lift the quarantines of a backend and forget its strikes, so that trials include it; shows nothing else"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines of this backend, or of 'all'")
+    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines and strikes of this backend, or of 'all'")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
         "backends": _backends(),
         "quarantines": [_to_dict(entry) for entry in _quarantined(cache_folder())],
+        "strikes": [_to_dict(entry) for entry in _struck(cache_folder())],
         **_settings(),
     }
     if args.json:
@@ -79,6 +80,10 @@ def _lift(name: str, *, as_json: bool) -> int:
 
 def _quarantined(folder: Path) -> list[Entry]:
     return [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).entries()]
+
+
+def _struck(folder: Path) -> list[Entry]:
+    return [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).strikes()]
 
 
 def _to_dict(entry: Entry) -> dict[str, Any]:
@@ -196,7 +201,7 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         "",
         *align([["backend", "version", "usable"], *map(_backend_cells, report["backends"])], {0, 1, 2}),
         "",
-        *_quarantine_lines(report["quarantines"]),
+        *_quarantine_lines(report["quarantines"], report["strikes"]),
         "",
         f"decisions {stored}",
         f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
@@ -214,12 +219,14 @@ def _backend_cells(item: Mapping[str, Any]) -> list[str]:
     return [item["name"], item["version"] or "-", "yes" if item["usable"] else f"no: {item['reason']}"]
 
 
-def _quarantine_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not items:
-        return ["quarantine none"]
-    head = ["quarantine", "version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
-    rows = align([head, *map(_quarantine_cells, items)], set(range(len(head))))
-    return [*rows, "'attn-dispatch doctor --lift NAME' lifts the quarantines of a backend"]
+def _quarantine_lines(items: Sequence[Mapping[str, Any]], struck: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for name, found in (("quarantine", items), ("strikes", struck)):
+        head = [name, "version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
+        rows = align([head, *map(_quarantine_cells, found)], set(range(len(head))))
+        lines += rows if found else [f"{name:10} none"]
+    hint = "'attn-dispatch doctor --lift NAME' lifts the quarantines and strikes of a backend"
+    return [*lines, hint] if items or struck else lines
 
 
 def _quarantine_cells(item: Mapping[str, Any]) -> list[str]:
