@@ -131,7 +131,7 @@ class SignalNotes:
                 self._registered.add(number)
         if not any(caught >> (number - 1) & 1 for number in CRASH_SIGNALS):
             file_object = _File(self._handle)
-            faulthandler.enable(file=file_object, all_threads=False)  # type: ignore[arg-type]
+            faulthandler.enable(file=file_object, all_threads=False)
             self._crashes = weakref.ref(file_object)
 
     def _unregister(self) -> None:

@@ -30,16 +30,16 @@ FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 
 
 class NoReference(Exception):
-    """There is too little memory to evaluate the expected results; not a candidate's fault."""
+    """The expected results cannot be evaluated for lack of memory, threads or files; not a candidate's fault."""
 
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Turn a memory error of code that evaluates or compares expected results into NoReference."""
+    """Turn the lack of memory, threads or files of code that evaluates or compares results into NoReference."""
     try:
         yield
     except Exception as error:
-        if not guard.is_memory_error(error):
+        if not guard.is_shortage(error):
             raise
         raise NoReference(one_line(error)) from error
 

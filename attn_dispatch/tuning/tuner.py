@@ -18,10 +18,12 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
+from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
-from attn_dispatch.tuning import choice, intervals
+from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, utc_now
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
@@ -67,13 +69,21 @@ def run_trial(
     try:
         trial.run()
         chosen = trial.choose()
-    except NoReference as error:
-        say_once(f"not measured, too little memory to check results: {printable(str(problem))} ({error})")
+    except Exception as error:
+        if not isinstance(error, NoReference) and not guard.is_shortage(error):
+            raise
+        why = f"to check results: {printable(str(problem))} ({error})"
+        if not isinstance(error, NoReference):
+            why = f"for a trial: {printable(str(problem))} ({one_line(error)})"
+        say_once(f"not measured, too little memory {why}")
         chosen = None
     if chosen is None:
         memory.release(problem.device)  # only here: in the handler the exception still references tensors
     trial.release()
-    return None if chosen is None else trial.decision(chosen)
+    if chosen is None:
+        return None
+    trial.clear_strikes()
+    return trial.decision(chosen)
 
 
 def _to_measure(
@@ -157,6 +167,14 @@ class _Trial:
                 self._clear_tables(backend)
             except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
                 say_once(f"{backend.name} failed to clear its tables: {one_line(error)}")
+
+    def clear_strikes(self) -> None:
+        """Forget the deaths and hangs of the versions that passed the gate and did not fail in the race."""
+        failures = {} if self.race is None else self.race.rounds.failures
+        quarantine = Quarantine(cache_folder(), self.request.silicon)
+        for candidate in self.runners:
+            if candidate.title in self.admitted and candidate.title not in failures:
+                quarantine.clear_strikes(candidate.name, candidate.version, self.request.address.group)
 
     def _clear_tables(self, backend: Backend) -> None:
         forget, release = (getattr(backend, each, None) for each in ("forget", "release"))
@@ -271,7 +289,7 @@ class _Trial:
         return self.request.decision(
             chosen.id,
             "measured",
-            self._final_rows(),
+            self._counted_failures(self._final_rows()),
             budget_ms=None if self.budget_s is None else _finite(self.budget_s * 1e3),
             elapsed_ms=_ms(time.perf_counter() - self.start),
             environment=current_environment(),
@@ -329,6 +347,16 @@ class _Trial:
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
         )
+
+    def _counted_failures(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Count the trials in a row in which a candidate's version failed, so that later trials retry it less often."""
+        earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
+        for row in rows:
+            known = earlier.get(row.id)
+            if row.status == "failed" and known is not row:
+                same = known is not None and (known.status, known.version) == ("failed", row.version)
+                row = msgspec.structs.replace(row, failures=1 + ((known.failures or 1) if same and known else 0))
+            yield row
 
     def _with_doubled_need(self, row: Row, earlier: Row | None) -> Row:
         """Double the estimated need of a candidate skipped again, so that later trials stop retrying it."""

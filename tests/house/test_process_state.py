@@ -19,11 +19,9 @@ HELD = {
     "decisions.observers._observers",
     "ring.link._links",
     "store.crash_markers._finalized",
+    "store.crash_markers._notes",
     "store.crash_markers._own_markers",
-    "store.crash_markers._noted_signals",
-    "tuning.guard._caps",
     "tuning.guard._idle",
-    "tuning.guard._waiting",
 }
 
 

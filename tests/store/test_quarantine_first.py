@@ -167,7 +167,8 @@ def test_versions_and_groups_have_separate_strikes(folder: Path, clock: Clock, a
 def test_a_success_clears_strikes_of_the_version_alone(
     folder: Path, clock: Clock, anew: Callable[[], Quarantine]
 ) -> None:
-    for token, changes in enumerate(({}, {"scope": "a" * 12}, {"scope": "b" * 12}, {"version": "2"})):
+    given: list[dict[str, Any]] = [{}, {"scope": "a" * 12}, {"scope": "b" * 12}, {"version": "2"}]
+    for token, changes in enumerate(given):
         crash(folder, START, token, **changes)
     anew().add(entry(backend="wrong"))
     quarantined = anew()

@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,17 +116,20 @@ def _device(device: str) -> dict[str, Any]:
 
 def _backends() -> list[dict[str, Any]]:
     from attn_dispatch.kernels import registry
+    from attn_dispatch.settings import timeout_s
+    from attn_dispatch.tuning import candidates as candidates  # guards the imports of plug-ins
+    from attn_dispatch.tuning import guard
 
     found = []
     for name in registry.names():
         version, reason = None, ""
         try:
             backend = registry.load(name)
-            version = registry.version_of(backend)
-            reason = _unusable(backend)
+            version = guard.run_guarded(partial(registry.version_of, backend), timeout_s())
+            reason = guard.run_guarded(partial(_unusable, backend), timeout_s())
         except InvalidInput as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
             reason = f"raised {type(error).__name__}: {error}"
         found.append({"name": name, "version": version, "usable": not reason, "reason": reason})
     return found
