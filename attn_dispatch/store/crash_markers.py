@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import math
 import os
 import re
 import secrets
@@ -44,7 +43,7 @@ FOREIGN_EXPIRY_S = 3600.0  #: age in seconds at which an unlocked marker of an u
 PROC = Path("/proc")
 MACHINE_ID = Path("/etc/machine-id")
 _FINISHED = b"over\n"
-_PATIENCE = b"patience "
+_PATIENCE, _CALL = b"patience ", b"call "
 
 _own_markers: dict[Path, int] = {}  # this process's markers -> descriptors that hold their locks
 _notes: dict[Path, SignalNotes] = {}  # the folder of this process's notes -> the notes; one entry, or none
@@ -87,15 +86,16 @@ class MarkerContent(msgspec.Struct, frozen=True, kw_only=True):
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True):
     """A marker whose process is gone.
 
-    `noted` is what the process noted of its end; `rebooted` whether the machine may have rebooted since, which ends
-    every process. `overdue_s` is how many seconds the last call had run when the process was told to stop, if that was
-    longer than its patience, else None.
+    `noted` is what it noted of its end; `rebooted` whether the machine may have rebooted since, which ends every
+    process; `progress` identifies the call of the trial that was running. `overdue_s` is how many seconds that call had
+    run when the process was told to stop, None if no longer than its patience.
     """
 
     path: Path
     marker: MarkerContent
     noted: Noted
     rebooted: bool
+    progress: str
     overdue_s: float | None
 
 
@@ -105,13 +105,14 @@ class CrashMarker:
 
     path: Path
     size: int = 0
+    calls: int = 0  #: since the first pause
 
     def pause(self) -> None:
         """Mark the trial as finished until `resume`."""
         handle = _own_markers.get(self.path)
         if handle is not None:
             with suppress(OSError):
-                self.size = os.fstat(handle).st_size
+                self.size = self.size or os.fstat(handle).st_size
                 os.write(handle, _FINISHED)
 
     def resume(self) -> None:
@@ -120,6 +121,8 @@ class CrashMarker:
         if handle is not None and self.size:
             with suppress(OSError):
                 os.ftruncate(handle, self.size)
+                self.calls += 1
+                os.write(handle, b"%s%d\n" % (_CALL, self.calls))
 
     def begin(self, patience_s: float) -> None:
         """Mark the beginning of a call; a stop signal after `patience_s` seconds of it counts as a hang."""
@@ -329,6 +332,7 @@ def _examined(path: Path, handle: int) -> Abandoned | None:
         if not _is_abandoned(handle, marker):
             return None
         _, *rest = files.content_of(handle).splitlines(keepends=True)  # again, now that its process is gone
+        waits = [float(each.removeprefix(_PATIENCE)) for each in rest if each.startswith(_PATIENCE)]
         changed = os.fstat(handle)
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -342,18 +346,18 @@ def _examined(path: Path, handle: int) -> Abandoned | None:
         _remove(path)  # its process ended before it could
         return None
     noted = read_notes(path.parent, path.name.partition("-")[2][:8], _this_process().boot)
-    patience_s = next((_number(each) for each in reversed(rest) if each.startswith(_PATIENCE)), marker.patience_s)
+    patience_s = waits[-1] if waits else marker.patience_s
     ran_s = 0.0 if noted.at is None else noted.at - changed.st_mtime
     overdue_s = ran_s if noted.stopped and patience_s is not None and ran_s > patience_s else None
-    rebooted = _rebooted(marker.process)
-    return Abandoned(path=path, marker=marker, noted=noted, rebooted=rebooted, overdue_s=overdue_s)
-
-
-def _number(line: bytes) -> float:
-    try:
-        return float(line.removeprefix(_PATIENCE))
-    except ValueError:
-        return math.inf
+    calls = [each.strip().decode(errors="replace") for each in rest if each.startswith(_CALL)]
+    return Abandoned(
+        path=path,
+        marker=marker,
+        noted=noted,
+        rebooted=_rebooted(marker.process),
+        progress=" ".join([str(len(waits)), *calls[-1:]]),
+        overdue_s=overdue_s,
+    )
 
 
 def _is_abandoned(handle: int, marker: MarkerContent) -> bool:

@@ -14,7 +14,8 @@ supervisor, memory that others took. How long strikes exclude a version depends 
   is out for `FIRST_HOLD`, after the second strike for a day, then twice as long for each, up to `LONGEST_HOLD`.
 - Unsure: the process left no note, as after SIGKILL, or was told to stop late in a call, which may have been suspended.
   A restarted job that leaves out its fastest backend is slow as long as it runs, so the first such death excludes
-  nothing. If the next trial dies too, the version is out for `FIRST_HOLD`, then six times as long for each, up to
+  nothing, nor does one in another call of the trial than the last: kills from outside come at any moment. If the next
+  trial ends in the same call, the version is out for `FIRST_HOLD`, then six times as long for each, up to
   `LONGEST_UNSURE_HOLD`. A crash without a note, as by exit() in C code, costs two processes instead of one.
 
 Processes killed together, as the ranks of a job are, count as one strike: a trial that began before the end of the hold
@@ -66,8 +67,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     ``scope`` is "" for all problems, else the digits of a group of problems. ``reason`` is one line, ``title`` the
     problem that showed the fault, ``created`` an ISO time in UTC. Of deaths and hangs, ``strikes`` are the sure ones,
-    ``unsure`` the others, ``created`` the time of the last and ``until``, likewise, the end of its hold; None:
-    `LONGEST_HOLD` after ``created``. Other entries have no end.
+    ``unsure`` the others in the same call of a trial (``progress``), ``created`` the time of the last and ``until``,
+    likewise, the end of its hold; None: `LONGEST_HOLD` after ``created``. Other entries have no end.
     """
 
     backend: str
@@ -82,6 +83,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     until: str | None = None
     strikes: int = 0
     unsure: int = 0
+    progress: str = ""
 
     @property
     def end(self) -> datetime | None:
@@ -275,7 +277,8 @@ def _with_strike(entry: Entry, earlier: Entry | None, began: datetime, *, sure: 
     elif earlier.end is None or began < earlier.end:
         return earlier
     strikes = sure + (earlier.strikes if earlier else 0)
-    unsure = (not sure) + (earlier.unsure if earlier else 0)
+    repeated = earlier is not None and (sure or earlier.progress == entry.progress)
+    unsure = (not sure) + (earlier.unsure if earlier and repeated else 0)
     until = (now + _hold(strikes, unsure, sure=sure)).isoformat()
     known = strikes + unsure - 1
     reason = entry.reason if not known else f"{entry.reason}; {known} strike{'s' * (known > 1)} before"
@@ -318,6 +321,7 @@ def _entry_for(left: Abandoned) -> Entry | None:
         scope=marker.scope,
         reason=reason,
         title=marker.title,
+        progress=left.progress,
     )
     return _printable(entry)
 

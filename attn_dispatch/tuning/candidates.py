@@ -138,18 +138,17 @@ class Request:
 
     def _candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
         """One candidate per order; a single one, in natural order, of a backend that refuses."""
-        problem, version = self.problem, None
+        problem, version = self.problem, version_of(backend)
         if backend.name in _stalled:
-            return [_failed(backend, None, _stalled[backend.name])]
+            return [_failed(backend, version, _stalled[backend.name])]
         try:
-            version = _asked(backend, partial(registry.version_of, backend))
             hang = None if registry.is_built_in(backend.name) else self._earlier_hang(backend, version)
             if hang is not None:
                 return [_with_reason(Candidate(backend, NATURAL, version), "quarantined", hang)]
             why, workspace, orders = _asked(backend, partial(self._answers, backend))
         except guard.TimedOut as error:
-            reason = _stalled[backend.name] = f"version, refusals, workspace_bytes or orders: {one_line(error)}"
-            if version is not None and mode() != "off":
+            reason = _stalled[backend.name] = f"refusals, workspace_bytes or orders: {one_line(error)}"
+            if mode() != "off":
                 _add_hang(self.silicon, backend.name, version, reason, str(problem))
             return [_failed(backend, version, reason)]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
@@ -201,6 +200,17 @@ def _asked(backend: Backend, question: Callable[[], T]) -> T:
     return question() if registry.is_built_in(backend.name) else guard.run_guarded(question, timeout_s())
 
 
+def version_of(backend: Backend) -> str | None:
+    """`registry.version_of`, within the time limit; None for a plug-in that did not answer in this process."""
+    if backend.name in _stalled:
+        return None
+    try:
+        return _asked(backend, partial(registry.version_of, backend))
+    except guard.TimedOut as error:
+        _stalled[backend.name] = f"version: {one_line(error)}"
+        return None
+
+
 def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
     return _with_reason(Candidate(backend, NATURAL, version), "failed", reason)
 
@@ -240,7 +250,7 @@ registry.import_guard = _guarded_import
 
 def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:
     """A candidate that cannot run, with its status and reason."""
-    return _with_reason(Candidate(backend, order, registry.version_of(backend)), status, reason)
+    return _with_reason(Candidate(backend, order, version_of(backend)), status, reason)
 
 
 def _with_reason(each: Candidate, status: str, reason: str) -> Candidate:
@@ -271,7 +281,7 @@ def static_choice(found: Sequence[Candidate]) -> Candidate | None:
 
 def current_environment() -> str:
     """The fingerprint of the installed and registered backends and their environment."""
-    return environment({backend.name: registry.version_of(backend) for backend in registry.registered()})
+    return environment({backend.name: version_of(backend) for backend in registry.registered()})
 
 
 def utc_now() -> str:

@@ -122,8 +122,8 @@ class Gate:
             return Rejected("failed", text, quarantined=hung and candidate.name != registry.LAST_RESORT)
         return None
 
-    def admit(self, candidate: Candidate) -> Admitted | Rejected:
-        """Run the candidate under guard and check its results.
+    def admit(self, candidate: Candidate, *, again: bool = False) -> Admitted | Rejected:
+        """Run the candidate under guard and check its results; once more if its memory ran out though it was free.
 
         Raises:
             BackendFailed: the device is lost, and no other candidate can run in this process.
@@ -145,6 +145,8 @@ class Gate:
             if kind != "hung" and guard.device_lost(self.problem.device):
                 self._quarantine(candidate, "died", f"the device was lost: {text}")
                 raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
+            if kind == "memory" and not again:
+                return self.admit(candidate, again=True)
             if kind is not None:
                 self._quarantine(candidate, kind, text)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)

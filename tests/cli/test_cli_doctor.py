@@ -93,6 +93,7 @@ def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) ->
         "until": None,
         "strikes": 0,
         "unsure": 0,
+        "progress": "",
     }
     nothing = command(tmp_path / "empty", "doctor")
     assert "\nquarantine none\n" in nothing.stdout

@@ -70,6 +70,18 @@ def test_the_first_death_without_a_crash_excludes_nothing(
     assert [path.suffix for path in place_of(folder, SILICON).iterdir()] == [".json"]
 
 
+def test_deaths_in_different_calls_exclude_nothing(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Kills from outside come at any moment; a backend's own exit comes in the same call each time."""
+    trial = STARTED + "with crash_marker(folder, silicon, 'made_up', '1', 'x') as marker:\n    {}; os._exit(3)"
+    race = "marker.pause(); marker.resume()"
+    calls = ("marker.begin(9)", "marker.begin(9); marker.begin(9)", race, f"{race}; {race}", "pass")
+    for call in calls:
+        run(folder, trial.format(call))
+        assert [each.unsure for each in anew().strikes()] == [1]
+    run(folder, trial.format(calls[-1]))
+    assert [each.unsure for each in anew().entries()] == [2]
+
+
 def test_only_a_crash_counts_where_another_program_works(folder: Path, anew: Callable[[], Quarantine]) -> None:
     preparing = TRIED.replace("patience_s=3600", "crashes_only=True")
     run(folder, preparing.format("os.kill(os.getpid(), 9)"))

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from attn_dispatch import attend, explain, register
+from attn_dispatch.backends import manual
+from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import quarantine
@@ -78,20 +80,34 @@ def test_failures_quarantine_nobody_and_are_tried_again(error: BaseException, cl
     assert not is_tried(backend)
 
 
-@pytest.mark.parametrize(("free", "lies"), [((1 << 30, 1 << 30), True), ((1 << 30, 0), False), ((0, 1 << 30), False)])
-def test_memory_that_others_took(free: tuple[int, int], lies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The declared bytes must be free before the call and after it."""
+@pytest.mark.parametrize(
+    ("free", "lies"),
+    [((1, 1, 1, 1), True), ((1, 0), False), ((0, 1), False), ((1, 1, 1, 0), False), ((1, 1, 0, 1), False)],
+    ids=str,
+)
+def test_memory_that_others_took(free: tuple[int, ...], lies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The declared bytes must be free before and after two calls that fail."""
     readings: Iterator[int] = iter(free)
-    monkeypatch.setattr(gate.registry, "backends", lambda: [backend, gate.registry.load("manual")])
     backend = raising(MemoryError())
-
-    def available(device: object) -> int:
-        return next(readings, 1 << 30)
-
-    monkeypatch.setattr(gate, "available_bytes", available)
+    monkeypatch.setattr(registry, "backends", lambda: [backend, manual])
+    monkeypatch.setattr(gate, "available_bytes", lambda device: next(readings, 1) << 30)
     attend(*qkv(32))
     assert [entry.kind for entry in quarantined().entries()] == ["memory"] * lies
     assert status(explain(*qkv(32)), "planted") == ("quarantined" if lies else "failed")
+
+
+def test_one_lack_of_memory_is_no_fault() -> None:
+    errors = [MemoryError()]
+
+    def fault(*given: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return right(*given)
+
+    register(Planted(fault))
+    attend(*qkv(32))
+    assert quarantined().entries() == []
+    assert status(explain(*qkv(32)), "planted") != "failed"
 
 
 def strike(kind: quarantine.Kind) -> None:
