@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from attn_dispatch import attend, explain, process_state
@@ -122,14 +123,10 @@ def test_an_import_that_works_clears_its_strikes(install: Callable[[str], Path])
     )
     quarantine.add(given)
     (entry,) = quarantine.entries()
-    quarantine._table.entries[entry.key] = Entry(**{**entry_fields(entry), "until": entry.created})
+    quarantine._table.entries[entry.key] = msgspec.structs.replace(entry, until=entry.created)
     assert len(quarantine.strikes()) == 1
     attend(*qkv())
     assert quarantine.strikes() == []
-
-
-def entry_fields(entry: Entry) -> dict[str, object]:
-    return {name: getattr(entry, name) for name in entry.__struct_fields__}
 
 
 def test_the_mode_off_writes_nothing(install: Callable[[str], Path], set_mode: Callable[[str], None]) -> None:

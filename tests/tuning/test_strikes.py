@@ -16,7 +16,7 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import quarantine
 from attn_dispatch.store.crash_markers import CrashMarker
 from attn_dispatch.store.quarantine import FIRST_HOLD, Entry, Quarantine
-from attn_dispatch.tuning import gate, tuner
+from attn_dispatch.tuning import gate, guard, tuner
 from tests.support.calls import forget, qkv, status
 from tests.support.planted import Planted, right
 
@@ -138,14 +138,14 @@ def test_a_failure_clears_none(clock: Clock) -> None:
 
 def test_a_second_hang_excludes_for_a_day(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(call: object, limit_s: float) -> None:
-        raise gate.guard.TimedOut(limit_s)
+        raise guard.TimedOut(limit_s)
 
     register(Planted(name="b"))
     backend = Planted()
     register(backend)
     for hold in (FIRST_HOLD, 24 * HOUR):
         with monkeypatch.context() as patch:
-            patch.setattr(gate.guard, "run_guarded", lambda call, limit_s: backend_hangs(call, limit_s, backend))
+            patch.setattr(guard, "run_guarded", lambda call, limit_s: backend_hangs(call, limit_s, backend))
             forget()
             attend(*qkv(32))
         (entry,) = quarantined().entries()
@@ -159,7 +159,7 @@ def backend_hangs(call: Any, limit_s: float, backend: Planted) -> Any:
     before = backend.calls
     result = call()
     if backend.calls > before:
-        raise gate.guard.TimedOut(limit_s)
+        raise guard.TimedOut(limit_s)
     return result
 
 

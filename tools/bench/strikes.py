@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -28,8 +29,8 @@ from typing import Any
 from tools.lib.common import parser, write
 
 SERIES = 10
-COUNTS = {"kills": 100, "aimed": 20, "stops": 20, "suspensions": 5}
-QUICK = {"kills": 10, "aimed": 8, "stops": 4, "suspensions": 2}
+COUNTS = {"kills": 100, "aimed": 20, "same_call": 20, "stops": 20, "suspensions": 5}
+QUICK = {"kills": 10, "aimed": 8, "same_call": 4, "stops": 4, "suspensions": 2}
 AIMED_AT = ("native", "tiles", "sdpa_mask", "sdpa")  #: the backends during whose calls processes are ended
 BUDGET_MS, TIMEOUT_S, SUSPENDED_S = 300, 2.0, 4.0
 PROBLEMS = 4  #: measured by one process
@@ -52,7 +53,7 @@ DEADLINE_S = 60.0  #: for one child
 
 
 def child(pipe: Any, folder: str, offset_s: float, seed: int, problems: int, plan: dict[str, Any]) -> None:
-    """Measure problems as the plan says, and send who is excluded, whose strikes count and the rows of the last one."""
+    """Measure problems as the plan says; send who is excluded, whose strikes count and the rows of the last problem."""
     os.environ.update(ATTN_DISPATCH_CACHE_DIR=folder, ATTN_DISPATCH_BUDGET_MS=str(BUDGET_MS))
     os.environ["ATTN_DISPATCH_TIMEOUT_S"] = str(TIMEOUT_S)
     import torch
@@ -65,7 +66,7 @@ def child(pipe: Any, folder: str, offset_s: float, seed: int, problems: int, pla
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     quarantine.clock = lambda: datetime.now(UTC) + timedelta(seconds=offset_s)
-    crash_markers.time = SimpleNamespace(time=lambda: time.time() + offset_s)  # type: ignore[assignment]
+    setattr(crash_markers, "time", SimpleNamespace(time=lambda: time.time() + offset_s))  # noqa: B010 - typed so
     prepare(plan, pipe)
     pipe.send("ready")
     chance, rows = Random(seed), {}
@@ -74,9 +75,13 @@ def child(pipe: Any, folder: str, offset_s: float, seed: int, problems: int, pla
         pattern = chance.choice([None, Window(32, 0), Dilated((32, 64), (1, 2))])
         attend(x, x, x, pattern)
         rows = {row.backend: row.status for row in explain(x, x, x, pattern).candidates}
-    found = quarantine.Quarantine(Path(folder), silicon("cpu"))
-    names = [sorted({entry.backend for entry in entries}) for entries in (found.entries(), found.strikes())]
-    pipe.send({"excluded": names[0], "struck": names[1], "rows": rows})
+    found, excluded = quarantine.Quarantine(Path(folder), silicon("cpu")), {}
+    struck = sorted({entry.backend for entry in found.strikes()})
+    for name, later_s in LATER.items():
+        later = datetime.now(UTC) + timedelta(seconds=offset_s + later_s)
+        quarantine.clock = partial(datetime.fromtimestamp, later.timestamp(), UTC)
+        excluded[name] = sorted({entry.backend for entry in found.entries()})
+    pipe.send({"excluded": excluded, "struck": struck, "rows": rows})
 
 
 def prepare(plan: dict[str, Any], pipe: Any) -> None:
@@ -85,7 +90,7 @@ def prepare(plan: dict[str, Any], pipe: Any) -> None:
     from attn_dispatch.backends import manual
     from attn_dispatch.kernels import registry
     from attn_dispatch.store.crash_markers import CrashMarker
-    from attn_dispatch.tuning import race
+    from attn_dispatch.tuning import gate, race
 
     if "fault" in plan:
         register(Faulty(plan["fault"], manual))
@@ -111,12 +116,11 @@ def prepare(plan: dict[str, Any], pipe: Any) -> None:
         return call
 
     names: dict[Path, str] = {}
-    CrashMarker.begin = watched(CrashMarker.begin, "gate")  # type: ignore[method-assign]
-    CrashMarker.resume = watched(CrashMarker.resume, "race")  # type: ignore[method-assign]
-    from attn_dispatch.tuning import gate
-
-    for module in (gate, race):
-        module.crash_marker = named(module.crash_marker, names)  # type: ignore[attr-defined]
+    marker: Any = CrashMarker
+    marker.begin, marker.resume = watched(marker.begin, "gate"), watched(marker.resume, "race")
+    modules: tuple[Any, ...] = (gate, race)
+    for module in modules:
+        module.crash_marker = named(module.crash_marker, names)
 
 
 def named(marker: Any, names: dict[Path, str]) -> Any:
@@ -201,7 +205,7 @@ class Child:
 
 
 def look(folder: Path, offset_s: float = 0.0) -> dict[str, Any]:
-    """Who is excluded and whose strikes count, as a new process sees it."""
+    """Who is excluded, now and later, and whose strikes count, as a new process sees it."""
     found: dict[str, Any] = Child(folder, offset_s, problems=0).finish()
     return found
 
@@ -217,11 +221,11 @@ class Ends:
     def add(self, folder: Path, died: bool) -> None:
         self.ends += 1
         self.deaths += died
-        for name, offset_s in LATER.items():
-            found = look(folder, offset_s)
-            self.excluding[name] += bool(found["excluded"])
-            self.excluded[name].update(found["excluded"])
-            self.with_strikes += name == "at_once" and bool(found["struck"] or found["excluded"])
+        found = look(folder)
+        self.with_strikes += bool(found["struck"] or found["excluded"]["at_once"])
+        for name, backends in found["excluded"].items():
+            self.excluding[name] += bool(backends)
+            self.excluded[name].update(backends)
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -274,8 +278,18 @@ def aimed(count: int, number_of_signal: int, where: tuple[str, ...]) -> dict[str
 
     def end(folder: Path, number: int) -> bool:
         backend, place = AIMED_AT[number % len(AIMED_AT)], where[number // len(AIMED_AT) % len(where)]
-        plan = {"backend": backend, "where": place, "call": 1 + number % 3, "signal": number_of_signal}
+        plan: dict[str, Any] = {"backend": backend, "where": place, "call": 1 + number % 3, "signal": number_of_signal}
         return Child(folder, 0.0, seed=number, **plan).finish() is None
+
+    return in_series(count, end)
+
+
+def same_call(count: int) -> dict[str, Any]:
+    """SIGKILL in the first call of one backend in each series: what a backend would look like that exits by itself."""
+
+    def end(folder: Path, number: int) -> bool:
+        plan: dict[str, Any] = {"where": "gate", "call": 1, "signal": signal.SIGKILL}
+        return Child(folder, 0.0, seed=number, backend=AIMED_AT[number // SERIES], **plan).finish() is None
 
     return in_series(count, end)
 
@@ -306,7 +320,7 @@ def shortages() -> dict[str, Any]:
             seen = look(Path(folder))
             later = Child(Path(folder), LATER["after_a_day"], problems=1).finish()
             statuses = [each["rows"].get(AIMED_AT[0]) for each in (report, later)]
-            found[kind] = {"excluded": seen["excluded"], "at_once": statuses[0], "after_a_day": statuses[1]}
+            found[kind] = {"excluded": seen["excluded"]["at_once"], "at_once": statuses[0], "after_a_day": statuses[1]}
     return found
 
 
@@ -320,7 +334,7 @@ def faults() -> dict[str, Any]:
             for seed, (name, hour) in enumerate(hours.items()):
                 offset_s = hour * 3600
                 report = Child(Path(folder), offset_s, seed=seed, problems=1, fault=fault).finish()
-                excluded = look(Path(folder), offset_s)["excluded"]
+                excluded = look(Path(folder), offset_s)["excluded"]["at_once"]
                 steps[name] = {"died": report is None, "excluded": excluded}
             found[fault] = steps
     return found
@@ -333,14 +347,16 @@ def main() -> None:
     counts = QUICK if arguments.quick else COUNTS
     found: dict[str, Any] = {"series": SERIES}
     begin = time.perf_counter()
-    for name, figures in (
+    parts: tuple[tuple[str, Callable[[], dict[str, Any]]], ...] = (
         ("kills", lambda: kills(counts["kills"])),
         ("aimed", lambda: aimed(counts["aimed"], signal.SIGKILL, ("gate", "race"))),
+        ("same_call", lambda: same_call(counts["same_call"])),
         ("stops", lambda: aimed(counts["stops"], signal.SIGTERM, ("race",))),
         ("suspensions", lambda: suspensions(counts["suspensions"])),
         ("shortages", shortages),
         ("faults", faults),
-    ):
+    )
+    for name, figures in parts:
         found[name] = figures()
         print(name, f"{time.perf_counter() - begin:.0f} s", found[name], flush=True)
     write(arguments.output, found)

@@ -10,7 +10,10 @@ from tools.lib.tables import table
 
 #: Pages of docs/results/, with title and the files each shows; the module of the same name makes a file.
 PAGES = {
-    "figures": ("LongNet, kernels, robustness, cost of a call", ("longnet", "kernels", "trust", "routes", "dispatch")),
+    "figures": (
+        "LongNet, kernels, robustness, cost of a call",
+        ("longnet", "kernels", "trust", "strikes", "routes", "dispatch"),
+    ),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
     "ring": ("a sequence over many ranks", ("ring", "ring_reports")),
     "plan": ("an example of `attn-dispatch plan`; counted, not measured", ("plan",)),
