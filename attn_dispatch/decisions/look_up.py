@@ -20,12 +20,14 @@ from attn_dispatch.log import say_once
 from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store import quarantine
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
 from attn_dispatch.store.folder import Store, shipped
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment
 
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
+FIRST_RETRY, LAST_RETRY = timedelta(hours=1), timedelta(days=1)  #: after which a failed candidate is tried again
 
 
 MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is accepted
@@ -68,7 +70,7 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
     affordable = _affordable(decision, budget_ms)
     if budget_ms >= 0 and _is_due(decision) and load.is_calm():
         affordable |= {row.id for row in decision.candidates if row.open} or {decision.chosen}
-    temporary = any(row.status in TEMPORARY for row in decision.candidates)
+    temporary = any(row.status in TEMPORARY or _is_retry_due(row) for row in decision.candidates)
     if not affordable and not temporary and decision.environment == current_environment():
         with suppress(InvalidInput):  # the choice is not registered in this process
             if request.can_run(*decision.chosen):
@@ -121,11 +123,23 @@ def best_candidate(decision: Decision, rows: Mapping[CandidateId, Row]) -> Candi
 
 def _is_valid_row(row: Row | None, candidate: Candidate) -> bool:
     """Whether a row is of the candidate's version and was measured or tried; a candidate that could not run was not."""
-    if row is None or row.version != candidate.version:
+    if row is None or row.version != candidate.version or _is_retry_due(row):
         return False
     # A candidate with wrong results that can run was released from quarantine; the last resort is never quarantined.
     wrong = row.status == "incorrect" and candidate.name == registry.LAST_RESORT
     return wrong or row.status in (*TIMED, "failed", "not_measured")
+
+
+def _is_retry_due(row: Row) -> bool:
+    """Whether a failed candidate is tried again: an hour after it failed, twice as long after each further failure."""
+    if row.status != "failed" or row.measured is None:
+        return row.status == "failed"  # it could not say whether it can run
+    wait = min(FIRST_RETRY * 2 ** min((row.failures or 1) - 1, 10), LAST_RETRY)
+    try:
+        since = quarantine.clock() - datetime.fromisoformat(row.measured)
+    except (TypeError, ValueError):  # no time, or without a time zone
+        return False
+    return not timedelta(0) <= since < wait
 
 
 def _affordable(decision: Decision, budget_ms: float) -> set[CandidateId]:

@@ -10,8 +10,10 @@ from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
+from attn_dispatch.store.decision import Row
+from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request
+from attn_dispatch.tuning.candidates import Candidate, Request, finite
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
@@ -86,10 +88,49 @@ class Race:
         unclear += [name for name, ratio in self.left_out().items() if ratio < MAY_WIN_RATIO]
         return f"too few rounds to compare it with {', '.join(unclear)}" if unclear else ""
 
-    def timing(self, name: str) -> intervals.Timing:
-        """What is stored: of a disturbed race, what the machine can do when left alone."""
-        timing = self.rounds.timings[name]
-        return timing.undisturbed() if self.rounds.load.disturbed else timing
+    def row(self, candidate: Candidate) -> Row | None:
+        """The candidate's row: its failure, its times, or why it was not timed; None if it was not in the race."""
+        name = candidate.title
+        if name in self.rounds.failures:
+            return candidate.measured_row("failed", one_line(self.rounds.failures[name]))
+        if name in self.outcomes:
+            return self._timed_row(candidate, self.outcomes[name])
+        ratio = self.left_out().get(name)
+        if ratio is None:
+            return None
+        admitted = self.runners[name][1]
+        return candidate.measured_row(
+            "not_measured",
+            f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
+            first_ms=admitted.first_ms,
+            open=ratio < MAY_WIN_RATIO,
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
+        )
+
+    def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
+        timing, admitted = self.rounds.timings[candidate.title], self.runners[candidate.title][1]
+        if self.rounds.load.disturbed:  # what is stored is what the machine can do when left alone
+            timing = timing.undisturbed()
+        return candidate.measured_row(
+            outcome.status,
+            outcome.reason,
+            median_ms=timing.median_ms,
+            low_ms=timing.low_ms,
+            high_ms=timing.high_ms,
+            fastest_ms=min(timing.samples_ms),
+            first_ms=admitted.first_ms,
+            host_ms=timing.host_ms,
+            cold_ms=timing.cold_ms,
+            rounds=len(timing.samples_ms),
+            ratio=outcome.ratio,
+            ratio_low=outcome.ratio_low,
+            ratio_high=outcome.ratio_high,
+            break_even=finite(outcome.break_even),
+            open=outcome.open,
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
+        )
 
     def left_out(self) -> dict[str, float]:
         """Candidates timed by a first call only, with its ratio to the fastest one's."""
