@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
@@ -19,7 +20,7 @@ from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, time_in_rounds
 
-HOPELESS_RATIO = 4.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
+HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
 MAY_WIN_RATIO = 1.5  #: a candidate left out at a lower ratio might still be the fastest
 
@@ -152,8 +153,8 @@ class Race:
     def _skip_slowest(self, remaining_s: float | None) -> None:
         """Skip candidates that are hopeless by their first calls, where the budget is short of rounds.
 
-        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
-        times of short calls, which preemption may have made.
+        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor on
+        a busy machine by times of short calls, which preemption may have made.
         """
         if remaining_s is None or self.problem.device.type == "cuda":
             return
@@ -161,10 +162,11 @@ class Race:
         least = min(times.values())
         if least <= 0:
             return  # the clock is too coarse to show a call
+        trusted_ms = 0.0 if load.is_calm() else LONGEST_DISTURBED_MS
         for name in sorted(times, key=lambda name: -times[name]):
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
             factor = 1.0 if name != self.incumbent else INCUMBENT_FACTOR
-            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= LONGEST_DISTURBED_MS:
+            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= trusted_ms:
                 return
             self.skipped[name] = times.pop(name) / least
 
