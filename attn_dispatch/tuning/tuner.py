@@ -34,11 +34,11 @@ from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
 
 # Of a trial that a caller waits for.
-FIXED_S = 0.15  #: seconds that it may take for a problem of microseconds
-CALLS = 15  #: further time, in calls of the fastest candidate so far
+FIXED_S = 0.1  #: seconds that it may take for a problem of microseconds
+CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
-RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
-DISTURBED_FACTOR = 4  #: factor on these where other programs take the cores: samples are repeated after rests
+RACE_S, RACE_CALLS = 0.02, 6  #: seconds and calls of the fastest candidate that a race gets at least
+DISTURBED_FACTOR = 3  #: factor on these where other programs take the cores: samples are repeated after rests
 
 LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
 RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
