@@ -261,7 +261,9 @@ class _RoundTimer:
         self.dropped |= self._hopeless_among({name: ms for name, ms in least_ms.items() if name in running})
 
     def drop_slowest(self) -> None:
-        """Drop the slowest candidates where the budget is short of rounds."""
+        """Drop the slowest candidates where the budget is short of rounds; none by disturbed samples."""
+        if self.stopwatch.load.disturbed:
+            return
         least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
         fastest_ms = min(least_ms.values(), default=0.0)
         for name in sorted(least_ms, key=lambda name: -least_ms[name]):
@@ -272,7 +274,7 @@ class _RoundTimer:
             if name in self.rules.incumbents and ratio < FAR_RATIO:
                 continue
             self.dropped[name] = ratio
-            if ratio < FAR_RATIO or self.stopwatch.load.disturbed:
+            if ratio < FAR_RATIO:
                 self.short_of_time |= {name}
 
     def _left_s(self) -> float:

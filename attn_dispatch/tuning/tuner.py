@@ -19,7 +19,7 @@ import msgspec
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
-from attn_dispatch.machine import memory
+from attn_dispatch.machine import load, memory
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
@@ -38,7 +38,7 @@ FIXED_S = 0.1  #: seconds that it may take for a problem of microseconds
 CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
 RACE_S, RACE_CALLS = 0.02, 6  #: seconds and calls of the fastest candidate that a race gets at least
-DISTURBED_FACTOR = 3  #: factor on these where other programs take the cores: samples are repeated after rests
+BUSY_FACTOR = 4  #: factor on all seconds where other programs take the cores: calls take longer, samples are repeated
 
 LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
 RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
@@ -120,17 +120,26 @@ def _to_measure(
     changed: Collection[CandidateId] | None,
     first: CandidateId | None,
 ) -> list[Candidate]:
-    """The candidates to measure, in order: the first, then by increasing work, as less work is likely faster."""
+    """The candidates to measure, in order: the first, then by increasing work, as less work is likely faster.
+
+    Of those with about the same work, the ones that move less memory come first.
+    """
     able = {candidate.id: candidate for candidate in found if candidate.row is None}
     names = set(able)
     if prior is not None and changed is not None:
         names &= {*changed, prior.chosen, *_best_unchanged(prior, able.keys() - set(changed))}
     measurable = [able[name] for name in able if name in names]
     leading = next((each for each in measurable if each.id == first), None) or static_choice(measurable)
-    rest = sorted((each for each in measurable if each is not leading), key=lambda each: flops(each, problem) or 0)
+    rest = sorted((each for each in measurable if each is not leading), key=lambda each: _effort(each, problem))
     if prior is None and first is None and leading is not None and _has_far_less_work(rest, leading, problem):
         leading, rest = rest[0], [leading, *rest[1:]]
     return rest if leading is None else [leading, *rest]
+
+
+def _effort(candidate: Candidate, problem: Problem) -> tuple[int, int, float]:
+    """Octaves of declared work, then declared memory, then work itself; 0 where the work is unknown."""
+    work = flops(candidate, problem) or 0.0
+    return round(math.log2(work)) if work >= 1 else 0, candidate.workspace_bytes, work
 
 
 def _has_far_less_work(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
@@ -157,6 +166,7 @@ class _Trial:
     prior: Decision | None
     waiting: bool = False
     start: float = field(default_factory=time.perf_counter)
+    calm: bool = field(default_factory=lambda: load.is_calm())
     outside_s: float = 0.0  #: seconds of `prepare`
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
@@ -255,7 +265,7 @@ class _Trial:
         spent = time.perf_counter() - self.start - self.outside_s
         most = [] if self.budget_s is None else [self.budget_s]
         if self.waiting and self.admitted:
-            most.append(FIXED_S + CALLS * self._call_s())
+            most.append(FIXED_S * (1 if self.calm else BUSY_FACTOR) + CALLS * self._call_s())
         return min(most) - spent if most else None
 
     def _call_s(self) -> float:
@@ -348,7 +358,7 @@ class _Trial:
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s
-            remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, DISTURBED_FACTOR))
+            remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_FACTOR))
         self.race.run(example, remaining, more_s)
 
     def decision(self, chosen: Candidate) -> Decision:
