@@ -35,7 +35,7 @@ LEAST_PLAN_MS = 10.0
 #: Share by which an estimate must be lower for its candidate to be taken though it is not sure to be faster; and by
 #: which another candidate may be faster than the chosen one before the choice counts as open.
 BET = 0.10
-ONE_ROUND_BET = 0.5  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
+ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
 DISTURBED_BET = 0.05  #: the same where estimates are of what other programs left undisturbed
 DISTURBED_DOUBT = 2.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
 

@@ -79,7 +79,8 @@ def test_profile_measures_a_provisional_decision_again(busy: Callable[[bool], No
     busy(False)
     forget()
     (found,) = profile([Problem.of(*qkv())], budget_s=2.0, progress=False)
-    assert (found.source, found.provisional) == ("measured", "")
+    assert found.source == "measured"
+    assert found.provisional != DISTURBED
     assert counted(measured=1)
 
 

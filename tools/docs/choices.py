@@ -1,0 +1,56 @@
+"""Tables of choices made beside other programs, and of what first calls cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.docs.results import load, machine
+from tools.lib.tables import table
+
+#: How load.json and first_call.json name a run, and what it is.
+RUNS = {
+    "0": "idle",
+    "0 then calm": "idle, and after a second process",
+    "1": "beside 1 busy loop",
+    "1 then calm": "beside 1, then a process on the idle machine",
+    "2": "beside 2 busy loops",
+    "2 then calm": "beside 2, then a process on the idle machine",
+    "4": "beside 4 busy loops",
+    "4 then calm": "beside 4, then a process on the idle machine",
+    "profile": "`profile`, 8 s for each problem",
+}
+
+
+def choices() -> str:
+    """Both tables, with the machine of each."""
+    return "\n\n".join(
+        ("## Beside other programs", _loaded(load("load")), "## First calls", _first(load("first_call")))
+    )
+
+
+def _loaded(found: Any) -> str:
+    about = (
+        f"By `python -m tools.bench.load`: {len(found['problems'])} problems of 0.05 to 500 ms, three dtypes, both "
+        "directions, tuned by first calls in a process of its own, then judged on the idle machine in one interleaved "
+        "run of all candidates that were chosen. Off: more than a tenth slower than the best of these. Two candidates "
+        f"may differ by a tenth from one process to the next, so that `profile` is not zero either. {machine(found)}."
+    )
+    rows: list[tuple[str, ...]] = [("tuned", "off", "geometric mean", "worst"), ("---",) * 4]
+    for name, one in found["runs"].items():
+        off = f"{one['off']} of {one['problems']}"
+        rows.append((RUNS[name], off, f"{one['geometric_mean']:.2f}", f"{one['worst']:.2f}"))
+    return f"{about}\n\n{table(rows)}"
+
+
+def _first(found: Any) -> str:
+    about = (
+        "By `python -m tools.bench.first_call`: CPU seconds of the first call of each of the same problems, less those "
+        f"of {found['own_calls']} later calls of it. What the design asks for: at most {found['first_s']:g} s for the "
+        f"first problem of a process, {found['later_s']:g} s for later ones (median). {machine(found)}."
+    )
+    head = ("process", "first problem", "later ones, median", "largest", "measured", "provisional")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for name, one in found["processes"].items():
+        seconds = (f"{one[key]:.2f} s" for key in ("first_s", "median_s", "largest_s"))
+        rows.append((name, *seconds, str(len(one["problems"])), str(one["provisional"])))
+    return f"{about}\n\n{table(rows)}"
