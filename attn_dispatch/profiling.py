@@ -26,12 +26,13 @@ from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
 from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import decode, encode
+from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import read_record
 from attn_dispatch.tuning.candidates import Request
 
 MIN_SECONDS = 0.05  #: least budget of a problem
+BUDGET_USED = 0.5  #: share of its budget that a trial which could not settle its choice takes at least
 
 Report = Callable[[int, Explanation], None]
 
@@ -91,7 +92,7 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
     budget_ms = math.inf if share_s is None else share_s * 1e3
     request = Request.of(problem)
     stored = look_up.look_up(request, budget_ms)
-    anew = force or (stored is not None and (stored.decision.drift is not None or bool(stored.decision.provisional)))
+    anew = force or (stored is not None and (stored.decision.drift is not None or _is_open(stored.decision, budget_ms)))
     if stored is not None and stored.is_valid and not anew:
         return Explanation.of(stored.decision)
     if stored is not None and anew:
@@ -101,6 +102,12 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
         return decide.explain_problem(problem)
     dispatch.adopt(problem, decision)
     return Explanation.of(decision)
+
+
+def _is_open(decision: Decision, budget_ms: float) -> bool:
+    """Whether a provisional decision was made in less time than this budget: where a caller waited, for example."""
+    made_in_ms = min(decision.budget_ms or math.inf, decision.elapsed_ms)
+    return bool(decision.provisional) and made_in_ms < budget_ms * BUDGET_USED
 
 
 def _seconds_each(end: float | None, left: int) -> float | None:

@@ -16,7 +16,7 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import choice, hard_cases, oracle, race, tuner
+from attn_dispatch.tuning import choice, gate, hard_cases, oracle, race, tuner
 from attn_dispatch.tuning.candidates import Request, static_choice
 from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
@@ -64,6 +64,7 @@ def test_a_call_runs_without_memory_for_a_trial(
 ) -> None:
     where, name, first = PLACES[place]
     hard_cases._cases.cache_clear()
+    gate._passed.clear()
     calls = fail_from(monkeypatch, where, name, first, ERRORS[error])
     q, k, v = qkv(32)
     for _ in range(2):
