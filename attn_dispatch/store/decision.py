@@ -43,6 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `host_ms` the host's share
     of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring where the budget did not allow
     it, `measured` the time of measuring in UTC. `open`: it may be much faster than the chosen one, as far as is known.
+    `origin` is "imported" or "shipped" where another machine measured it, and empty where this one did.
     """
 
     backend: str
@@ -68,6 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     need_ms: float | None = None
     measured: str | None = None
     open: bool = False
+    origin: str = ""
     extra: dict[str, Any] = {}
 
     @property
@@ -91,6 +93,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
     `provisional` says why the choice is to be measured again, `attempts` how many trials in a row ended so.
     `preferred` is the originally chosen backend and order, set where a merge added a later row that rules them out.
+    `origin` is as in a row: what another machine decided.
     """
 
     schema: int = SCHEMA
@@ -114,6 +117,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     preferred: tuple[str, str] | None = None
     provisional: str = ""
     attempts: int = 0
+    origin: str = ""
     extra: dict[str, Any] = {}
 
     @property
@@ -125,6 +129,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     def address(self) -> Address:
         """The address in the store."""
         return Address(self.silicon, self.group, self.key)
+
+
+def from_elsewhere(decision: Decision, origin: str) -> Decision:
+    """The decision marked, in all rows, as that of another machine: `origin` is "imported" or "shipped"."""
+    rows = tuple(msgspec.structs.replace(row, origin=origin) for row in decision.candidates)
+    return msgspec.structs.replace(decision, origin=origin, candidates=rows)
 
 
 MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
