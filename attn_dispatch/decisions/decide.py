@@ -28,13 +28,13 @@ from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import traceable
 from attn_dispatch.learning.predict import Prediction
-from attn_dispatch.log import logger
+from attn_dispatch.log import logger, say_once
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
-from attn_dispatch.text import printable, titled
+from attn_dispatch.text import one_line, printable, titled
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, ruled_out
 
 MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
@@ -193,7 +193,6 @@ class _DeviceSteps:
 
     @cached_property
     def found(self) -> look_up.StoredDecision | None:
-        """The stored decision, whoever measured it."""
         budget_ms = settings.budget_ms() if mode() == "tune" and not self.explained else -1.0
         return look_up.look_up(self.request, budget_ms)
 
@@ -201,12 +200,11 @@ class _DeviceSteps:
     def on_disk(self) -> look_up.StoredDecision | None:
         """The stored decision, if it was measured here, or is confirmed here."""
         found = self.found
-        if found is None or self.explained or look_up.is_believed(found.decision):
-            return found
-        with measuring:
-            if not found.is_valid or not look_up.confirmed(self.request, found.decision, _rate_limit):
-                return None
-        evidence.add(found.decision)
+        if found is not None and not self.explained and not look_up.is_believed(found.decision):
+            with measuring:
+                if not look_up.confirmed(self.request, found, _rate_limit):
+                    return None
+            evidence.add(found.decision)
         return found
 
     @cached_property
@@ -351,12 +349,21 @@ def measure(
     *,
     waiting: bool = False,
 ) -> Decision | None:
-    """Run a trial; with `stored`, of its changed candidates only, if any. Arguments as for `tuner.run_trial`."""
-    from attn_dispatch.tuning import tuner  # loaded only when something is measured
+    """Run a trial; with `stored`, of its changed candidates only, if any. Arguments as for `tuner.run_trial`.
+
+    None also where the machine lacks memory, threads or files beside a trial, which is warned of once.
+    """
+    from attn_dispatch.tuning import guard, tuner  # loaded only when something is measured
 
     prior, changed = (None, None) if stored is None else (stored.decision, stored.changed or None)
-    with isolated(request.problem.device), preserved_rng(request.problem):
-        return tuner.run_trial(request, budget_s, waiting=waiting, prior=prior, changed=changed, first=first)
+    try:
+        with isolated(request.problem.device), preserved_rng(request.problem):
+            return tuner.run_trial(request, budget_s, waiting=waiting, prior=prior, changed=changed, first=first)
+    except Exception as error:
+        if isinstance(error, BackendFailed) or not guard.is_shortage(error):
+            raise
+        say_once(f"not measured, too little memory: {printable(str(request.problem))} ({one_line(error)})")
+        return None
 
 
 def store_measured(problem: Problem, decision: Decision) -> None:
@@ -409,6 +416,5 @@ def _forced_among(request: Request, backend: str | None, order: str | None) -> t
     if sum(each.row is None for each in found) > 1:
         measured = _decided.get((request.silicon, request.problem, None, None))
         if (measured is None or not measured.candidates) and mode() != "off":
-            stored = look_up.read_stored(request)
-            measured = stored if stored is not None and look_up.is_believed(stored) else None
+            measured = look_up.read_believed(request)
     return unmeasured.decision_among(request, found, measured), error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -11,7 +11,9 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import passed
 from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
 from attn_dispatch.text import align, gib, milliseconds, printable
-from attn_dispatch.tuning.candidates import Candidate
+
+if TYPE_CHECKING:
+    from attn_dispatch.tuning.candidates import Candidate
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 LEFT = {0, 1, 7}  #: left-aligned columns

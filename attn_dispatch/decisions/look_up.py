@@ -19,20 +19,21 @@ import msgspec
 
 from attn_dispatch.decisions.rate_limit import RateLimit
 from attn_dispatch.decisions.torch_state import cannot_measure, isolated, preserved_rng
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger, say_once
 from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder, mode, trial_seconds
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store import passed
+from attn_dispatch.store import passed, quarantine
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
 from attn_dispatch.store.folder import Store, shipped
-from attn_dispatch.text import printable, titled
+from attn_dispatch.text import one_line, printable, titled
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment
 
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
+FIRST_RETRY, LAST_RETRY = timedelta(hours=1), timedelta(days=1)  #: after which a failed candidate is tried again
 
 
 MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is accepted
@@ -75,7 +76,7 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
     affordable = _affordable(decision, budget_ms)
     if budget_ms >= 0 and _is_due(decision) and load.is_calm():
         affordable |= {row.id for row in decision.candidates if row.open} or {decision.chosen}
-    temporary = any(row.status in TEMPORARY for row in decision.candidates)
+    temporary = any(row.status in TEMPORARY or _is_retry_due(row) for row in decision.candidates)
     if not affordable and not temporary and decision.environment == current_environment():
         with suppress(InvalidInput):  # the choice is not registered in this process
             if request.can_run(*decision.chosen):
@@ -92,23 +93,35 @@ def read_stored(request: Request) -> Decision | None:
     return given if given is not None and _is_for(request, given) else None
 
 
+def read_believed(request: Request) -> Decision | None:
+    """What `read_stored` returns, if it `is_believed`."""
+    found = read_stored(request)
+    return found if found is not None and is_believed(found) else None
+
+
 def is_believed(decision: Decision) -> bool:
     """Whether a decision may be used: measured or confirmed here, or in a mode that measures nothing."""
     return mode() != "tune" or passed.is_confirmed(cache_folder(), decision)
 
 
-def confirmed(request: Request, decision: Decision, limit: RateLimit) -> bool:
+def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> bool:
     """Whether another machine's decision holds here, by a few calls now; noted, so that no later process checks it.
 
-    False where nothing may be timed now.
+    False where nothing may be timed now, or it does not fit the current candidates.
     """
-    if cannot_measure(request.problem.device) or not limit.allows(trial_seconds()):
+    decision = stored.decision
+    if not stored.is_valid or cannot_measure(request.problem.device) or not limit.allows(trial_seconds()):
         return False
-    from attn_dispatch.tuning import race  # loaded only when something is measured
+    from attn_dispatch.tuning import guard, race  # loaded only when something is measured
 
     start = time.perf_counter()
-    with isolated(request.problem.device), preserved_rng(request.problem):
-        why = race.why_refuted(request, decision.chosen)
+    try:
+        with isolated(request.problem.device), preserved_rng(request.problem):
+            why = race.why_refuted(request, decision.chosen)
+    except Exception as error:
+        if isinstance(error, BackendFailed) or not guard.is_shortage(error):
+            raise
+        why = f"too little memory to check it ({one_line(error)})"
     limit.add(time.perf_counter() - start)
     if why:
         what = printable(f"{titled(*decision.chosen)}, {decision.origin}, for {decision.title}")
@@ -159,11 +172,23 @@ def best_candidate(decision: Decision, rows: Mapping[CandidateId, Row]) -> Candi
 
 def _is_valid_row(row: Row | None, candidate: Candidate) -> bool:
     """Whether a row is of the candidate's version and was measured or tried; a candidate that could not run was not."""
-    if row is None or row.version != candidate.version:
+    if row is None or row.version != candidate.version or _is_retry_due(row):
         return False
     # A candidate with wrong results that can run was released from quarantine; the last resort is never quarantined.
     wrong = row.status == "incorrect" and candidate.name == registry.LAST_RESORT
     return wrong or row.status in (*TIMED, "failed", "not_measured")
+
+
+def _is_retry_due(row: Row) -> bool:
+    """Whether a failed candidate is tried again: an hour after it failed, twice as long after each further failure."""
+    if row.status != "failed" or row.measured is None:
+        return row.status == "failed"  # it could not say whether it can run
+    wait = min(FIRST_RETRY * 2 ** min((row.failures or 1) - 1, 10), LAST_RETRY)
+    try:
+        since = quarantine.clock() - datetime.fromisoformat(row.measured)
+    except (TypeError, ValueError):  # no time, or without a time zone
+        return False
+    return not timedelta(0) <= since < wait
 
 
 def _affordable(decision: Decision, budget_ms: float) -> set[CandidateId]:

@@ -111,8 +111,9 @@ def _backend_candidates(problem: Problem, name: str, order: str | None) -> tuple
         offered = orders_of(backend, problem) or (NATURAL,)
         if order is not None and order not in forced_orders(backend, problem):
             return [_unsupported_order(backend, problem, order, offered)], None
-    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way
-        return [ruled_out(backend, order or NATURAL, "failed", one_line(error))], error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way
+        raised = error if isinstance(error, Exception) else RuntimeError(one_line(error))
+        return [ruled_out(backend, order or NATURAL, "failed", one_line(error))], raised
     version = registry.version_of(backend)
     return [Candidate(backend, each, version) for each in (offered if order is None else (order,))], None
 

@@ -1,8 +1,13 @@
-"""The backends in order of preference, each loaded on first use."""
+"""The backends in order of preference, each loaded on first use.
+
+The import of another package's backend is foreign code: whatever it raises becomes an InvalidInput that names the entry
+point and its distribution, and is not tried again in the process. `import_guard` limits its time, and records a crash.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
@@ -33,7 +38,15 @@ LAST_RESORT = "manual"
 REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
 
 _added: dict[str, Backend] = {}
-process_state.register(process_state.FACTS, _added.clear)
+_broken: dict[str, str] = {}  # names of backends that could not be imported, with the message
+process_state.register(process_state.FACTS, _added.clear, _broken.clear)
+
+Import = Callable[[], Backend]
+
+
+def import_guard(point: EntryPoint, load: Import) -> Backend:
+    """Import another package's backend. `tuning.candidates` replaces this: this room knows neither store nor guard."""
+    return load()
 
 
 def register(backend: Backend) -> None:
@@ -72,7 +85,14 @@ def load(name: str) -> Backend:
     """
     if name in _added:
         return _added[name]
+    if name in _broken:
+        raise InvalidInput(_broken[name])
     return _load(name)
+
+
+def is_built_in(name: str) -> bool:
+    """Whether a backend is this package's own."""
+    return name in (*BUILT_IN, LAST_RESORT)
 
 
 def backends() -> list[Backend]:
@@ -92,7 +112,7 @@ def version_of(backend: Backend) -> str | None:
         return _plain_text(backend.version())
     except ImportError:  # includes PackageNotFoundError
         return None
-    except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and must not end the call
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, and must not end the call
         say_once(f"{backend.name} has no version: {one_line(error)}")
         return None
 
@@ -104,21 +124,41 @@ def _plain_text(version: object) -> str | None:
 
 @cache
 def _load(name: str) -> Backend:
-    if name in (*BUILT_IN, LAST_RESORT):
+    if is_built_in(name):
         return cast(Backend, importlib.import_module(f"attn_dispatch.backends.{name}"))
     point = _entry_points().get(name)
     if point is None:
         raise InvalidInput(f"backend must be one of {', '.join(names())}, got {name!r}")
     try:
-        backend: Backend = point.load()
+        backend = import_guard(point, lambda: _imported(point))
     except Exception as error:
-        raise InvalidInput(f"backend {name!r} from {point.value} cannot be loaded: {error!r}") from error
+        _broken[name] = f"backend {described(point)} cannot be loaded: {one_line(error)}"
+        raise InvalidInput(_broken[name]) from error
     missing = [part for part in REQUIRED if not hasattr(backend, part)]
     if missing:
-        raise InvalidInput(f"backend {name!r} from {point.value} lacks {', '.join(missing)}")
+        _broken[name] = f"backend {described(point)} lacks {', '.join(missing)}"
+        raise InvalidInput(_broken[name])
     return backend
+
+
+def _imported(point: EntryPoint) -> Backend:
+    try:
+        backend: Backend = point.load()
+    except (SystemExit, KeyboardInterrupt) as error:  # by its own code: a user's Ctrl-C is raised in the main thread
+        raise ImportError(f"raised {one_line(error)}") from error
+    return backend
+
+
+def described(point: EntryPoint) -> str:
+    """An entry point's name, its value and its distribution, for messages."""
+    return f"{point.name!r} (entry point {point.value} of {distribution(point)})"
+
+
+def distribution(point: EntryPoint) -> str:
+    """The name and version of an entry point's distribution."""
+    return "an unknown distribution" if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (*BUILT_IN, LAST_RESORT)}
+    return {point.name: point for point in entry_points(group=GROUP) if not is_built_in(point.name)}

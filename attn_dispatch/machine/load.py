@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from attn_dispatch.machine.memory import PROC, read_text
 
-DISTURBED_PER_S = 60.0  #: involuntary context switches per second of CPU time from which a measurement is disturbed
+DISTURBED_PER_S = 90.0  #: involuntary context switches per second of CPU time from which a measurement is disturbed
 STRAY_SWITCHES = 4  #: switches that occur on a quiet machine however short the measurement
 CALM_PRESSURE = 0.10  #: share of the last ten seconds in which a task waited for a core, below which a machine is calm
 

@@ -7,19 +7,18 @@ its process has died. The lock ends with its process, in containers and across t
 forwarded. Where a file system has no such locks, a marker is abandoned when its process is gone or, if that ran on
 another machine or in another container, after an hour.
 
-A process that receives a stop signal during a trial (schedulers, `timeout`, a closed terminal) records it in its
-marker. Forked children release the lock, except those that C code forks without Python's fork handlers.
+What a process notes of the signal that ends it is in `signal_notes`, whose token begins that of its markers. Its time
+is compared with that of the marker's last change: both are the file system's. Forked children release the lock, except
+those that C code forks without Python's fork handlers.
 """
 
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import fcntl
 import os
 import re
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -36,20 +35,18 @@ from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON
+from attn_dispatch.store.signal_notes import Noted, SignalNotes, read_notes, remove_orphans
 
 FOLDER = "quarantine"
 MARKER_NAME = re.compile(r"[0-9a-f]{20}-[0-9a-f]{12}\.mark")
 FOREIGN_EXPIRY_S = 3600.0  #: age in seconds at which an unlocked marker of an unknown process counts as abandoned
 PROC = Path("/proc")
 MACHINE_ID = Path("/etc/machine-id")
-#: Signals by which schedulers, resource limits and users end processes; a crash raises none of them.
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGQUIT")
-)
 _FINISHED = b"over\n"
+_PATIENCE, _CALL = b"patience ", b"call "
 
 _own_markers: dict[Path, int] = {}  # this process's markers -> descriptors that hold their locks
-_noted_signals: set[int] = set()  # signals whose arrival faulthandler writes into a marker
+_notes: dict[Path, SignalNotes] = {}  # the folder of this process's notes -> the notes; one entry, or none
 _tables_lock = threading.Lock()  # guards these two
 _finalized: set[int] = set()  # this process's pid, once `_end` is registered with multiprocessing
 
@@ -70,8 +67,8 @@ class Process(msgspec.Struct, frozen=True):
 class MarkerContent(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a marker: the backend, the problem (`title`) and the process.
 
-    `began` is in seconds since 1970; `scope` and `patience_s` are those of `crash_marker`; `locked` is whether the
-    process could lock the marker.
+    `began` is in seconds since 1970; `scope`, `patience_s` and `crashes_only` are those of `crash_marker`; `locked` is
+    whether the process could lock the marker.
     """
 
     backend: str
@@ -83,20 +80,23 @@ class MarkerContent(msgspec.Struct, frozen=True, kw_only=True):
     locked: bool
     began: float
     patience_s: float | None = None
+    crashes_only: bool = False
 
 
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True):
-    """A marker whose process is gone, `after_s` seconds into the trial.
+    """A marker whose process is gone.
 
-    `stop_signal` is whether a stop signal was recorded; `rebooted` whether the machine may have rebooted since, which
-    ends every process.
+    `noted` is what it noted of its end; `rebooted` whether the machine may have rebooted since, which ends every
+    process; `progress` identifies the call of the trial that was running. `overdue_s` is how many seconds that call had
+    run when the process was told to stop, None if no longer than its patience.
     """
 
     path: Path
     marker: MarkerContent
-    stop_signal: bool
+    noted: Noted
     rebooted: bool
-    after_s: float
+    progress: str
+    overdue_s: float | None
 
 
 @dataclass
@@ -105,21 +105,31 @@ class CrashMarker:
 
     path: Path
     size: int = 0
+    calls: int = 0  #: since the first pause
 
     def pause(self) -> None:
         """Mark the trial as finished until `resume`."""
         handle = _own_markers.get(self.path)
         if handle is not None:
             with suppress(OSError):
-                self.size = os.fstat(handle).st_size
+                self.size = self.size or os.fstat(handle).st_size
                 os.write(handle, _FINISHED)
 
     def resume(self) -> None:
-        """Mark the trial as running again."""
+        """Mark the trial as running again: a call begins."""
         handle = _own_markers.get(self.path)
         if handle is not None and self.size:
             with suppress(OSError):
                 os.ftruncate(handle, self.size)
+                self.calls += 1
+                os.write(handle, b"%s%d\n" % (_CALL, self.calls))
+
+    def begin(self, patience_s: float) -> None:
+        """Mark the beginning of a call; a stop signal after `patience_s` seconds of it counts as a hang."""
+        handle = _own_markers.get(self.path)
+        if handle is not None:
+            with suppress(OSError):
+                os.write(handle, b"%s%g\n" % (_PATIENCE, patience_s))
 
 
 @contextmanager
@@ -132,6 +142,7 @@ def crash_marker(
     scope: str = "",
     *,
     patience_s: float | None = None,
+    crashes_only: bool = False,
 ) -> Iterator[CrashMarker]:
     """Keep a crash marker on disk while a backend is tried on a problem.
 
@@ -140,16 +151,30 @@ def crash_marker(
         silicon: the fingerprint of the device.
         title: the problem, for messages.
         scope: the problems to quarantine after a crash: "" for all, else a group's digits.
-        patience_s: seconds into the trial after which a stop signal counts as a hang; None: it never does.
+        patience_s: seconds into a call after which a stop signal counts as a hang; None: it never does.
+        crashes_only: whether only a noted crash counts, as where another program does the work.
 
     Raises:
         ValueError: `silicon` is not a fingerprint.
     """
     place = place_of(folder, silicon)
-    path = place / f"{digest(backend, version, scope)}-{secrets.token_hex(6)}.mark"
+    path = place
     try:
         try:
-            _mark(path, backend, version, silicon, title, scope, patience_s)
+            path = _create(place, digest(backend, version, scope))
+            marker = MarkerContent(
+                backend=backend,
+                version=version,
+                silicon=silicon,
+                title=title[:4000],
+                scope=scope,
+                process=_this_process(),
+                locked=_lock(_own_markers[path]),  # before writing: other processes ignore an empty marker
+                began=time.time(),
+                patience_s=patience_s,
+                crashes_only=crashes_only,
+            )
+            _write(_own_markers[path], files.encode_checked(marker))
         except OSError as error:
             if folder != settings.NOWHERE:
                 say_once(f"a crash would not be recorded: {place} cannot be written ({error.strerror or error})")
@@ -206,52 +231,48 @@ def abandoned(place: Path) -> Iterator[Abandoned]:
                 yield found
         finally:
             os.close(handle)
+    remove_orphans([*listed(place, ".mark"), *listed(place, ".notes")], FOREIGN_EXPIRY_S)
 
 
 # --- this process's markers -------------------------------------------------------------------------------------------
 
 
-def _mark(
-    path: Path, backend: str, version: str | None, silicon: str, title: str, scope: str, patience_s: float | None
-) -> None:
-    refuse_links(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-    handle = os.open(path, flags, 0o666)
+def _create(place: Path, name: str) -> Path:
+    """Create an empty marker, and this process's signal notes unless they are open in this folder."""
+    refuse_links(place)
+    place.mkdir(parents=True, exist_ok=True)
     with _tables_lock:
-        _own_markers[path] = handle
-    marker = MarkerContent(
-        backend=backend,
-        version=version,
-        silicon=silicon,
-        title=title[:4000],
-        scope=scope,
-        process=_this_process(),
-        locked=_lock(handle),  # before writing: other processes ignore an empty marker
-        began=time.time(),
-        patience_s=patience_s,
-    )
-    line = files.encode_checked(marker)
+        if place not in _notes:
+            _close_notes()
+            _notes[place] = SignalNotes(place, _this_process().boot)
+        path = place / f"{name}-{_notes[place].token}{secrets.token_hex(2)}.mark"
+        _own_markers[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    return path
+
+
+def _write(handle: int, line: bytes) -> None:
     if os.write(handle, line) < len(line):
         raise OSError(0, "no room")
     os.fsync(handle)
-    with _tables_lock:
-        _record_signals(handle)
     _end_with_multiprocessing()
 
 
 def _unmark(path: Path) -> None:
     handle = _own_markers.get(path)
-    if handle is None:
-        return  # never written, or the parent's
-    with suppress(OSError):
-        os.write(handle, _FINISHED)  # for a process that reads it now, or if it cannot be removed
-    _remove(path)
+    if handle is not None:  # else never written, or the parent's
+        with suppress(OSError):
+            os.write(handle, _FINISHED)  # for a process that reads it now, or if it cannot be removed
+        _remove(path)
     with _tables_lock:  # deleted last: if this is interrupted, `_end` repeats it at exit
-        if _own_markers.pop(path, None) is None:
-            return
-        _record_signals(next(iter(_own_markers.values()), None))
-    os.close(handle)
+        if _own_markers.pop(path, None) is not None and handle is not None:
+            os.close(handle)
+        if not _own_markers:
+            _close_notes()
+
+
+def _close_notes(*, remove: bool = True) -> None:
+    while _notes:
+        _notes.popitem()[1].close(remove=remove)
 
 
 def _remove(path: Path) -> None:
@@ -267,37 +288,11 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def _record_signals(handle: int | None) -> None:
-    """Have faulthandler write stop signals without a handler into a marker; stop that for None.
-
-    Python runs its own handlers only when C code returns, faulthandler's runs at once.
-    """
-    caught = _caught()
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_DFL:
-            continue  # a handler set during the trial must not be removed with faulthandler's
-        if number in _noted_signals and (handle is None or not caught >> (number - 1) & 1):
-            faulthandler.unregister(number)
-            _noted_signals.discard(number)
-        if handle is not None and (number in _noted_signals or not caught >> (number - 1) & 1):
-            faulthandler.register(number, file=handle, all_threads=False, chain=True)
-            _noted_signals.add(number)
-
-
-def _caught() -> int:
-    """The signals that have a handler, as bits; Python itself does not know of those set by C code."""
-    try:
-        status = (PROC / "self" / "status").read_text()
-    except OSError:
-        return -1
-    return int(next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"), 16)
-
-
 def _forget_parents_markers() -> None:
     """Forget the parent's markers in a forked child. Closing the copied descriptors does not unlock them."""
     global _tables_lock
     _tables_lock = threading.Lock()  # the old one may be held by a thread of the parent
-    _record_signals(None)
+    _close_notes(remove=False)
     for handle in _own_markers.values():
         with suppress(OSError):
             os.close(handle)
@@ -336,7 +331,8 @@ def _examined(path: Path, handle: int) -> Abandoned | None:
         marker = files.decode_checked(line, MarkerContent)
         if not _is_abandoned(handle, marker):
             return None
-        note = files.content_of(handle)[len(line) + 1 :]  # again, now that its process is gone
+        _, *rest = files.content_of(handle).splitlines(keepends=True)  # again, now that its process is gone
+        waits = [float(each.removeprefix(_PATIENCE)) for each in rest if each.startswith(_PATIENCE)]
         changed = os.fstat(handle)
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -346,12 +342,21 @@ def _examined(path: Path, handle: int) -> Abandoned | None:
         return None
     if there.st_ino != changed.st_ino:
         return None
-    if note.endswith(_FINISHED):
+    if rest and rest[-1] == _FINISHED:
         _remove(path)  # its process ended before it could
         return None
-    after_s = max(0.0, changed.st_mtime - marker.began)
+    noted = read_notes(path.parent, path.name.partition("-")[2][:8], _this_process().boot)
+    patience_s = waits[-1] if waits else marker.patience_s
+    ran_s = 0.0 if noted.at is None else noted.at - changed.st_mtime
+    overdue_s = ran_s if noted.stopped and patience_s is not None and ran_s > patience_s else None
+    calls = [each.strip().decode(errors="replace") for each in rest if each.startswith(_CALL)]
     return Abandoned(
-        path=path, marker=marker, stop_signal=bool(note), rebooted=_rebooted(marker.process), after_s=after_s
+        path=path,
+        marker=marker,
+        noted=noted,
+        rebooted=_rebooted(marker.process),
+        progress=" ".join([str(len(waits)), *calls[-1:]]),
+        overdue_s=overdue_s,
     )
 
 

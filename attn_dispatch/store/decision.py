@@ -42,7 +42,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
     `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `host_ms` the host's share
     of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring where the budget did not allow
-    it, `measured` the time of measuring in UTC. `open`: it may be much faster than the chosen one, as far as is known.
+    it, `measured` the time of measuring in UTC, `failures` how many trials in a row a failed candidate has failed;
+    `open`: it may be much faster than the chosen one, as far as is known.
     `origin` is "imported" or "shipped" where another machine measured it, and empty where this one did.
     """
 
@@ -69,6 +70,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     need_ms: float | None = None
     measured: str | None = None
     open: bool = False
+    failures: int | None = None
     origin: str = ""
     extra: dict[str, Any] = {}
 
@@ -138,7 +140,7 @@ def from_elsewhere(decision: Decision, origin: str) -> Decision:
 
 
 MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
-NOT_NEGATIVE = (*MEASURED, "break_even", "rounds", "error")
+NOT_NEGATIVE = (*MEASURED, "break_even", "rounds", "error", "failures")
 FIELDS = frozenset(Decision.__struct_fields__) - {"extra"}
 ROW_FIELDS = frozenset(Row.__struct_fields__) - {"extra"}
 

@@ -3,9 +3,24 @@
     <cache folder>/quarantine/<silicon>/<digest>.json
 
 One small checked file per entry. An entry excludes one version of a backend, for all problems or for one group; other
-versions are not affected. A process killed from outside during a trial looks like a crash: the first crash therefore
-excludes a version for an hour only, another one in a trial begun after that for good. Damaged and foreign files are
-ignored with one warning. No torch here.
+versions are not affected. Damaged and foreign files are ignored with one warning. No torch here.
+
+Wrong results and undeclared memory are proven: their entries (`incorrect`, `memory`) hold until they are lifted. The
+death or hang of a process (`died`, `hung`) is a strike, since most processes die for other reasons: preemption, a
+supervisor, memory that others took. How long strikes exclude a version depends on the evidence:
+
+- Sure: the process noted a crash (SIGSEGV, SIGABRT, ..., see `signal_notes`), or a call ran longer than its time limit
+  while this process was awake. Would the version be tried again at once, a supervisor's restarts would all crash: it
+  is out for `FIRST_HOLD`, after the second strike for a day, then twice as long for each, up to `LONGEST_HOLD`.
+- Unsure: the process left no note, as after SIGKILL, or was told to stop late in a call, which may have been suspended.
+  A restarted job that leaves out its fastest backend is slow as long as it runs, so the first such death excludes
+  nothing, nor does one in another call of the trial than the last: kills from outside come at any moment. If the next
+  trial ends in the same call, the version is out for `FIRST_HOLD`, then six times as long for each, up to
+  `LONGEST_UNSURE_HOLD`. A crash without a note, as by exit() in C code, costs two processes instead of one.
+
+Processes killed together, as the ranks of a job are, count as one strike: a trial that began before the end of the hold
+adds none. Strikes are forgotten a day after their hold, or after as long as it lasted; a trial that times the version
+clears them at once.
 """
 
 from __future__ import annotations
@@ -28,7 +43,14 @@ from attn_dispatch.text import printable
 Kind = Literal["died", "hung", "incorrect", "memory"]
 Key = tuple[str, str | None, str]
 LAST_RESORT = "manual"  #: never quarantined for a crash, because nothing else could run. Same as in kernels.registry
-FIRST_CRASH_HOLD = timedelta(hours=1)  #: for which a first crash excludes a version
+STRIKES = ("died", "hung")  #: kinds of entries that expire
+FIRST_HOLD = timedelta(minutes=10)  #: for which a first sure strike, or a second unsure one, excludes a version
+SECOND_HOLD = timedelta(days=1)  #: for which a second sure strike does; each further one holds twice as long
+LONGEST_HOLD = timedelta(days=30)
+UNSURE_FACTOR = 6  #: ratio of the holds of unsure strikes
+LONGEST_UNSURE_HOLD = timedelta(hours=12)
+REMEMBERED = timedelta(days=1)  #: for which strikes count after their hold, at least
+CLOCK_ERROR = timedelta(minutes=1)  #: by which the clocks of machines that share the folder may differ
 
 
 def clock() -> datetime:
@@ -37,15 +59,16 @@ def clock() -> datetime:
 
 
 def _now() -> str:
-    return clock().isoformat(timespec="seconds")
+    return clock().isoformat()
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The quarantine of one version of a backend.
 
     ``scope`` is "" for all problems, else the digits of a group of problems. ``reason`` is one line, ``title`` the
-    problem that showed the fault, ``created`` an ISO time in UTC. ``until``, likewise, is the end after a first crash;
-    None: the entry holds until it is lifted.
+    problem that showed the fault, ``created`` an ISO time in UTC. Of deaths and hangs, ``strikes`` are the sure ones,
+    ``unsure`` the others in the same call of a trial (``progress``), ``created`` the time of the last and ``until``,
+    likewise, the end of its hold; None: `LONGEST_HOLD` after ``created``. Other entries have no end.
     """
 
     backend: str
@@ -58,11 +81,31 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     created: str = msgspec.field(default_factory=_now)
     provenance: dict[str, str] | None = None
     until: str | None = None
+    strikes: int = 0
+    unsure: int = 0
+    progress: str = ""
+
+    @property
+    def end(self) -> datetime | None:
+        """The end of a hold; None for an entry that is proven."""
+        if self.kind not in STRIKES:
+            return None
+        return _time(self.created) + LONGEST_HOLD if self.until is None else _time(self.until)
 
     @property
     def holds(self) -> bool:
-        """Whether the entry is in force now; never longer than `FIRST_CRASH_HOLD`, even if the clock was set back."""
-        return self.until is None or timedelta(0) < datetime.fromisoformat(self.until) - clock() <= FIRST_CRASH_HOLD
+        """Whether the entry excludes its version now."""
+        end = self.end
+        return end is None or _time(self.created) - CLOCK_ERROR <= clock() < end
+
+    @property
+    def counts(self) -> bool:
+        """Whether its strikes count, during the hold and for some time after it; not if the clock was set back."""
+        end = self.end
+        if end is None:
+            return True
+        made = _time(self.created)
+        return made - CLOCK_ERROR <= clock() < end + max(REMEMBERED, end - made)
 
     @property
     def key(self) -> Key:
@@ -106,6 +149,10 @@ class Quarantine:
         """The entries in force now, sorted by backend, version and scope."""
         return [entry for entry in self._all_entries() if entry.holds]
 
+    def strikes(self) -> list[Entry]:
+        """The entries that exclude nothing now, but whose strikes count, sorted likewise."""
+        return [entry for entry in self._all_entries() if entry.counts and not entry.holds]
+
     def _all_entries(self) -> list[Entry]:
         """All entries, expired ones included, sorted likewise."""
         found = list(self._entries().values())  # copied at once: another thread may add to it
@@ -114,14 +161,27 @@ class Quarantine:
     def add(self, entry: Entry) -> None:
         """Quarantine in this and later processes; only in this one, with one warning, where the folder is read-only.
 
+        A death or hang is a sure strike, added to those of the version.
+
         Raises:
             ValueError: the entry is for another silicon.
         """
         if entry.silicon != self.silicon:
             raise ValueError(f"an entry for {entry.silicon}, not for {self.silicon}")
         known = self._entries()
-        known[entry.key] = entry = _printable(entry)
+        entry = _printable(entry)
+        if entry.kind in STRIKES:
+            entry = _with_strike(entry, self._stored(entry), clock(), sure=True)
+        known[entry.key] = entry
         self._save(entry)
+
+    def clear_strikes(self, backend: str, version: str | None, scope: str = "") -> None:
+        """Forget the strikes of a version, for all problems and for those of ``scope``: it was tried with success."""
+        entries = self._entries()
+        for each in {"", scope} if entries else ():
+            entry = entries.get((backend, version, each))
+            if entry is not None and entry.kind in STRIKES:
+                self._remove(entry)
 
     def lift(self, backend: str | None = None) -> list[Entry]:
         """Lift the entries of a backend, or all, and return them. An entry whose file cannot be removed stays."""
@@ -142,14 +202,14 @@ class Quarantine:
             if entry is None or entry.backend == LAST_RESORT or entry.silicon != self.silicon:
                 _unlink(left.path)
                 continue
-            entry = _with_expiry(entry, self._stored(entry), left.marker.began)
+            began = datetime.fromtimestamp(left.marker.began, UTC)
+            entry = _with_strike(entry, self._stored(entry), began, sure=bool(left.noted.crash))
             self._table.entries[entry.key] = entry
             if self._save(entry):  # remove the marker only once its entry is on disk
                 _unlink(left.path)
             found.append(entry)
-            say_once(
-                f"{entry.reason}{until(entry)}; `attn-dispatch doctor --lift {entry.backend}` lets it be tried again"
-            )
+            lift = f"; `attn-dispatch doctor --lift {entry.backend}` lets it be tried again" if entry.holds else ""
+            say_once(f"{entry.reason}{until(entry)}{lift}")
         return found
 
     def _entries(self) -> dict[Key, Entry]:
@@ -199,8 +259,9 @@ def silicons(folder: Path) -> list[str]:
 
 
 def until(entry: Entry) -> str:
-    """The end of an entry as a suffix to its reason; empty where it has none."""
-    return "" if entry.until is None else f"; quarantined until {shown_time(entry.until)} UTC"
+    """The end of an entry as a suffix to its reason; empty where it has none or is over."""
+    end = entry.end
+    return f"; quarantined until {shown_time(end.isoformat())} UTC" if end is not None and entry.holds else ""
 
 
 def shown_time(text: str) -> str:
@@ -208,40 +269,50 @@ def shown_time(text: str) -> str:
     return text[:16].replace("T", " ")
 
 
-def _with_expiry(entry: Entry, earlier: Entry | None, began: float) -> Entry:
-    """Set how long a crash excludes its version, given the stored entry and the trial's start (seconds since 1970).
-
-    Processes killed together, as the ranks of a job are, count as one crash: a trial that began before the first
-    entry's end adds nothing to it.
-    """
-    if entry.kind != "died":
-        return entry
-    if earlier is None:
-        return msgspec.structs.replace(entry, until=(clock() + FIRST_CRASH_HOLD).isoformat(timespec="seconds"))
-    if earlier.until is None:
-        return entry
-    end = datetime.fromisoformat(earlier.until)
-    if began < end.timestamp() and end - clock() <= FIRST_CRASH_HOLD:  # further ahead only by a wrong clock
+def _with_strike(entry: Entry, earlier: Entry | None, began: datetime, *, sure: bool) -> Entry:
+    """Add a strike to the stored entry of the version, which a trial that began at ``began`` gave."""
+    now = clock()
+    if earlier is None or not earlier.counts:
+        earlier = None
+    elif earlier.end is None or began < earlier.end:
         return earlier
-    again = f"{entry.reason}; an earlier process died likewise, recorded on {shown_time(earlier.created)} UTC"
-    return _printable(msgspec.structs.replace(entry, reason=again))
+    strikes = sure + (earlier.strikes if earlier else 0)
+    repeated = earlier is not None and (sure or earlier.progress == entry.progress)
+    unsure = (not sure) + (earlier.unsure if earlier and repeated else 0)
+    until = (now + _hold(strikes, unsure, sure=sure)).isoformat()
+    known = strikes + unsure - 1
+    reason = entry.reason if not known else f"{entry.reason}; {known} strike{'s' * (known > 1)} before"
+    return msgspec.structs.replace(
+        entry, reason=_one_line(reason), created=now.isoformat(), until=until, strikes=strikes, unsure=unsure
+    )
+
+
+def _hold(strikes: int, unsure: int, *, sure: bool) -> timedelta:
+    """How long the last of these strikes excludes its version."""
+    if sure:
+        doubled = min(strikes - 2, 10)  # past which the longest hold is exceeded
+        return FIRST_HOLD if strikes == 1 else min(SECOND_HOLD * 2**doubled, LONGEST_HOLD)
+    number = min(strikes + unsure, 10)
+    return timedelta(0) if number == 1 else min(FIRST_HOLD * UNSURE_FACTOR ** (number - 2), LONGEST_UNSURE_HOLD)
 
 
 def _entry_for(left: Abandoned) -> Entry | None:
     """The entry for an abandoned marker; None where a signal, reboot or power loss may have ended the process."""
-    marker = left.marker
+    marker, crash = left.marker, left.noted.crash
     name = f"{marker.backend} {marker.version}" if marker.version else marker.backend
     trial = f"{name} ran {marker.title} for the first time"
-    if not left.stop_signal and left.rebooted:
-        return None
-    if not left.stop_signal:
-        kind: Kind = "died"
-        reason = f"the process died while {trial} (segfault, abort or out-of-memory kill)"
-    elif marker.patience_s is not None and left.after_s > marker.patience_s:
+    kind: Kind = "died"
+    if crash:
+        reason = f"the process crashed while {trial} ({_one_line(crash)})"
+    elif left.noted.stopped:
+        if left.overdue_s is None:
+            return None
         kind = "hung"
-        reason = f"the process had to be stopped while {trial}, after {left.after_s:.0f} s"
-    else:
+        reason = f"the process had to be stopped while {trial}, {left.overdue_s:.0f} s into a call"
+    elif left.rebooted or marker.crashes_only:
         return None
+    else:
+        reason = f"the process died while {trial} (killed, out of memory, or a crash that left no note)"
     entry = Entry(
         backend=marker.backend,
         version=marker.version,
@@ -250,6 +321,7 @@ def _entry_for(left: Abandoned) -> Entry | None:
         scope=marker.scope,
         reason=reason,
         title=marker.title,
+        progress=left.progress,
     )
     return _printable(entry)
 
@@ -269,11 +341,21 @@ def _read_all(place: Path, silicon: str) -> dict[Key, Entry]:
     return found
 
 
+def _time(text: str) -> datetime:
+    """Read an ISO time. Raises ValueError where it is none, or has no time zone."""
+    found = datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise ValueError(f"not a time in UTC: {text}")
+    return found
+
+
 def _check(entry: Entry, path: Path, silicon: str) -> None:
     if entry.silicon != silicon or path.name != f"{digest(*entry.key)}.json":
         raise ValueError("its content does not match its name")
-    if entry.until is not None and datetime.fromisoformat(entry.until).tzinfo is None:
-        raise ValueError("its end is not a time in UTC")
+    if entry.kind in STRIKES:
+        _time(entry.created)
+    if entry.until is not None:
+        _time(entry.until)
     if entry != _printable(entry) or not "".join(map(str, entry.key)).isprintable():
         raise ValueError("it holds unprintable characters")
 

@@ -4,29 +4,39 @@ static choice among them.
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from importlib.metadata import EntryPoint
+from typing import Any, TypeVar
 
+from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, Refusal, orders_of
 from attn_dispatch.machine.environment import environment
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.machine.memory import available_bytes
-from attn_dispatch.settings import cache_folder
+from attn_dispatch.settings import cache_folder, mode, timeout_s
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.address import Address
+from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.store.quarantine import Quarantine, until
+from attn_dispatch.store.quarantine import Entry, Quarantine, until
 from attn_dispatch.text import gib, one_line, printable, titled
+from attn_dispatch.tuning import guard
+
+T = TypeVar("T")
 
 MEMORY_SHARE = 0.8  #: share of the free memory that a candidate may need; the rest covers errors of the estimate
 UNCHECKED_BYTES = 16 << 20  #: below this, free memory is not read: that would dominate a look-up
+
+_stalled: dict[str, str] = {}  # plug-ins that did not answer in this process, with the reason
+process_state.register(process_state.FACTS, _stalled.clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,19 @@ class Candidate:
     def backend_and_order(self) -> tuple[Backend, str]:
         """The arguments of `runner`."""
         return self.backend, self.order
+
+    def measured_row(self, status: str, reason: str, **values: float | bool | None) -> Row:
+        """A row of this candidate, measured now; `values` are further fields of `Row`."""
+        return Row(
+            backend=self.name,
+            order=self.order,
+            status=status,
+            reason=printable(reason),
+            version=self.version,
+            workspace_bytes=self.workspace_bytes,
+            measured=utc_now(),
+            **values,  # type: ignore[arg-type]
+        )
 
     def problem_title(self, problem: Problem) -> str:
         """The problem as text, with the order unless it is natural."""
@@ -129,28 +152,48 @@ class Request:
 
     def _candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
         """One candidate per order; a single one, in natural order, of a backend that refuses."""
-        problem = self.problem
+        problem, version = self.problem, version_of(backend)
+        if backend.name in _stalled:
+            return [_failed(backend, version, _stalled[backend.name])]
         try:
-            refusals = list(backend.refusals(problem))
-            why = status_and_reason(refusals)
-            workspace = 0 if refusals else operator.index(backend.workspace_bytes(problem))
-            if workspace < 0:
-                raise ValueError(f"{workspace} bytes")
-            orders = () if refusals else orders_of(backend, problem)
-        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
-            reason = f"refusals, workspace_bytes or orders: {one_line(error)}"
-            return [ruled_out(backend, NATURAL, "failed", reason)]
-        if not orders:
-            why = why if refusals else ("unsupported", "offers no order")
-            return [ruled_out(backend, NATURAL, *why)]
-        version = registry.version_of(backend)
+            hang = None if registry.is_built_in(backend.name) else self._earlier_hang(backend, version)
+            if hang is not None:
+                return [_with_reason(Candidate(backend, NATURAL, version), "quarantined", hang)]
+            why, workspace, orders = _asked(backend, partial(self._answers, backend))
+        except guard.TimedOut as error:
+            reason = _stalled[backend.name] = f"refusals, workspace_bytes or orders: {one_line(error)}"
+            if mode() != "off":
+                _add_hang(self.silicon, backend.name, version, reason, str(problem))
+            return [_failed(backend, version, reason)]
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
+            return [_failed(backend, version, f"refusals, workspace_bytes or orders: {one_line(error)}")]
+        if why is not None:
+            return [_with_reason(Candidate(backend, NATURAL, version), *why)]
         quarantined, needed = self._quarantine_reason(backend, version), workspace + problem.result_bytes
         if quarantined is not None:
-            return [ruled_out(backend, order, "quarantined", quarantined) for order in orders]
+            found = (Candidate(backend, order, version) for order in orders)
+            return [_with_reason(each, "quarantined", quarantined) for each in found]
         if free is None:
             free = available_bytes(problem.device) if needed > UNCHECKED_BYTES else sys.maxsize
-        found = (Candidate(backend, order, version, None, workspace, needed) for order in orders)
-        return [_checked_memory(each, needed, free) for each in found]
+        able = (Candidate(backend, order, version, None, workspace, needed) for order in orders)
+        return [_checked_memory(each, needed, free) for each in able]
+
+    def _answers(self, backend: Backend) -> tuple[tuple[str, str] | None, int, tuple[str, ...]]:
+        """The status and reason of a backend's refusal or None, its workspace in bytes, and its orders."""
+        refusals = list(backend.refusals(self.problem))
+        why = status_and_reason(refusals)
+        if refusals:
+            return why, 0, ()
+        workspace = operator.index(backend.workspace_bytes(self.problem))
+        if workspace < 0:
+            raise ValueError(f"{workspace} bytes")
+        orders = orders_of(backend, self.problem)
+        return None if orders else ("unsupported", "offers no order"), workspace, orders
+
+    def _earlier_hang(self, backend: Backend, version: str | None) -> str | None:
+        """Why a plug-in that hung is not asked again, or None."""
+        entry = Quarantine(cache_folder(), self.silicon).find(backend.name, version, self.address.group)
+        return f"{entry.reason}{until(entry)}" if entry is not None and entry.kind == "hung" else None
 
     def _quarantine_reason(self, backend: Backend, version: str | None) -> str | None:
         """Why this version is quarantined, or None. The last resort never is: a fallback must remain."""
@@ -166,9 +209,62 @@ class Request:
         return f"{what}; `attn-dispatch doctor` lifts it"
 
 
+def _asked(backend: Backend, question: Callable[[], T]) -> T:
+    """A backend's answer; a plug-in's within the time limit. Raises TimedOut, and what the backend raises."""
+    return question() if registry.is_built_in(backend.name) else guard.run_guarded(question, timeout_s())
+
+
+def version_of(backend: Backend) -> str | None:
+    """`registry.version_of`, within the time limit; None for a plug-in that did not answer in this process."""
+    if backend.name in _stalled:
+        return None
+    try:
+        return _asked(backend, partial(registry.version_of, backend))
+    except guard.TimedOut as error:
+        _stalled[backend.name] = f"version: {one_line(error)}"
+        return None
+
+
+def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
+    return _with_reason(Candidate(backend, NATURAL, version), "failed", reason)
+
+
+def _add_hang(where: str, name: str, version: str | None, reason: str, title: str) -> None:
+    entry = Entry(backend=name, version=version, silicon=where, kind="hung", reason=reason, title=title)
+    Quarantine(cache_folder(), where).add(entry)
+
+
+def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:
+    """Import a plug-in within the time limit and under a crash marker; one that died or hung before is left out.
+
+    Raises:
+        TimedOut: the import did not end. ImportError: it is in quarantine. What the import raises.
+    """
+    limit_s = timeout_s()
+    if mode() == "off":  # no file is read or written
+        return guard.run_guarded(load, limit_s)
+    name, version, where = f"import of {point.name}", registry.distribution(point), silicon("cpu")
+    quarantine = Quarantine(cache_folder(), where)
+    entry = quarantine.find(name, version)
+    if entry is not None:
+        raise ImportError(f"{entry.reason}{until(entry)}; `attn-dispatch doctor --lift '{name}'` lifts it")
+    title = f"the entry point {point.value}"
+    try:
+        with crash_marker(cache_folder(), where, name, version, title, patience_s=limit_s):
+            backend = guard.run_guarded(load, limit_s)
+    except guard.TimedOut as error:
+        _add_hang(where, name, version, f"the {name} {one_line(error)}", title)
+        raise
+    quarantine.clear_strikes(name, version)
+    return backend
+
+
+registry.import_guard = _guarded_import
+
+
 def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:
     """A candidate that cannot run, with its status and reason."""
-    return _with_reason(Candidate(backend, order, registry.version_of(backend)), status, reason)
+    return _with_reason(Candidate(backend, order, version_of(backend)), status, reason)
 
 
 def _with_reason(each: Candidate, status: str, reason: str) -> Candidate:
@@ -199,7 +295,12 @@ def static_choice(found: Sequence[Candidate]) -> Candidate | None:
 
 def current_environment() -> str:
     """The fingerprint of the installed and registered backends and their environment."""
-    return environment({backend.name: registry.version_of(backend) for backend in registry.registered()})
+    return environment({backend.name: version_of(backend) for backend in registry.registered()})
+
+
+def finite(value: float | None) -> float | None:
+    """A number that JSON can hold, else None."""
+    return None if value is None or not math.isfinite(value) else value
 
 
 def utc_now() -> str:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attn_dispatch.machine.load import NO_LOAD, Load
+from attn_dispatch.machine.load import DISTURBED_PER_S, NO_LOAD, Load
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class HostStopwatch:
         return mean_ms
 
     def _sample(self, call: Call, repeats: int) -> tuple[float, bool]:
-        """Mean milliseconds of a call, and whether a core was taken from this process meanwhile."""
+        """Mean milliseconds of a call, and whether other programs took cores from this process meanwhile."""
         with collector_off():
             self.synchronize()
             before = None if self.reading is None else self.reading()
@@ -105,7 +105,7 @@ class HostStopwatch:
                 return mean_ms, False
             beside = self.reading().since(before)
         self.load = self.load.plus(beside)
-        return mean_ms, beside.switches > 0
+        return mean_ms, beside.switches > DISTURBED_PER_S * beside.cpu_s
 
     def host_ms(self, call: Call) -> float | None:
         return None

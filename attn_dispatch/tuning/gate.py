@@ -12,7 +12,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import TypeVar
@@ -29,7 +29,7 @@ from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.crash_markers import crash_marker
+from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
@@ -91,6 +91,7 @@ class Gate:
     address: Address
     example: Example | None = None
     pairs: int = PAIRS
+    _marker: CrashMarker | None = field(init=False, default=None)  #: that of the candidate on trial
 
     @cached_property
     def _oracle(self) -> Oracle:
@@ -121,9 +122,10 @@ class Gate:
         version, where = candidate.version, self.address.silicon
         limit_s = PREPARE_LIMIT * timeout_s()
         try:
-            with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()", patience_s=limit_s):
+            # A compiler is another program: only a crash of this process counts, as where its library is loaded.
+            with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()", crashes_only=True):
                 guard.run_guarded(call, limit_s)
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text, hung = one_line(error), isinstance(error, guard.TimedOut)
             if hung:
                 self._quarantine(candidate, "hung", f"preparing: {text}")
@@ -150,22 +152,28 @@ class Gate:
         cases = self._cases
         return self._tried(candidate, partial(self._check_hard_cases, candidate, cases))
 
-    def _tried(self, candidate: Candidate, run: Callable[[], T]) -> T | Rejected:
-        """Run a check of the candidate beside a crash marker; any failure becomes a rejection."""
+    def _tried(self, candidate: Candidate, run: Callable[[], T], *, again: bool = False) -> T | Rejected:
+        """Run a check of the candidate beside a crash marker; any failure becomes a rejection.
+
+        It is run once more if its memory ran out though it was free.
+        """
         version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)
+        free_before = available_bytes(self.problem.device)
         try:
-            with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()):
+            with crash_marker(cache_folder(), where, candidate.name, version, title) as self._marker:
                 return run()
         except NoReference:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = one_line(error)
-            kind = self._kind_of(error, candidate.needed_bytes)
+            kind = self._kind_of(error, candidate.needed_bytes, free_before)
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
             if kind != "hung" and guard.device_lost(self.problem.device):
                 self._quarantine(candidate, "died", f"the device was lost: {text}")
                 raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
+            if kind == "memory" and not again:
+                return self._tried(candidate, run, again=True)
             if kind is not None:
                 self._quarantine(candidate, kind, text)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
@@ -247,17 +255,15 @@ class Gate:
 
     def _guarded(self, call: Callable[[], T], limit_s: float) -> T:
         """Run a call within limits of time (seconds) and memory."""
-        caps: list[int] = []
-
-        def capped() -> T:
-            with guard.capped(self.problem.device, caps):
-                return call()
-
+        marker = self._marker
+        if marker is not None:
+            marker.begin(limit_s)
         try:
-            return guard.run_guarded(capped, limit_s)
-        except guard.TimedOut:
-            guard.lift_caps(caps)
-            raise
+            with guard.capped(self.problem.device):
+                return guard.run_guarded(call, limit_s)
+        finally:
+            if marker is not None:
+                marker.begin(math.inf)  # what follows, such as a comparison, is not the backend's call
 
     def _incorrect(
         self,
@@ -272,14 +278,15 @@ class Gate:
         self._quarantine(candidate, "incorrect", reason, self.address.group)
         return Rejected("incorrect", reason, first_ms, peak, error)
 
-    def _kind_of(self, error: Exception, needed: int) -> Kind | None:
-        """The kind of quarantine for an exception, or None."""
+    def _kind_of(self, error: BaseException, needed: int, free_before: int) -> Kind | None:
+        """The kind of quarantine for an exception, or None; `free_before` is the memory free before the call."""
         if isinstance(error, guard.TimedOut):
             return "hung"
-        # The declared memory is free, so the backend must have allocated more.
-        if guard.is_memory_error(error) and needed <= available_bytes(self.problem.device):
-            return "memory"
-        return None
+        if guard.is_limit_error(error) or not guard.is_memory_error(error):
+            return None
+        # The declared memory was free and is so again: another program did not take it, the backend allocated more.
+        is_free = needed <= min(free_before, available_bytes(self.problem.device))
+        return "memory" if is_free else None
 
     def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
         if candidate.name == registry.LAST_RESORT:

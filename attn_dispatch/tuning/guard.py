@@ -1,27 +1,27 @@
-"""Protects the process from a backend under trial: a time limit, a memory limit, and a classification of failures.
+"""Protects the process from a backend under trial: a time limit, a memory limit on CUDA, a classification of failures.
 
-A guarded call runs in a thread that can be abandoned if it hangs. A call that allocates more than is available gets an
-exception instead of triggering the operating system's out-of-memory killer. No torch at import.
+A guarded call runs in a thread that can be abandoned if it hangs. On a CPU no limit of memory is set: it would be the
+whole process's, whose other threads' allocations would fail, and forked programs would inherit it. There, what a
+backend declares must fit the free memory, and its peak is compared with that afterwards. No torch at import.
 """
 
 from __future__ import annotations
 
 import contextvars
 import ctypes
+import errno
 import math
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
-from weakref import WeakSet
 
 from attn_dispatch.log import say_once
 from attn_dispatch.machine.devices import cuda_devices, resolve
-from attn_dispatch.machine.memory import available_bytes, host_psutil
+from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.text import gib, one_line
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ SLICE_S = 0.25  #: seconds of one wait; time in which the process is suspended c
 IDLE_S = 1.0  #: seconds after which a thread without work ends
 CPU_SLACK = 64 << 20  #: bytes of peak over the declared ones that are tolerated: a CPU peak is the whole process's
 CUDA_SLACK = 2 << 20  #: bytes of peak over the declared ones that are tolerated: the caching allocator's rounding
-THREAD_BYTES = (8 + 64) << 20  #: bytes of address space per thread: its stack and the C library's heap
-GRAIN = 32768  #: elements per thread in torch's element-wise kernels
 #: Lower-case texts by which an exception of any kind counts as a lack of memory.
 MEMORY_TEXTS = (
     "can't allocate memory",
@@ -46,8 +44,10 @@ MEMORY_TEXTS = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "std::bad_alloc",
-    "can't start new thread",
 )
+#: Lower-case texts by which an exception reports a limit of the machine or container on threads, processes or files.
+LIMIT_TEXTS = ("can't start new thread", "resource temporarily unavailable", "too many open files")
+LIMIT_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 class TimedOut(Exception):
@@ -112,7 +112,6 @@ class _Worker:
         self.running = False
         self.stopping = False
         self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
-        _trial_threads.add(self.thread)
         self.thread.start()
 
     def submit(self, job: _Job[Any]) -> None:
@@ -167,11 +166,8 @@ class _Worker:
             return None
 
 
-_trial_threads: WeakSet[threading.Thread] = WeakSet()
-_waiting: list[threading.Thread] = []  # threads waiting for a guarded call, once per call
 _idle: list[_Worker] = []  # used last in, first out: the last worker's thread pools are warm
 os.register_at_fork(after_in_child=_idle.clear)
-os.register_at_fork(after_in_child=_waiting.clear)
 
 
 def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
@@ -199,15 +195,12 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
         return call()
     job = _Job(call)
     del call
-    _waiting.append(threading.current_thread())
     try:
         worker.submit(job)
         in_time = _wait(job.done, timeout_s)
     except BaseException:
         worker.stop()
         raise
-    finally:
-        _waiting.remove(threading.current_thread())
     if not in_time:
         assert timeout_s is not None
         worker.stop()
@@ -275,89 +268,13 @@ class _TorchState:
 
 
 @contextmanager
-def capped(device: torch.device, caps: list[int] | None = None) -> Iterator[None]:
-    """Cap allocations at `memory.available_bytes`; past that, they raise.
+def capped(device: torch.device) -> Iterator[None]:
+    """Cap the allocations of torch's CUDA allocator at `memory.available_bytes`; on a CPU there is no cap.
 
-    On a CPU the process's address space is capped (RLIMIT_AS): memory that is mapped and never touched counts too, and
-    programs started meanwhile inherit the cap. GNU's OpenMP aborts the process if it cannot start a thread, so the
-    pool of the calling thread is started first, and room is added for others: enter this in the thread that runs the
-    kernel, inside the call of `run_guarded`. On CUDA torch's allocator is capped. An existing tighter limit stays;
-    where no limit can be set, there is none. The cap is appended to `caps`, which `lift_caps` takes.
-
-    The limit applies to the whole process, so that another thread's allocation could fail because of a trial: there is
-    no cap where `threading` lists other threads when the trial begins; only the declared `workspace_bytes` must then
-    fit the free memory. Threads started by C code (OpenMP's, torch's) are not listed; most work for the trial.
+    Enter this outside of `run_guarded`: an abandoned thread never leaves a block.
     """
-    with _capped_allocator(device) if device.type == "cuda" else _capped_address_space(device, caps):
+    with _capped_allocator(device) if device.type == "cuda" else nullcontext():
         yield
-
-
-def lift_caps(caps: list[int]) -> None:
-    """Remove the caps that `capped` appended to `caps`: an abandoned thread never leaves its `capped` block."""
-    with _capping:
-        for cap in caps:
-            if cap in _caps:
-                _caps.remove(cap)
-                _apply_caps()
-
-
-_caps: list[int] = []  # bytes of address space, one for each trial that runs now
-_uncapped: tuple[int, int] | None = None  # RLIMIT_AS (soft, hard) before the first cap
-_capping = threading.Lock()  # guards these two
-
-
-@contextmanager
-def _capped_address_space(device: torch.device, caps: list[int] | None) -> Iterator[None]:
-    global _uncapped
-    if not {threading.current_thread(), *_trial_threads, *_waiting}.issuperset(threading.enumerate()):
-        yield
-        return
-    threads = _started_threads()
-    cap = available_bytes(device) + threads * THREAD_BYTES + host_psutil().Process().memory_info().vms
-    try:
-        with _capping:
-            if not _caps:
-                _uncapped = resource.getrlimit(resource.RLIMIT_AS)
-            _caps.append(cap)
-            if caps is not None:
-                caps.append(cap)
-            _apply_caps()
-        yield
-    finally:
-        with _capping:
-            if cap in _caps:  # a forked child has cleared it
-                _caps.remove(cap)
-                _apply_caps()
-
-
-def _started_threads() -> int:
-    """Start the threads that torch's kernels use; their number."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.zeros(threads * GRAIN, dtype=torch.uint8, device="cpu").add_(1)
-    return threads
-
-
-def _apply_caps() -> None:
-    """Set the tightest of the running trials' caps, or the original limit: trials may overlap and end in any order."""
-    assert _uncapped is not None
-    soft, hard = _uncapped
-    limits = [each for each in (soft, *_caps) if each != resource.RLIM_INFINITY]
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits, default=resource.RLIM_INFINITY), hard))
-
-
-def _uncap() -> None:
-    """Remove all caps in a forked child, which runs no trial."""
-    global _capping
-    _capping = threading.Lock()
-    if _caps:
-        _caps.clear()
-        _apply_caps()
-
-
-os.register_at_fork(after_in_child=_uncap)
 
 
 @contextmanager
@@ -390,18 +307,39 @@ def memory_excess(peak_bytes: int | None, declared_bytes: int, kind: str) -> str
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether an exception, or one in its chain, reports a lack of memory, which is not the kernel's fault."""
+    """Whether an exception, or one in its chain, reports a lack of memory."""
     torch = sys.modules.get("torch")
     kinds = (MemoryError, *((torch.OutOfMemoryError,) if torch else ()))
+    return any(isinstance(each, kinds) or _says(each, MEMORY_TEXTS) for each in _chain(error))
+
+
+def is_limit_error(error: BaseException) -> bool:
+    """Whether an exception, or one in its chain, reports a limit on threads, processes or open files.
+
+    Such limits are the machine's or the container's, and mostly pass: no backend is to blame.
+    """
+    return any(
+        (isinstance(each, OSError) and each.errno in LIMIT_ERRORS) or _says(each, LIMIT_TEXTS) for each in _chain(error)
+    )
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an exception reports a lack of memory, threads, processes or open files."""
+    return is_memory_error(error) or is_limit_error(error)
+
+
+def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
+    text = one_line(error).lower()
+    return any(each in text for each in texts)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
     seen: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in seen:
-        text = one_line(link).lower()
-        if isinstance(link, kinds) or any(each in text for each in MEMORY_TEXTS):
-            return True
         seen.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return False
+    return seen
 
 
 def device_lost(device: torch.device) -> bool:

@@ -32,12 +32,12 @@ FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 
 
 class NoReference(Exception):
-    """There is too little memory to evaluate the expected results; not a candidate's fault."""
+    """The expected results cannot be evaluated for lack of memory, threads or files; not a candidate's fault."""
 
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Run code that evaluates or compares expected results: on one core, and a memory error becomes NoReference.
+    """Run code that evaluates or compares expected results: on one core, and without memory, NoReference.
 
     The tensors are small: on several cores threads would wait for each other as long as they compute, and many times
     longer where other programs use the cores too.
@@ -46,7 +46,7 @@ def reference() -> Iterator[None]:
         with _one_openmp_thread():
             yield
     except Exception as error:
-        if not guard.is_memory_error(error):
+        if not guard.is_shortage(error):
             raise
         raise NoReference(one_line(error)) from error
 

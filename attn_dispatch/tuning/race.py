@@ -9,21 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
-from attn_dispatch.store.decision import CandidateId
-from attn_dispatch.text import titled
+from attn_dispatch.store.decision import CandidateId, Row
+from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, static_choice
+from attn_dispatch.tuning.candidates import Candidate, Request, finite, static_choice
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, time_in_rounds
 
-HOPELESS_RATIO = 4.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
+HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
 # Of the check of another machine's choice.
 CHECK_ROUNDS, CHECK_S = 3, 0.005  #: calls of each candidate, and seconds that these get at least
@@ -96,10 +97,49 @@ class Race:
         unclear += [name for name, ratio in self.left_out().items() if ratio < MAY_WIN_RATIO]
         return f"too few rounds to compare it with {', '.join(unclear)}" if unclear else ""
 
-    def timing(self, name: str) -> intervals.Timing:
-        """What is stored: of a disturbed race, what the machine can do when left alone."""
-        timing = self.rounds.timings[name]
-        return timing.undisturbed() if self.rounds.load.disturbed else timing
+    def row(self, candidate: Candidate) -> Row | None:
+        """The candidate's row: its failure, its times, or why it was not timed; None if it was not in the race."""
+        name = candidate.title
+        if name in self.rounds.failures:
+            return candidate.measured_row("failed", one_line(self.rounds.failures[name]))
+        if name in self.outcomes:
+            return self._timed_row(candidate, self.outcomes[name])
+        ratio = self.left_out().get(name)
+        if ratio is None:
+            return None
+        admitted = self.runners[name][1]
+        return candidate.measured_row(
+            "not_measured",
+            f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
+            first_ms=admitted.first_ms,
+            open=ratio < MAY_WIN_RATIO,
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
+        )
+
+    def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
+        timing, admitted = self.rounds.timings[candidate.title], self.runners[candidate.title][1]
+        if self.rounds.load.disturbed:  # what is stored is what the machine can do when left alone
+            timing = timing.undisturbed()
+        return candidate.measured_row(
+            outcome.status,
+            outcome.reason,
+            median_ms=timing.median_ms,
+            low_ms=timing.low_ms,
+            high_ms=timing.high_ms,
+            fastest_ms=min(timing.samples_ms),
+            first_ms=admitted.first_ms,
+            host_ms=timing.host_ms,
+            cold_ms=timing.cold_ms,
+            rounds=len(timing.samples_ms),
+            ratio=outcome.ratio,
+            ratio_low=outcome.ratio_low,
+            ratio_high=outcome.ratio_high,
+            break_even=finite(outcome.break_even),
+            open=outcome.open,
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
+        )
 
     def left_out(self) -> dict[str, float]:
         """Candidates timed by a first call only, with its ratio to the fastest one's."""
@@ -121,8 +161,8 @@ class Race:
     def _skip_slowest(self, remaining_s: float | None) -> None:
         """Skip candidates that are hopeless by their first calls, where the budget is short of rounds.
 
-        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
-        times of short calls, which preemption may have made.
+        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor on
+        a busy machine by times of short calls, which preemption may have made.
         """
         if remaining_s is None or self.problem.device.type == "cuda":
             return
@@ -130,10 +170,11 @@ class Race:
         least = min(times.values())
         if least <= 0:
             return  # the clock is too coarse to show a call
+        trusted_ms = 0.0 if load.is_calm() else LONGEST_DISTURBED_MS
         for name in sorted(times, key=lambda name: -times[name]):
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
             factor = 1.0 if name != self.incumbent else INCUMBENT_FACTOR
-            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= LONGEST_DISTURBED_MS:
+            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= trusted_ms:
                 return
             self.skipped[name] = times.pop(name) / least
 

@@ -20,11 +20,13 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
+from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
-from attn_dispatch.tuning import choice, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, utc_now
+from attn_dispatch.tuning import guard
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, finite, static_choice
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
@@ -32,11 +34,11 @@ from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
 
 # Of a trial that a caller waits for.
-FIXED_S = 0.15  #: seconds that it may take for a problem of microseconds
-CALLS = 15  #: further time, in calls of the fastest candidate so far
+FIXED_S = 0.1  #: seconds that it may take for a problem of microseconds
+CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
-RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
-DISTURBED_FACTOR = 4  #: factor on these where other programs take the cores: samples are repeated after rests
+RACE_S, RACE_CALLS = 0.02, 6  #: seconds and calls of the fastest candidate that a race gets at least
+DISTURBED_FACTOR = 3  #: factor on these where other programs take the cores: samples are repeated after rests
 
 LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
 RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
@@ -79,13 +81,21 @@ def run_trial(
     trial = _Trial(request, found, runners, budget_s, prior, waiting)
     try:
         trial.run()
-    except NoReference as error:
-        say_once(f"not measured, too little memory to check results: {printable(str(problem))} ({error})")
+    except Exception as error:
+        if not isinstance(error, NoReference) and not guard.is_shortage(error):
+            raise
+        why = f"to check results: {printable(str(problem))} ({error})"
+        if not isinstance(error, NoReference):
+            why = f"for a trial: {printable(str(problem))} ({one_line(error)})"
+        say_once(f"not measured, too little memory {why}")
         trial.chosen = None
     if trial.chosen is None:
         memory.release(problem.device)  # only here: in the handler the exception still references tensors
     trial.release()
-    return None if trial.chosen is None else trial.decision(trial.chosen)
+    if trial.chosen is None:
+        return None
+    trial.clear_strikes()
+    return trial.decision(trial.chosen)
 
 
 def passes_hard_cases(request: Request, name: CandidateId) -> bool:
@@ -97,7 +107,9 @@ def passes_hard_cases(request: Request, name: CandidateId) -> bool:
     candidate = next((each for each in request.able if each.id == name), None)
     try:
         return candidate is not None and Gate(request.problem, request.address).check_hard_cases(candidate) is None
-    except NoReference:
+    except Exception as error:
+        if not isinstance(error, NoReference) and not guard.is_shortage(error):
+            raise
         return False
 
 
@@ -169,8 +181,10 @@ class _Trial:
             reason, need_s = self._reason_to_skip(candidate, gate)
             if reason:
                 may_win = candidate.title in self.untried
-                need_ms = _finite(_ms(need_s))
-                self.rows[candidate.title] = _row(candidate, "not_measured", reason, need_ms=need_ms, open=may_win)
+                need_ms = finite(_ms(need_s))
+                self.rows[candidate.title] = candidate.measured_row(
+                    "not_measured", reason, need_ms=need_ms, open=may_win
+                )
                 continue
             found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
@@ -208,6 +222,14 @@ class _Trial:
                 self._clear_tables(backend)
             except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
                 say_once(f"{backend.name} failed to clear its tables: {one_line(error)}")
+
+    def clear_strikes(self) -> None:
+        """Forget the deaths and hangs of the versions that passed the gate and did not fail in the race."""
+        failures = {} if self.race is None else self.race.rounds.failures
+        quarantine = Quarantine(cache_folder(), self.request.silicon)
+        for candidate in self.runners:
+            if candidate.title in self.admitted and candidate.title not in failures:
+                quarantine.clear_strikes(candidate.name, candidate.version, self.request.address.group)
 
     def _clear_tables(self, backend: Backend) -> None:
         forget, release = (getattr(backend, each, None) for each in ("forget", "release"))
@@ -283,8 +305,7 @@ class _Trial:
 
     def _reject(self, candidate: Candidate, found: Rejected) -> None:
         self.admitted.pop(candidate.title, None)
-        self.rows[candidate.title] = _row(
-            candidate,
+        self.rows[candidate.title] = candidate.measured_row(
             "quarantined" if found.quarantined else found.status,
             found.reason,
             first_ms=found.first_ms,
@@ -303,7 +324,7 @@ class _Trial:
                 if self.race is not None:
                     self.race.remove(candidate.title)
                 text = f"quarantined with {culprit.title}: {reason}"
-                self.rows[candidate.title] = _row(candidate, "quarantined", text)
+                self.rows[candidate.title] = candidate.measured_row("quarantined", text)
 
     def _prepare(self, candidate: Candidate, gate: Gate) -> Rejected | None:
         """Run the backend's `prepare` once per trial, outside the budget; its rejection, if it failed."""
@@ -336,10 +357,10 @@ class _Trial:
         return self.request.decision(
             chosen.id,
             "measured",
-            self._final_rows(),
+            self._counted_failures(self._final_rows()),
             provisional=provisional,
             attempts=self.attempts + 1 if provisional else 0,
-            budget_ms=None if self.budget_s is None else _finite(self.budget_s * 1e3),
+            budget_ms=None if self.budget_s is None else finite(self.budget_s * 1e3),
             elapsed_ms=_ms(time.perf_counter() - self.start),
             environment=current_environment(),
         )
@@ -353,87 +374,40 @@ class _Trial:
     def _final_rows(self) -> Iterator[Row]:
         assert self.race is not None
         earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
-        failures, left_out = self.race.rounds.failures, self.race.left_out()
         for candidate in self.candidates:
-            title = candidate.title
-            if title in failures:
-                yield _row(candidate, "failed", one_line(failures[title]))
-            elif title in self.race.outcomes:
-                yield self._timed(candidate, self.race.outcomes[title], self.race.timing(title))
-            elif title in left_out:
-                yield self._left_out(candidate, left_out[title])
-            elif title in self.rows:
-                yield self.rows[title]
+            raced = self.race.row(candidate)
+            if raced is not None:
+                yield raced
+            elif candidate.title in self.rows:
+                yield self.rows[candidate.title]
             elif candidate.row is not None:
                 yield candidate.row
             else:
-                yield self._earlier_row(earlier.get(candidate.id), candidate, self.race)
+                yield self._earlier_row(earlier.get(candidate.id), candidate)
 
-    def _timed(self, candidate: Candidate, outcome: choice.Outcome, timing: intervals.Timing) -> Row:
-        admitted = self.admitted[candidate.title]
-        return _row(
-            candidate,
-            outcome.status,
-            outcome.reason,
-            median_ms=timing.median_ms,
-            low_ms=timing.low_ms,
-            high_ms=timing.high_ms,
-            fastest_ms=min(timing.samples_ms),
-            first_ms=admitted.first_ms,
-            host_ms=timing.host_ms,
-            cold_ms=timing.cold_ms,
-            rounds=len(timing.samples_ms),
-            ratio=outcome.ratio,
-            ratio_low=outcome.ratio_low,
-            ratio_high=outcome.ratio_high,
-            break_even=_finite(outcome.break_even),
-            open=outcome.open,
-            peak_bytes=admitted.peak_bytes,
-            error=admitted.error,
-        )
+    def _counted_failures(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Count the trials in a row in which a candidate's version failed, so that later trials retry it less often."""
+        earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
+        for row in rows:
+            known = earlier.get(row.id)
+            if row.status == "failed" and known is not row:
+                same = known is not None and (known.status, known.version) == ("failed", row.version)
+                row = msgspec.structs.replace(row, failures=1 + ((known.failures or 1) if same and known else 0))
+            yield row
 
-    def _left_out(self, candidate: Candidate, ratio: float) -> Row:
-        """The row of a candidate with a first call only: it includes one-time work and is no measurement."""
-        admitted = self.admitted[candidate.title]
-        return _row(
-            candidate,
-            "not_measured",
-            f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
-            first_ms=admitted.first_ms,
-            open=True,
-            peak_bytes=admitted.peak_bytes,
-            error=admitted.error,
-        )
-
-    def _earlier_row(self, row: Row | None, candidate: Candidate, race: Race) -> Row:
+    def _earlier_row(self, row: Row | None, candidate: Candidate) -> Row:
         """The prior row of a candidate not measured again, compared with the chosen one's times."""
         assert self.chosen is not None
+        assert self.race is not None
         if row is None:
-            return _row(candidate, "not_measured", "was not available when the trial began")
+            return candidate.measured_row("not_measured", "was not available when the trial began")
         if row.status not in TIMED or row.low_ms is None:
             return row
-        best = race.rounds.timings[self.chosen.title]
+        best = self.race.rounds.timings[self.chosen.title]
         status = "slower" if row.low_ms > best.high_ms else "tie"
         relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
         return msgspec.structs.replace(row, status=status, open=False, **relative)
 
 
-def _row(candidate: Candidate, status: str, reason: str, **measured: float | bool | None) -> Row:
-    return Row(
-        backend=candidate.name,
-        order=candidate.order,
-        status=status,
-        reason=printable(reason),
-        version=candidate.version,
-        workspace_bytes=candidate.workspace_bytes,
-        measured=utc_now(),
-        **measured,  # type: ignore[arg-type]
-    )
-
-
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,12 @@ from attn_dispatch.backends import manual
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.tuning import candidates
 from tests.support.calls import BUILT_IN, Plugin, close, formula, qkv, status
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -129,18 +134,49 @@ def test_a_refusal_is_a_status_and_a_reason(code: str) -> None:
     assert row.reason == "is not here; nor there"
 
 
-@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes"])
-def test_a_broken_plugin_does_not_end_the_call(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3)], ids=["error", "exit"])
+@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes", "orders"])
+def test_a_broken_plugin_does_not_end_the_call(
+    part: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: object) -> None:
-        raise RuntimeError("broken")
+        raise error
 
     plugin = Plugin()
-    monkeypatch.setattr(plugin, part, broken)
+    monkeypatch.setattr(plugin, part, broken, raising=False)
     register(plugin)
     q, k, v = qkv()
     assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
     if part != "version":
         assert status(explain(q, k, v), "planted") == "failed"
+
+
+@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes", "orders"])
+def test_a_plugin_that_does_not_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once in a process; a later process leaves it out, where its version is known."""
+    asked: list[object] = []
+
+    def hang(*args: object) -> None:
+        asked.append(args)
+        while True:
+            time.sleep(0.001)
+
+    monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "0.1")
+    plugin = Plugin()
+    monkeypatch.setattr(plugin, part, hang, raising=False)
+    register(plugin)
+    for length in (16, 24):
+        q, k, v = qkv(length)
+        assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+        row = next(row for row in explain(q, k, v).candidates if row.backend == "planted")
+        assert (row.status, "did not return within 0.1 s" in row.reason) == ("failed", True)
+    assert len(asked) == 1
+    found = [(entry.backend, entry.kind) for entry in Quarantine(cache_folder(), silicon("cpu")).entries()]
+    assert found == [("planted", "hung")] * (part != "version")
+    if part != "version":
+        candidates._stalled.clear()
+        assert status(explain(*qkv(32)), "planted") == "quarantined"
+        assert len(asked) == 1
 
 
 def test_invalid_refusals() -> None:

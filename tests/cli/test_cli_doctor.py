@@ -91,6 +91,9 @@ def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) ->
         "created": "2025-01-02T03:04:05+00:00",
         "provenance": None,
         "until": None,
+        "strikes": 0,
+        "unsure": 0,
+        "progress": "",
     }
     nothing = command(tmp_path / "empty", "doctor")
     assert "\nquarantine none\n" in nothing.stdout
@@ -162,4 +165,4 @@ def test_doctor_reports_unusable_folders_and_backends(tmp_path: Path, monkeypatc
     assert done.returncode == 0
     assert "which cannot be written" in done.stdout
     (broken,) = [text for text in done.stdout.splitlines() if text.startswith("made_up ")]
-    assert "no: backend 'made_up' from made_up cannot be loaded" in broken
+    assert "no: backend 'made_up' (entry point made_up of made-up 1) cannot be loaded" in broken

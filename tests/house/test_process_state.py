@@ -16,14 +16,13 @@ from tests.house.test_architecture import MODULES
 HELD = {
     "backends.flex._compiled",
     "backends.sdpa_mask._masks",
+    "decisions.decide._deciding",
     "decisions.observers._observers",
     "ring.link._links",
     "store.crash_markers._finalized",
+    "store.crash_markers._notes",
     "store.crash_markers._own_markers",
-    "store.crash_markers._noted_signals",
-    "tuning.guard._caps",
     "tuning.guard._idle",
-    "tuning.guard._waiting",
 }
 
 

@@ -21,7 +21,7 @@ from tests.support.quarantines import GROUP, entry, path_of, path_of_new
 
 
 def test_an_entry_is_found_in_later_processes(folder: Path, anew: Callable[[], Quarantine]) -> None:
-    given = entry(kind="hung", provenance={"torch": "2"})
+    given = entry(provenance={"torch": "2"})
     for found in (Quarantine(folder, SILICON), Quarantine(folder, SILICON), anew()):
         if not place_of(folder, SILICON).exists():
             found.add(given)

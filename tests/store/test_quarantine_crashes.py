@@ -12,43 +12,101 @@ from pathlib import Path
 import pytest
 
 from attn_dispatch.kernels.registry import LAST_RESORT
-from attn_dispatch.store import quarantine
+from attn_dispatch.store import quarantine, signal_notes
 from attn_dispatch.store.crash_markers import abandoned, crash_marker, place_of
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.fakes import SILICON
-from tests.support.quarantines import GROUP, STARTED, TRIED, markers, run, start
+from tests.support.quarantines import GROUP, STARTED, TRIED, blamed, markers, run, start
 
 # --- a process that crashes -------------------------------------------------------------------------------------------
 
 CRASHES = {
-    "abort": "os.abort()",
-    "segfault": "ctypes.string_at(0)",
-    "kill": "os.kill(os.getpid(), 9)",
-    "exit": "os._exit(3)",
+    "abort": ("os.abort()", "Aborted"),
+    "segfault": ("ctypes.string_at(0)", "Segmentation fault"),
+    "in-c-code": ("ctypes.PyDLL(None).abort()", "Aborted"),
+    "in-a-thread": ("t = threading.Thread(target=os.abort); t.start(); t.join()", "Aborted"),
 }
+DEATHS = {"kill": "os.kill(os.getpid(), 9)", "exit": "os._exit(3)"}
 
 
-@pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES)
+@pytest.mark.parametrize(("crash", "noted"), CRASHES.values(), ids=CRASHES)
 def test_a_crash_quarantines_the_version(
-    crash: str, folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+    crash: str, noted: str, folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
 ) -> None:
-    code, _, _ = run(folder, TRIED.format(crash))
-    assert code != 0
+    code, _, error = run(folder, TRIED.format(crash))
+    assert code < 0
+    assert "Fatal Python error" not in error  # in the notes only
     assert len(markers(folder)) == 1
     found = anew().find("made_up", "1", GROUP)
     assert found is not None
-    assert (found.kind, found.scope, found.title) == ("died", "", "dense 1 x 64")
-    assert found.reason.startswith("the process died while made_up 1 ran dense 1 x 64 for the first time (segfault")
+    assert (found.kind, found.scope, found.title, found.strikes) == ("died", "", "dense 1 x 64", 1)
+    assert found.reason == f"the process crashed while made_up 1 ran dense 1 x 64 for the first time ({noted})"
     (text,) = warnings()
     assert (
         text == f"{found.reason}{quarantine.until(found)}; `attn-dispatch doctor --lift made_up` lets it be tried again"
     )
-    assert markers(folder) == []
+    assert [path.suffix for path in place_of(folder, SILICON).iterdir()] == [".json"]
     assert anew().find("made_up", "1") == found
     assert anew().find("made_up", "2") is None
     assert len(warnings()) == 1
     assert anew().lift("made_up") == [found]
     assert anew().find("made_up", "1") is None
+
+
+@pytest.mark.parametrize("death", DEATHS.values(), ids=DEATHS)
+def test_the_first_death_without_a_crash_excludes_nothing(
+    death: str, folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+) -> None:
+    """Most such processes were ended from outside; the next one tries the version at once."""
+    for number in (1, 2):
+        run(folder, TRIED.format(death))
+        quarantined = anew()
+        found = quarantined.find("made_up", "1")
+        assert (found is not None) is (number == 2)
+        (entry,) = (*quarantined.entries(), *quarantined.strikes())
+        assert (entry.kind, entry.strikes, entry.unsure) == ("died", 0, number)
+    assert "the process died while made_up 1 ran dense 1 x 64 for the first time (killed, " in warnings()[0]
+    assert "quarantined until" not in warnings()[0]
+    assert [path.suffix for path in place_of(folder, SILICON).iterdir()] == [".json"]
+
+
+def test_deaths_in_different_calls_exclude_nothing(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Kills from outside come at any moment; a backend's own exit comes in the same call each time."""
+    trial = STARTED + "with crash_marker(folder, silicon, 'made_up', '1', 'x') as marker:\n    {}; os._exit(3)"
+    race = "marker.pause(); marker.resume()"
+    calls = ("marker.begin(9)", "marker.begin(9); marker.begin(9)", race, f"{race}; {race}", "pass")
+    for call in calls:
+        run(folder, trial.format(call))
+        assert [each.unsure for each in anew().strikes()] == [1]
+    run(folder, trial.format(calls[-1]))
+    assert [each.unsure for each in anew().entries()] == [2]
+
+
+def test_only_a_crash_counts_where_another_program_works(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    preparing = TRIED.replace("patience_s=3600", "crashes_only=True")
+    run(folder, preparing.format("os.kill(os.getpid(), 9)"))
+    assert blamed(anew()) == []
+    assert markers(folder) == []
+    run(folder, preparing.format("os.abort()"))
+    assert blamed(anew()) == ["made_up"]
+
+
+def test_the_programs_own_faulthandler_stays(folder: Path) -> None:
+    """Also one that is enabled during a trial; what is enabled for a trial ends with it."""
+    code = """
+import faulthandler
+with crash_marker(folder, silicon, "made_up", "1", "x"):
+    print(faulthandler.is_enabled())
+print(faulthandler.is_enabled())
+with crash_marker(folder, silicon, "made_up", "1", "x"):
+    faulthandler.enable()
+print(faulthandler.is_enabled())
+with crash_marker(folder, silicon, "made_up", "1", "x"):
+    os.abort()
+"""
+    _, out, error = run(folder, STARTED + code)
+    assert out == "True\nFalse\nTrue\n"
+    assert error.startswith("Fatal Python error: Aborted")
 
 
 def test_a_crash_in_a_group(folder: Path, anew: Callable[[], Quarantine]) -> None:
@@ -106,7 +164,7 @@ print(len(list(folder.rglob("*.mark"))))
 @pytest.mark.parametrize(
     ("number", "patience", "kind"),
     [
-        *(("SIGTERM", patience, kind) for patience, kind in (("3600", None), ("None", None), ("0", "hung"))),
+        *(("SIGTERM", patience, kind) for patience, kind in (("3600", None), ("None", None), ("0.01", "hung"))),
         *((number, "3600", None) for number in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGQUIT")),
     ],
 )
@@ -118,9 +176,74 @@ def test_a_stop_signal_is_no_crash(
     code, _, _ = run(folder, trial)
     assert code == -signal.Signals[number]
     assert len(markers(folder)) == 1
-    found = anew().find("made_up", "1")
-    assert (found and found.kind) == kind
+    assert [each.kind for each in anew().strikes()] == [kind] * (kind is not None)
+    assert anew().entries() == []
     assert markers(folder) == []
+
+
+def test_a_late_call_is_one_that_ran_long(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Not a short one at the end of a long trial, nor one that is paused, nor another candidate of the race."""
+    race = """
+with crash_marker(folder, silicon, "slow", "1", "x", patience_s=0.05) as slow:
+    with crash_marker(folder, silicon, "last", "1", "x", patience_s=0.05) as last:
+        slow.pause(); last.pause()
+        {}
+        signal.raise_signal(signal.SIGTERM)
+"""
+    for calls in (
+        "time.sleep(0.1)",
+        "slow.resume(); time.sleep(0.1); slow.pause(); last.resume()",
+        "time.sleep(0.1); slow.resume()",
+        "slow.resume(); slow.begin(3600); time.sleep(0.1)",
+    ):
+        run(folder, STARTED + race.format(calls))
+        assert len(markers(folder)) == 2
+        assert blamed(anew()) == []
+    run(folder, STARTED + race.format("slow.resume(); time.sleep(0.1)"))
+    assert blamed(anew()) == ["slow"]
+
+
+def test_a_suspended_process_has_not_run(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """Told to stop after it, or killed. One thread alone: with several, the signals may come in the other order."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with start(folder, TRIED.replace("3600", "0.01").format("print(flush=True); time.sleep(60)")) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            if number == signal.SIGTERM:
+                process.send_signal(number)
+            process.send_signal(signal.SIGCONT)
+            if number == signal.SIGKILL:
+                while b"most recent call" not in next(folder.rglob("*.notes")).read_bytes():
+                    pass
+                process.kill()
+        assert blamed(anew()) == []
+        assert markers(folder) == []
+
+
+@pytest.mark.parametrize("stepped", ["boot", "clock"])
+def test_times_mean_nothing_after_the_clock_was_set(
+    stepped: str, folder: Path, anew: Callable[[], Quarantine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(folder, TRIED.replace("3600", "0.01").format("time.sleep(0.1); signal.raise_signal(signal.SIGTERM)"))
+    real = signal_notes._clocks
+
+    def clocks(boot: str) -> signal_notes.Clocks:
+        found = real(boot)
+        return signal_notes.Clocks("another", found.offset_s) if stepped == "boot" else signal_notes.Clocks(boot, 0.0)
+
+    monkeypatch.setattr(signal_notes, "_clocks", clocks)
+    assert blamed(anew()) == []
+    assert markers(folder) == []
+
+
+def test_a_process_killed_before_its_first_marker_leaves_nothing(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    code = "from attn_dispatch.store import crash_markers\nos.write = lambda *_: os.kill(os.getpid(), 9)\n"
+    run(folder, STARTED + code + "with crash_marker(folder, silicon, 'made_up', '1', 'x'): pass")
+    assert len(list(folder.rglob("*.notes"))) == 1
+    assert blamed(anew()) == []
+    assert list(folder.rglob("*.notes")) == []
 
 
 def test_a_child_of_multiprocessing_may_end_before_a_trial(folder: Path) -> None:
@@ -159,14 +282,14 @@ def test_the_last_resort_is_never_quarantined(folder: Path, anew: Callable[[], Q
 
 def test_a_stop_signal_in_c_code_that_holds_the_interpreter_lock(folder: Path, anew: Callable[[], Quarantine]) -> None:
     """Python's own handlers would not run there."""
-    with start(folder, TRIED.replace("3600", "0").format("print(flush=True); ctypes.PyDLL(None).sleep(60)")) as process:
+    with start(
+        folder, TRIED.replace("3600", "0.1").format("print(flush=True); ctypes.PyDLL(None).sleep(60)")
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(0.2)
         process.terminate()
-    found = anew().find("made_up", "1")
-    assert found is not None
-    assert found.kind == "hung"
+    assert [each.kind for each in anew().strikes()] == ["hung"]
 
 
 def test_handlers_of_other_code_are_not_replaced(folder: Path) -> None:
@@ -179,7 +302,7 @@ faulthandler.register(signal.SIGHUP, file=dump)
 with crash_marker(folder, silicon, "made_up", "1", "x"):
     for number in (signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
-    print(len(next(folder.rglob("*.mark")).read_text().splitlines()))
+    print(len(next(folder.rglob("*.notes")).read_text().splitlines()))
 os.kill(os.getpid(), signal.SIGHUP)
 print((folder.parent / "dump").read_text().count("most recent call first"))
 """
@@ -197,7 +320,7 @@ with crash_marker(folder, silicon, "made_up", "1", "x"):
     os.kill(os.getpid(), signal.SIGALRM)
 """
     assert run(folder, STARTED + code) == (-signal.SIGALRM, "handled\n", "")
-    assert [found.stop_signal for found in abandoned(place_of(folder, SILICON))] == [True]
+    assert [found.noted.stopped for found in abandoned(place_of(folder, SILICON))] == [True]
 
 
 def test_signals_end_the_process_as_before(folder: Path) -> None:
@@ -233,9 +356,9 @@ def test_a_running_trial_is_no_crash(
         assert len(markers(folder)) == 2
     trying.kill()
     trying.wait()
-    assert quarantined.find("made_up", "1") is None
+    assert blamed(quarantined) == []
     assert [each.backend for each in quarantined.sweep()] == ["made_up"]
-    assert quarantined.find("made_up", "1") is not None
+    assert blamed(quarantined) == ["made_up"]
     assert len(warnings()) == 1
 
 
@@ -247,7 +370,7 @@ def test_a_forked_child_does_not_hold_the_lock_of_the_marker(folder: Path, anew:
         process.kill()
         process.wait()
         try:
-            assert anew().find("made_up", "1") is not None
+            assert blamed(anew()) == ["made_up"]
         finally:
             os.kill(child, signal.SIGKILL)  # fails if there was no child
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import WARNING
@@ -51,16 +50,6 @@ def _import_interpreted() -> None:
 
 if INTERPRETED:
     _import_interpreted()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _threads_of_the_test_runner() -> Iterator[None]:
-    """pytest-xdist's own threads are not the program's: a trial beside other threads of it has no cap of memory."""
-    runners = set(threading.enumerate()) - {threading.main_thread()}
-    with pytest.MonkeyPatch.context() as patch:
-        listed = threading.enumerate
-        patch.setattr(threading, "enumerate", lambda: [each for each in listed() if each not in runners])
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from attn_dispatch.store import crash_markers
 from attn_dispatch.store.crash_markers import place_of
-from attn_dispatch.store.quarantine import Entry
+from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.fakes import SILICON
 
 GROUP = "0123456789ab"
@@ -50,6 +50,11 @@ def path_of(folder: Path) -> Path:
 def path_of_new(folder: Path, suffix: str) -> Path:
     suffix = f"-{'0' * 12}{suffix}" if suffix == ".mark" else suffix
     return place_of(folder, SILICON) / f"{crash_markers.digest(*entry().key)}{suffix}"
+
+
+def blamed(quarantined: Quarantine) -> list[str]:
+    """The backends with a quarantine or a strike."""
+    return [each.backend for each in (*quarantined.entries(), *quarantined.strikes())]
 
 
 def markers(folder: Path) -> list[Path]:

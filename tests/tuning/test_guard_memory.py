@@ -1,193 +1,57 @@
-"""Guarded calls have a memory limit; out-of-memory errors, lost devices and other errors are distinguished."""
+"""No limit of the process ever changes; shortages, lost devices and other errors are distinguished."""
 
 from __future__ import annotations
 
-import resource
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from attn_dispatch.machine import memory
-from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.guard import capped, device_lost, is_memory_error, memory_excess
+from attn_dispatch.tuning.guard import (
+    capped,
+    device_lost,
+    is_limit_error,
+    is_memory_error,
+    is_shortage,
+    memory_excess,
+)
 from tests.support import fakes, processes
 from tests.support.fakes import GIB, MIB
-from tests.support.guarded import PATIENT_S
-
-pytestmark = pytest.mark.usefixtures("no_threads_are_left", "_threads_of_other_tests")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-LITTLE = 256 * MIB
 
-
-@pytest.fixture
-def _threads_of_other_tests(no_threads_are_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier tests in this process have left threads, such as torch's compiler's: beside them there is no cap."""
-    before, listed = set(threading.enumerate()) - {threading.current_thread()}, threading.enumerate
-    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in listed() if each not in before])
-
-
-@pytest.fixture
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "available_bytes", lambda device: LITTLE)
-
-
-def limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_AS)[0]
-
-
-def allocate(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8)
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_too_much_memory_is_an_exception() -> None:
-    too_much = LITTLE + (torch.get_num_threads() + 1) * guard.THREAD_BYTES
-    before = limit()
-    with capped(CPU):
-        allocate(LITTLE // 2)
-        for call in (lambda: allocate(too_much), lambda: bytearray(too_much)):
-            with pytest.raises((RuntimeError, MemoryError)) as caught:
-                call()
-            assert is_memory_error(caught.value)
-        allocate(LITTLE // 2)
-    allocate(too_much)
-    assert limit() == before
-
-
-def test_threads_can_start_under_the_cap() -> None:
-    """GNU's OpenMP ends the process where it cannot start one."""
-    code = """
-import threading, torch
+RLIMITS = """
+import os, resource, threading, torch
+from attn_dispatch import attend
 from attn_dispatch.tuning import guard
-guard.available_bytes = lambda device: 1 << 20
-torch.set_num_threads(24)
-def call():
-    with guard.capped(torch.device("cpu")):
-        barrier = threading.Barrier(13)
-        for _ in range(12):  # another library's
-            threading.Thread(target=barrier.wait, daemon=True).start()
-        barrier.wait()
-        return float((torch.ones(2000, 1000) + 1).sum())
-print(guard.run_guarded(call, 60))
-"""
-    done = processes.run(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "4000000.0\n", "")
 
+def limits():
+    return [resource.getrlimit(getattr(resource, each)) for each in dir(resource) if each.startswith("RLIMIT_")]
 
-@pytest.fixture
-def another_thread(_threads_of_other_tests: None) -> Iterator[None]:
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait, daemon=True)
-    thread.start()
-    yield
-    over.set()
-    thread.join()
+before, seen = limits(), []
+run = guard.run_guarded
 
+def watched(call, limit_s):
+    def inside():
+        seen.append(limits() == before)
+        return call()
+    return run(inside, limit_s)
 
-@pytest.mark.usefixtures("little_memory", "another_thread")
-def test_other_threads_are_not_limited() -> None:
-    before = limit()
-
-    def inside() -> int:
-        with capped(CPU):
-            return limit()
-
-    assert inside() == before
-    assert guard.run_guarded(inside, PATIENT_S) == before
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_threads_of_trials_do_not_prevent_the_limit() -> None:
-    """Threads that run a trial, that wait for one, nested ones too, and idle ones."""
-    before = limit()
-
-    def inside() -> int:
-        with capped(CPU):
-            return limit()
-
-    def nested() -> int:
-        return guard.run_guarded(inside, PATIENT_S)
-
-    assert inside() != before
-    for _ in range(2):
-        assert guard.run_guarded(nested, PATIENT_S) != before
-    assert inside() != before
-    assert guard._waiting == []
-
-
-def test_the_limit_follows_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = []
-    for room in (GIB, 3 * GIB):
-        monkeypatch.setattr(guard, "available_bytes", lambda device, room=room: room)
-        with capped(CPU):
-            limits.append(limit())
-    assert GIB < limits[1] - limits[0] < 3 * GIB
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_a_tighter_limit_stays() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    tight = memory.host_psutil().Process().memory_info().vms + 128 * MIB
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (tight, hard))
-        with capped(CPU):
-            assert limit() == tight
-        assert limit() == tight
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def test_caps_may_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of two threads do, which end in any order."""
-    before, rooms = limit(), iter([4 * GIB, GIB, 8 * GIB])
-    monkeypatch.setattr(guard, "available_bytes", lambda device: next(rooms))
-    first, second, third = capped(CPU), capped(CPU), capped(CPU)
-    first.__enter__()
-    wide = limit()
-    second.__enter__()
-    tight = limit()
-    third.__enter__()
-    assert tight < wide
-    assert limit() == tight
-    second.__exit__(None, None, None)
-    assert limit() == wide
-    first.__exit__(None, None, None)
-    assert limit() > wide
-    third.__exit__(None, None, None)
-    assert limit() == before
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_calls_run_without_a_limit_if_none_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise ValueError("current limit exceeds maximum limit")
-
-    before = limit()
-    monkeypatch.setattr(resource, "setrlimit", refuse)
-    with capped(CPU):
-        assert limit() == before
-
-
-def test_a_forked_child_is_not_capped() -> None:
-    code = """
-import os, resource, torch
-from attn_dispatch.tuning import guard
-guard.available_bytes = lambda device: 1 << 28
-before = resource.getrlimit(resource.RLIMIT_AS)
+guard.run_guarded = watched
+x = torch.ones(1, 16, 1, 8)
+attend(x, x, x)
 with guard.capped(torch.device("cpu")):
-    capped = resource.getrlimit(resource.RLIMIT_AS) != before
     child = os.fork()
     if child == 0:
-        inside = resource.getrlimit(resource.RLIMIT_AS) == before
-if child == 0:
-    os._exit(40 + inside + (resource.getrlimit(resource.RLIMIT_AS) == before))
-print(capped, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(7 if limits() == before else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), limits() == before, len(seen) > 3, all(seen))
 """
-    done = processes.run(code)
-    assert (done.returncode, done.stdout) == (0, "True 42\n")
+
+
+def test_no_limit_of_the_process_changes() -> None:
+    """It would be that of other threads and of forked children too."""
+    done = processes.run(RLIMITS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7 True True True\n", "")
 
 
 @pytest.mark.parametrize(("before", "free", "expected"), [(1.0, 20, 0.75), (0.5, 20, 0.5), (1.0, 100, 1.0)])
@@ -247,6 +111,14 @@ MEMORY_ERRORS = {
     "system": OSError(12, "Cannot allocate memory"),
     "wrapped": chained(RuntimeError("the kernel failed"), MemoryError()),
 }
+LIMIT_ERRORS = {
+    "thread": RuntimeError("can't start new thread"),
+    "fork": BlockingIOError(11, "Resource temporarily unavailable"),
+    "openmp": RuntimeError("libgomp: Thread creation failed: Resource temporarily unavailable"),
+    "files": OSError(24, "Too many open files"),
+    "files of the machine": OSError(23, "Too many open files in system"),
+    "wrapped": chained(RuntimeError("the kernel failed"), OSError(24, "Too many open files")),
+}
 OTHER_ERRORS = {
     "wrong": RuntimeError("expected scalar type Float but found Half"),
     "illegal": RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -258,12 +130,17 @@ OTHER_ERRORS = {
 
 @pytest.mark.parametrize("error", MEMORY_ERRORS.values(), ids=MEMORY_ERRORS)
 def test_out_of_memory_errors(error: BaseException) -> None:
-    assert is_memory_error(error)
+    assert (is_memory_error(error), is_limit_error(error), is_shortage(error)) == (True, False, True)
+
+
+@pytest.mark.parametrize("error", LIMIT_ERRORS.values(), ids=LIMIT_ERRORS)
+def test_limits_of_the_machine(error: BaseException) -> None:
+    assert (is_memory_error(error), is_limit_error(error), is_shortage(error)) == (False, True, True)
 
 
 @pytest.mark.parametrize("error", OTHER_ERRORS.values(), ids=OTHER_ERRORS)
 def test_other_errors(error: BaseException) -> None:
-    assert not is_memory_error(error)
+    assert not is_shortage(error)
 
 
 def test_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where there is no memory for the reference, a trial ends, the call runs, and no backend is quarantined."""
+"""Where there is no memory for a trial, it ends, the call runs, and no backend is quarantined."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from attn_dispatch import attend, explain
+from attn_dispatch.decisions import decide
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import hard_cases, oracle, tuner
+from attn_dispatch.tuning import choice, hard_cases, oracle, race, tuner
 from attn_dispatch.tuning.candidates import Request, static_choice
 from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
@@ -26,6 +27,8 @@ ERRORS = {
     "python": MemoryError(),
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    "threads": RuntimeError("can't start new thread"),
+    "files": OSError(24, "Too many open files"),
 }
 PLACES = {
     "example": (tuner, "make", 1),
@@ -34,6 +37,10 @@ PLACES = {
     "hard cases": (hard_cases, "_case", 1),
     "comparison": (oracle, "_error", 12),
     "another call": (oracle._Sample, "of", 2),
+    "race": (race.Race, "run", 1),
+    "choice": (choice, "choose", 1),
+    "decision": (tuner._Trial, "decision", 1),
+    "random state": (decide, "preserved_rng", 1),
 }
 
 
@@ -52,7 +59,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, where: object, name: str, first: 
 
 
 @crossed(lambda place, error: {"error": error}, place=tuple(PLACES), error=tuple(ERRORS))
-def test_a_call_runs_without_memory_for_the_reference(
+def test_a_call_runs_without_memory_for_a_trial(
     place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     where, name, first = PLACES[place]
@@ -69,7 +76,7 @@ def test_a_call_runs_without_memory_for_the_reference(
     assert Quarantine(cache_folder(), silicon("cpu")).entries() == []
     assert list(Store(cache_folder()).all()) == []
     (text,) = warnings()
-    assert text.startswith("not measured, too little memory to check results: ")
+    assert text.startswith("not measured, too little memory")
 
 
 def test_other_errors_of_the_reference_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tools.lib.tables import table
 PAGES = {
     "figures": (
         "LongNet, kernels, robustness, cost of a call, compiled libraries",
-        ("longnet", "kernels", "trust", "routes", "dispatch", "prebuilt"),
+        ("longnet", "kernels", "trust", "strikes", "routes", "dispatch", "prebuilt"),
     ),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
     "ring": ("a sequence over many ranks", ("ring", "ring_reports")),

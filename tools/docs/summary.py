@@ -62,7 +62,7 @@ def _slower(times: Any) -> str:
 def explained() -> str:
     """The first lines of `explain`, and the rows of a few backends, cut to WIDTH."""
     found = load("explain")
-    values = {field.name: found[field.name] for field in fields(Explanation)}
+    values = {field.name: found[field.name] for field in fields(Explanation) if field.name in found}
     values["candidates"] = tuple(CandidateReport(**each) for each in found["candidates"])
     lines = str(Explanation(**values)).splitlines()
     table_at = next(number for number, line in enumerate(lines) if line.startswith("backend "))

@@ -1,5 +1,5 @@
-"""Show this machine's devices, which backends can run on them and why others cannot, the quarantines, and where
-decisions are stored.
+"""Show this machine's devices, which backends can run on them and why others cannot, quarantines, strikes (deaths and
+hangs that exclude nothing now, but count if there is another), and where decisions are stored.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,11 @@ EXAMPLE = """examples:
   attn-dispatch doctor
   attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
-      lift the quarantines of a backend, so that trials include it again, and show nothing else"""
+      lift the quarantines of a backend and forget its strikes, so that trials include it; shows nothing else"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines of this backend, or of 'all'")
+    parser.add_argument("--lift", metavar="NAME", help="lift the quarantines and strikes of this backend, or of 'all'")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         "backends": _backends(),
         "native": in_use(),
         "quarantines": [_to_dict(entry) for entry in _quarantined(cache_folder())],
+        "strikes": [_to_dict(entry) for entry in _struck(cache_folder())],
         **_settings(),
     }
     if args.json:
@@ -83,6 +85,10 @@ def _quarantined(folder: Path) -> list[Entry]:
     return [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).entries()]
 
 
+def _struck(folder: Path) -> list[Entry]:
+    return [entry for silicon in silicons(folder) for entry in Quarantine(folder, silicon).strikes()]
+
+
 def _to_dict(entry: Entry) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(entry)
     return plain
@@ -112,17 +118,20 @@ def _device(device: str) -> dict[str, Any]:
 
 def _backends() -> list[dict[str, Any]]:
     from attn_dispatch.kernels import registry
+    from attn_dispatch.settings import timeout_s
+    from attn_dispatch.tuning import candidates as candidates  # guards the imports of plug-ins
+    from attn_dispatch.tuning import guard
 
     found = []
     for name in registry.names():
         version, reason = None, ""
         try:
             backend = registry.load(name)
-            version = registry.version_of(backend)
-            reason = _unusable(backend)
+            version = guard.run_guarded(partial(registry.version_of, backend), timeout_s())
+            reason = guard.run_guarded(partial(_unusable, backend), timeout_s())
         except InvalidInput as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
             reason = f"raised {type(error).__name__}: {error}"
         found.append({"name": name, "version": version, "usable": not reason, "reason": reason})
     return found
@@ -199,7 +208,7 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         "",
         *align([["backend", "version", "usable"], *map(_backend_cells, report["backends"])], {0, 1, 2}),
         "",
-        *_quarantine_lines(report["quarantines"]),
+        *_quarantine_lines(report["quarantines"], report["strikes"]),
         "",
         f"native    {report['native']}",
         f"decisions {stored}",
@@ -219,12 +228,14 @@ def _backend_cells(item: Mapping[str, Any]) -> list[str]:
     return [item["name"], item["version"] or "-", "yes" if item["usable"] else f"no: {item['reason']}"]
 
 
-def _quarantine_lines(items: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not items:
-        return ["quarantine none"]
-    head = ["quarantine", "version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
-    rows = align([head, *map(_quarantine_cells, items)], set(range(len(head))))
-    return [*rows, "'attn-dispatch doctor --lift NAME' lifts the quarantines of a backend"]
+def _quarantine_lines(items: Sequence[Mapping[str, Any]], struck: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for name, found in (("quarantine", items), ("strikes", struck)):
+        head = [name, "version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
+        rows = align([head, *map(_quarantine_cells, found)], set(range(len(head))))
+        lines += rows if found else [f"{name:10} none"]
+    hint = "'attn-dispatch doctor --lift NAME' lifts the quarantines and strikes of a backend"
+    return [*lines, hint] if items or struck else lines
 
 
 def _quarantine_cells(item: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,174 @@
+"""What a trial makes of a backend's failures: strikes, quarantines, and failures that are tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from attn_dispatch import attend, explain, register
+from attn_dispatch.backends import manual
+from attn_dispatch.kernels import registry
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.store import quarantine
+from attn_dispatch.store.crash_markers import CrashMarker
+from attn_dispatch.store.quarantine import FIRST_HOLD, Entry, Quarantine
+from attn_dispatch.tuning import candidates, gate, guard
+from tests.support.calls import forget, qkv, status
+from tests.support.planted import Planted, right
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+MINUTE, HOUR = timedelta(minutes=1), timedelta(hours=1)
+
+
+class Clock:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(quarantine, "clock", lambda: found.now)
+    monkeypatch.setattr(candidates, "utc_now", lambda: found.now.isoformat())
+    return found
+
+
+def raising(error: BaseException) -> Planted:
+    def fault(*given: object) -> Any:
+        raise error
+
+    return Planted(fault)
+
+
+def is_tried(backend: Planted) -> bool:
+    """Whether a later process tries the backend."""
+    forget()
+    before = backend.calls
+    attend(*qkv(32))
+    return backend.calls > before
+
+
+def quarantined() -> Quarantine:
+    return Quarantine(cache_folder(), silicon("cpu"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't start new thread"), OSError(24, "Too many open files"), SystemExit(3), ValueError("no")],
+    ids=["threads", "files", "exit", "other"],
+)
+def test_failures_quarantine_nobody_and_are_tried_again(error: BaseException, clock: Clock) -> None:
+    """After an hour, then after two, and so on up to a day."""
+    backend = raising(error)
+    register(backend)
+    assert is_tried(backend)
+    assert status(explain(*qkv(32)), "planted") == "failed"
+    assert quarantined().entries() == []
+    for hours in (1, 2, 4, 8, 16, 24, 24):
+        clock.now += hours * HOUR - MINUTE
+        assert not is_tried(backend)
+        clock.now += MINUTE
+        assert is_tried(backend)
+    backend.fault = right
+    clock.now += 24 * HOUR
+    assert is_tried(backend)
+    assert status(explain(*qkv(32)), "planted") != "failed"
+    assert not is_tried(backend)
+
+
+@pytest.mark.parametrize(
+    ("free", "lies"),
+    [((1, 1, 1, 1), True), ((1, 0), False), ((0, 1), False), ((1, 1, 1, 0), False), ((1, 1, 0, 1), False)],
+    ids=str,
+)
+def test_memory_that_others_took(free: tuple[int, ...], lies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The declared bytes must be free before and after two calls that fail."""
+    readings: Iterator[int] = iter(free)
+    backend = raising(MemoryError())
+    monkeypatch.setattr(registry, "backends", lambda: [backend, manual])
+    monkeypatch.setattr(gate, "available_bytes", lambda device: next(readings, 1) << 30)
+    attend(*qkv(32))
+    assert [entry.kind for entry in quarantined().entries()] == ["memory"] * lies
+    assert status(explain(*qkv(32)), "planted") == ("quarantined" if lies else "failed")
+
+
+def test_one_lack_of_memory_is_no_fault() -> None:
+    errors = [MemoryError()]
+
+    def fault(*given: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return right(*given)
+
+    register(Planted(fault))
+    attend(*qkv(32))
+    assert quarantined().entries() == []
+    assert status(explain(*qkv(32)), "planted") != "failed"
+
+
+def strike(kind: quarantine.Kind) -> None:
+    where, text = silicon("cpu"), "a fault"
+    quarantined().add(Entry(backend="planted", version="1", silicon=where, kind=kind, reason=text, title="x"))
+
+
+@pytest.mark.parametrize("kind", ["died", "hung"])
+def test_a_success_clears_strikes(kind: quarantine.Kind, clock: Clock) -> None:
+    backend = Planted()
+    register(backend)
+    strike(kind)
+    assert not is_tried(backend)
+    clock.now += FIRST_HOLD
+    assert len(quarantined().strikes()) == 1
+    assert is_tried(backend)
+    assert quarantined().strikes() == []
+
+
+def test_a_failure_clears_none(clock: Clock) -> None:
+    backend = raising(ValueError("no"))
+    register(backend)
+    strike("died")
+    clock.now += FIRST_HOLD
+    assert is_tried(backend)
+    assert len(quarantined().strikes()) == 1
+
+
+def test_a_second_hang_excludes_for_a_day(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(call: object, limit_s: float) -> None:
+        raise guard.TimedOut(limit_s)
+
+    register(Planted(name="b"))
+    backend = Planted()
+    register(backend)
+    for hold in (FIRST_HOLD, 24 * HOUR):
+        with monkeypatch.context() as patch:
+            patch.setattr(guard, "run_guarded", lambda call, limit_s: backend_hangs(call, limit_s, backend))
+            forget()
+            attend(*qkv(32))
+        (entry,) = quarantined().entries()
+        assert (entry.backend, entry.end) == ("planted", clock.now + hold)
+        clock.now += hold
+        assert quarantined().entries() == []
+
+
+def backend_hangs(call: Any, limit_s: float, backend: Planted) -> Any:
+    """Run a call; where it ran the backend, as if it did not return."""
+    before = backend.calls
+    result = call()
+    if backend.calls > before:
+        raise guard.TimedOut(limit_s)
+    return result
+
+
+def test_a_call_has_its_own_time_in_the_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the calls before it nor the comparison after it."""
+    written: list[float] = []
+    monkeypatch.setattr(CrashMarker, "begin", lambda self, patience_s: written.append(patience_s))
+    monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "40")
+    register(Planted())
+    attend(*qkv(32))
+    assert min(written[::2]) >= 40
+    assert set(written[1::2]) == {float("inf")}
