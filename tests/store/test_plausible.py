@@ -86,8 +86,9 @@ def test_the_peak_of_a_machine(silicon: str, factor: float) -> None:
 def test_what_is_not_known_refuses_nothing() -> None:
     assert impossible_time(of(0.0, "ring-4r-1h-zigzag-0123456789ab")) == ""
     assert impossible_time(decision()) == ""
-    for name, value in (("heads", "x" * 9), ("q_len", None), ("pattern", {"kind": "Spiral"}), ("batch", 10**400)):
-        assert impossible_time(of(0.0, **{name: value})) == ""
+    damaged: dict[str, Any] = {"heads": "x" * 9, "q_len": None, "pattern": {"kind": "Spiral"}, "batch": 10**400}
+    for name in damaged:
+        assert impossible_time(of(0.0, **{name: damaged[name]})) == ""
 
 
 def test_times_at_the_bound() -> None:
