@@ -168,4 +168,4 @@ def test_standard_problems(device: str) -> None:
     assert [each.q_len for each in found] == sorted(each.q_len for each in found)
     kinds = {(type(each.pattern).__name__, each.dtype, each.needs_grad) for each in found}
     assert len(kinds) == 4 * 3 * 2
-    assert len({each.key(CPU) for each in found}) == len(found) == 30 * len(lengths)
+    assert len({each.key(CPU) for each in found}) == len(found) == 30 * len(lengths) - (12 if device == "cpu" else 0)
