@@ -198,10 +198,21 @@ def test_predictions_rest_on_what_is_confirmed(installed: Installed, tmp_path: P
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
     give(given, tmp_path)
+    attend(*qkv(300))  # reads the evidence
     attend(*qkv())
     attend(*qkv(17))
-    assert counted(loaded=1, learned=1)
+    assert counted(measured=1, loaded=1, learned=1)
     assert explain(*qkv(17)).choice == "b"
+
+
+def test_what_is_refuted_is_measured_though_its_neighbours_are_known(installed: Installed, tmp_path: Path) -> None:
+    """A prediction would not be stored, and every process would check again."""
+    given = elsewhere(installed, "c", c=1)
+    attend(*qkv(17))
+    give(given, tmp_path)
+    restart(installed)
+    attend(*qkv())
+    assert counted(measured=1)
 
 
 def test_own_measurements_stay(installed: Installed, tmp_path: Path) -> None:
@@ -218,7 +229,7 @@ def test_a_candidate_that_only_others_measured_is_measured(
 ) -> None:
     """A row of another machine in one's own decision keeps no candidate from its trial."""
     attend(*qkv())
-    row_of_d = Row(backend="d", order="natural", status="failed", version="1", measured=later())
+    row_of_d = Row(backend="d", order="natural", status="slower", version="1", median_ms=99.0, measured=later())
     give(msgspec.structs.replace(stored(), candidates=(*stored().candidates, row_of_d)), tmp_path)
     assert (stored().origin, row("d").origin) == ("", "imported")
     restart(installed)
