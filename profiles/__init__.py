@@ -1,4 +1,4 @@
-"""Decisions shipped with the package: one JSON file per silicon, written by the GPU checks.
+"""Decisions shipped with the package: one JSON file per silicon, as `profile --share` writes it.
 
 Holds no code.
 Public: nothing.

@@ -89,7 +89,7 @@ def _cells(explanation: Explanation) -> list[str]:
     chosen = next((c for c in explanation.candidates if c.status == "chosen"), None)
     others = [c for c in explanation.candidates if c is not chosen]
     source = explanation.source + ", provisional" * bool(explanation.provisional)
-    source += ", drifted" * (explanation.drift is not None)
+    source += ", unchecked" * explanation.unchecked + ", drifted" * (explanation.drift is not None)
     if chosen is None or chosen.median_ms is None:
         return [*start, name, source, "-", "-", "not measured"]
     return [*start, name, source, milliseconds(chosen.median_ms), *_rival(chosen.median_ms, others)]

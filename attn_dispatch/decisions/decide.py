@@ -192,9 +192,20 @@ class _DeviceSteps:
     explained: bool = False
 
     @cached_property
-    def on_disk(self) -> look_up.StoredDecision | None:
+    def found(self) -> look_up.StoredDecision | None:
         budget_ms = settings.budget_ms() if mode() == "tune" and not self.explained else -1.0
         return look_up.look_up(self.request, budget_ms)
+
+    @cached_property
+    def on_disk(self) -> look_up.StoredDecision | None:
+        """The stored decision, if it was measured here, or is confirmed here."""
+        found = self.found
+        if found is not None and not self.explained and not look_up.is_believed(found.decision):
+            with measuring:
+                if not look_up.confirmed(self.request, found, _rate_limit):
+                    return None
+            evidence.add(found.decision)
+        return found
 
     @cached_property
     def prediction(self) -> Prediction | None:
@@ -229,7 +240,7 @@ class _DeviceSteps:
         stored, prediction = self.on_disk, None
         if self.explained or (stored is not None and not stored.changed):
             return None
-        if stored is None:
+        if self.found is None:
             prediction = self.prediction
             sure = prediction is not None and prediction.in_bucket and prediction.confidence >= MIN_CONFIDENCE
             learned = self._learned() if sure else None
@@ -405,5 +416,5 @@ def _forced_among(request: Request, backend: str | None, order: str | None) -> t
     if sum(each.row is None for each in found) > 1:
         measured = _decided.get((request.silicon, request.problem, None, None))
         if (measured is None or not measured.candidates) and mode() != "off":
-            measured = look_up.read_stored(request)
+            measured = look_up.read_believed(request)
     return unmeasured.decision_among(request, found, measured), error

@@ -1,11 +1,15 @@
-"""Measured decisions as evidence for problems of other sizes, cached by group."""
+"""Measured decisions as evidence for problems of other sizes, cached by group.
+
+In `tune` mode other machines' decisions are none before they are confirmed here.
+"""
 
 from __future__ import annotations
 
 from attn_dispatch import process_state
+from attn_dispatch.decisions import look_up
 from attn_dispatch.learning import predict as learned
 from attn_dispatch.learning import thresholds
-from attn_dispatch.settings import cache_folder
+from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store, shipped
@@ -13,8 +17,8 @@ from attn_dispatch.tuning.candidates import Request
 
 MOST_DECISIONS = 500  #: of a group, from which predictions are made; each takes 0.1 ms to read
 
-# Decisions of a group as first read, and those made since; keys: silicon, group.
-_evidence: dict[tuple[str, str], learned.Evidence] = {}
+# Decisions of a group as first read, and those made since; keys: silicon, group, whether those of others are believed.
+_evidence: dict[tuple[str, str, bool], learned.Evidence] = {}
 process_state.register(process_state.DECISIONS, _evidence.clear)
 
 
@@ -35,17 +39,19 @@ def predict_for(request: Request) -> learned.Prediction | None:
 
 def group_evidence(silicon: str, group: str) -> learned.Evidence:
     """Every decision of a group: the user's, and the shipped ones of other problems."""
-    known = _evidence.get((silicon, group))
+    key = silicon, group, mode() != "tune"
+    known = _evidence.get(key)
     if known is None:
         own = Store(cache_folder()).group(silicon, group, MOST_DECISIONS)
         keys = {decision.key for decision in own}
         shipped_only = [d for d in shipped(silicon).values() if d.group == group and d.key not in keys]
-        known = _evidence[silicon, group] = learned.Evidence([*shipped_only, *own])
+        known = _evidence[key] = learned.Evidence(filter(look_up.is_believed, [*shipped_only, *own]))
     return known
 
 
 def add(decision: Decision) -> None:
     """Add a new decision to the evidence of its group."""
-    known = _evidence.get((decision.silicon, decision.group))
-    if known is not None:
-        known.add(decision, MOST_DECISIONS)
+    for everyone in (False, True):
+        known = _evidence.get((decision.silicon, decision.group, everyone))
+        if known is not None:
+            known.add(decision, MOST_DECISIONS)

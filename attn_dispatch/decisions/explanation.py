@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.store import passed
 from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
 from attn_dispatch.text import align, gib, milliseconds, printable
 
@@ -73,11 +75,12 @@ class DriftReport:
 class Explanation:
     """Which backend and order run a call.
 
-    `source` is one of `measured, learned, shipped, heuristic, forced`; `choice` and `order` are None where attend()
-    raises instead. `key` names the decision in the store. `problem` and `device` are readable titles. A learned choice
-    has a `confidence`, the probability that it is the fastest, and `evidence`, the keys of the decisions it is
-    predicted from. `drift` holds the times of live calls if they left the measured interval. `provisional` says why a
-    choice is to be measured again by a later process; empty where it is settled.
+    `source` is one of `measured, learned, imported, shipped, heuristic, forced`; `choice` and `order` are None where
+    attend() raises instead. `key` names the decision in the store. `problem` and `device` are readable titles. A
+    learned choice has a `confidence`, the probability that it is the fastest, and `evidence`, the keys of the decisions
+    it is predicted from. `drift` holds the times of live calls if they left the measured interval. `provisional` says
+    why a choice is to be measured again by a later process; empty where it is settled. `unchecked` is whether the
+    choice is imported or shipped and was not yet checked on this machine.
     """
 
     choice: str | None
@@ -91,6 +94,7 @@ class Explanation:
     evidence: tuple[str, ...] = ()
     drift: DriftReport | None = None
     provisional: str = ""
+    unchecked: bool = False
 
     @classmethod
     def of(cls, decision: Decision, source: str | None = None) -> Explanation:
@@ -100,7 +104,7 @@ class Explanation:
         return cls(
             choice=decision.choice or None,
             order=decision.order or None,
-            source=source or decision.source,
+            source=source or decision.origin or decision.source,
             key=decision.key,
             candidates=rows,
             problem=decision.title,
@@ -109,6 +113,7 @@ class Explanation:
             evidence=decision.evidence,
             drift=None if decision.drift is None else DriftReport.of(decision.drift),
             provisional=decision.provisional,
+            unchecked=bool(decision.origin) and not passed.is_confirmed(cache_folder(), decision),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,10 +122,11 @@ class Explanation:
 
     def __str__(self) -> str:
         choice = f"{self.choice} in {self.order} order" if self.choice else "none"
+        source = f"{self.source}{self._confidence()}" + ", not yet checked here" * self.unchecked
         lines = [
             f"device    {self.device}",
             f"problem   {self.problem}",
-            f"choice    {choice} ({self.source}{self._confidence()}), key {self.key}",
+            f"choice    {choice} ({source}), key {self.key}",
             *self._provisional(),
             *self._drifted(),
         ]

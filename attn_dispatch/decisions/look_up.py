@@ -3,10 +3,13 @@
 A row is valid while its backend has the version that was measured. Only candidates with missing or outdated rows are
 measured again; until then an outdated row is used as a prior. What a provisional decision left open is measured again
 by a later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
+
+What another machine decided, imported or shipped with the package, is believed once a few calls here have confirmed it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -14,15 +17,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.decisions.rate_limit import RateLimit
+from attn_dispatch.decisions.torch_state import cannot_measure, isolated, preserved_rng
+from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.log import say_once
+from attn_dispatch.log import logger, say_once
 from attn_dispatch.machine import load
-from attn_dispatch.settings import cache_folder
+from attn_dispatch.settings import cache_folder, mode, trial_seconds
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store import quarantine
+from attn_dispatch.store import passed, quarantine
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
 from attn_dispatch.store.folder import Store, shipped
+from attn_dispatch.text import one_line, printable, titled
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment
 
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
@@ -87,6 +93,44 @@ def read_stored(request: Request) -> Decision | None:
     return given if given is not None and _is_for(request, given) else None
 
 
+def read_believed(request: Request) -> Decision | None:
+    """What `read_stored` returns, if it `is_believed`."""
+    found = read_stored(request)
+    return found if found is not None and is_believed(found) else None
+
+
+def is_believed(decision: Decision) -> bool:
+    """Whether a decision may be used: measured or confirmed here, or in a mode that measures nothing."""
+    return mode() != "tune" or passed.is_confirmed(cache_folder(), decision)
+
+
+def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> bool:
+    """Whether another machine's decision holds here, by a few calls now; noted, so that no later process checks it.
+
+    False where nothing may be timed now, or it does not fit the current candidates.
+    """
+    decision = stored.decision
+    if not stored.is_valid or cannot_measure(request.problem.device) or not limit.allows(trial_seconds()):
+        return False
+    from attn_dispatch.tuning import guard, race  # loaded only when something is measured
+
+    start = time.perf_counter()
+    try:
+        with isolated(request.problem.device), preserved_rng(request.problem):
+            why = race.why_refuted(request, decision.chosen)
+    except Exception as error:
+        if isinstance(error, BackendFailed) or not guard.is_shortage(error):
+            raise
+        why = f"too little memory to check it ({one_line(error)})"
+    limit.add(time.perf_counter() - start)
+    if why:
+        what = printable(f"{titled(*decision.chosen)}, {decision.origin}, for {decision.title}")
+        logger.warning("not believed, and measured instead: %s: %s", what, printable(why))
+        return False
+    passed.note_confirmed(cache_folder(), decision)
+    return True
+
+
 def _is_for(request: Request, decision: Decision) -> bool:
     """Whether the decision's own problem has the key of the request, which is a hash."""
     try:
@@ -100,7 +144,7 @@ def _is_for(request: Request, decision: Decision) -> bool:
 
 def _compare(request: Request, decision: Decision, affordable: set[CandidateId]) -> StoredDecision:
     able = {each.id: each for each in request.able}
-    rows = {row.id: row for row in decision.candidates}
+    rows = _usable_rows(decision)
     changed = {name for name in able if not _is_valid_row(rows.get(name), able[name])}
     choice = best_candidate(decision, valid_rows(decision, able.values()))
     return StoredDecision(decision, choice, tuple(sorted(changed | (affordable & able.keys()))))
@@ -108,9 +152,14 @@ def _compare(request: Request, decision: Decision, affordable: set[CandidateId])
 
 def valid_rows(decision: Decision, able: Collection[Candidate]) -> dict[CandidateId, Row]:
     """The timed rows of a decision that are valid for these candidates."""
-    rows = {row.id: row for row in decision.candidates}
+    rows = _usable_rows(decision)
     current = (each.id for each in able if _is_valid_row(rows.get(each.id), each))
     return {name: rows[name] for name in current if rows[name].status in TIMED}
+
+
+def _usable_rows(decision: Decision) -> dict[CandidateId, Row]:
+    """The rows by candidate; of a decision made here, without those that a merge added from other machines."""
+    return {row.id: row for row in decision.candidates if decision.origin or not row.origin}
 
 
 def best_candidate(decision: Decision, rows: Mapping[CandidateId, Row]) -> CandidateId | None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_dispatch import settings
+from attn_dispatch.decisions.look_up import is_believed
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.machine.hardware import provenance, silicon
@@ -120,7 +121,7 @@ def explained(sharded: ShardedProblem, exchange: str | None) -> Decision:
     if exchange is not None or not ranks.usable:
         raise NoBackend(ranks.refusal_text(exchange))
     stored = Store(cache_folder()).get(*ranks.request.address)
-    if stored is not None and mode() != "off":
+    if stored is not None and mode() != "off" and is_believed(stored):
         return stored
     return ranks.decision(LOCAL if LOCAL in ranks.usable else ranks.first, "heuristic", {})
 
@@ -192,13 +193,17 @@ class Ranks:
         return why
 
     def stored(self) -> Decision | None:
-        """The latest decision that any rank has stored and all can run; a collective."""
+        """The latest decision that any rank has stored and all can run, measured here if possible; a collective.
+
+        An imported one is not confirmed by a few calls, as on one device: in `tune` mode the ranks measure anew.
+        """
         own = Store(cache_folder()).get(*self.request.address)
+        own = own if own is not None and is_believed(own) else None
         stored = self.sharded.link.all_gather_objects(None if own is None or own.source != "measured" else encode(own))
         valid = [each for each in map(_decoded, filter(None, stored)) if self._is_valid(each)]
         if not valid:
             return None
-        latest = max(valid, key=lambda each: time_of(each.created))
+        latest = max(valid, key=lambda each: (not each.origin, time_of(each.created)))
         if own != latest:
             _store(latest)
         return latest

@@ -29,6 +29,29 @@ def quick_problems(device: torch.device) -> list[Problem]:
     return [*plain, grid, replace(training, needs_grad=True)]
 
 
+def standard_problems(device: torch.device) -> list[Problem]:
+    """The problems of a profile for others: every kind at a length of each octave, in each usual dtype, both ways.
+
+    The shortest come first, so that longer ones get the rest of a common budget. On a CPU dense patterns end an octave
+    earlier: one float16 call with gradients takes ten seconds on two cores at 8192 tokens.
+    """
+    gpu = device.type == "cuda"
+    lengths = [1 << octave for octave in (range(10, 16) if gpu else range(9, 14))]
+    found = []
+    for length in lengths:
+        patterns: list[Pattern] = [
+            *([Dense(), Dense(is_causal=True)] if gpu or length < lengths[-1] else []),
+            Window(left=255, right=0),
+            Dilated((length // 4, length // 2, length), (1, 2, 4), is_causal=True),
+            Neighborhood((length // 32, 32), (13, 13)),
+        ]
+        for pattern in patterns:
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                each = problem_of((1, length, 8, 64), pattern, dtype, device)
+                found += [each, replace(each, needs_grad=True)]
+    return found
+
+
 def problem_of(
     shape: tuple[int, int, int, int],
     pattern: Pattern,

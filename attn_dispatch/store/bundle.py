@@ -6,12 +6,26 @@ file may come from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
 
-from attn_dispatch.store.decision import DECODE_ERRORS, MAX_BYTES, SCHEMA, Damaged, Decision, decode, encode
+from attn_dispatch.store.decision import (
+    DECODE_ERRORS,
+    MAX_BYTES,
+    SCHEMA,
+    TIMED,
+    Damaged,
+    Decision,
+    Row,
+    decode,
+    encode,
+)
+from attn_dispatch.store.plausible import impossible_time
+
+SHARED_PROVENANCE = ("name", "driver", "torch", "cuda", "python")  #: all but the platform, which names a kernel's build
 
 
 class Refused(NamedTuple):
@@ -19,6 +33,51 @@ class Refused(NamedTuple):
 
     what: str
     reason: str
+
+
+class Shared(NamedTuple):
+    """The decisions that others may use, and how many were left out, by reason."""
+
+    decisions: list[Decision]
+    left_out: dict[str, int]
+
+
+def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> Shared:
+    """Select settled decisions that were measured here, and remove what concerns this machine alone.
+
+    No path, host or user remains: texts of errors, the platform, live times and unknown fields are removed, and rows
+    of other backends than `backends`.
+    """
+    found, left_out = [], Counter[str]()
+    for each in decisions:
+        why = _why_not_shared(each, backends)
+        if why:
+            left_out[why] += 1
+            continue
+        provenance = {name: each.provenance[name] for name in SHARED_PROVENANCE if name in each.provenance}
+        rows = tuple(_shared_row(row) for row in each.candidates if row.backend in backends and not row.origin)
+        changes = {"provenance": provenance, "candidates": rows, "drift": None, "extra": {}}
+        found.append(msgspec.structs.replace(each, **changes))
+    return Shared(found, dict(left_out))
+
+
+def _why_not_shared(decision: Decision, backends: Collection[str]) -> str:
+    if decision.origin or decision.source != "measured":
+        return "measured on another machine"
+    if decision.provisional:
+        return "provisional: the machine was not calm, or time was short"
+    if decision.drift is not None:
+        return "drifted"
+    if decision.choice not in backends:
+        return "decided for a plug-in"
+    return "impossible time" if impossible_time(decision) else ""
+
+
+def _shared_row(row: Row) -> Row:
+    """The row without texts that may hold paths: those of errors, and any with a separator of paths."""
+    is_public = row.status in (*TIMED, "not_measured", "unsupported", "over_memory", "not_installed")
+    kept = row.reason if is_public and not {"/", "\\"} & set(row.reason) else ""
+    return msgspec.structs.replace(row, reason=kept, extra={})
 
 
 class _Envelope(msgspec.Struct):

@@ -44,6 +44,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring where the budget did not allow
     it, `measured` the time of measuring in UTC, `failures` how many trials in a row a failed candidate has failed;
     `open`: it may be much faster than the chosen one, as far as is known.
+    `origin` is "imported" or "shipped" where another machine measured it, and empty where this one did.
     """
 
     backend: str
@@ -70,6 +71,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     measured: str | None = None
     open: bool = False
     failures: int | None = None
+    origin: str = ""
     extra: dict[str, Any] = {}
 
     @property
@@ -93,6 +95,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
     `provisional` says why the choice is to be measured again, `attempts` how many trials in a row ended so.
     `preferred` is the originally chosen backend and order, set where a merge added a later row that rules them out.
+    `origin` is as in a row: what another machine decided.
     """
 
     schema: int = SCHEMA
@@ -116,6 +119,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     preferred: tuple[str, str] | None = None
     provisional: str = ""
     attempts: int = 0
+    origin: str = ""
     extra: dict[str, Any] = {}
 
     @property
@@ -127,6 +131,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     def address(self) -> Address:
         """The address in the store."""
         return Address(self.silicon, self.group, self.key)
+
+
+def from_elsewhere(decision: Decision, origin: str) -> Decision:
+    """The decision marked, in all rows, as that of another machine: `origin` is "imported" or "shipped"."""
+    rows = tuple(msgspec.structs.replace(row, origin=origin) for row in decision.candidates)
+    return msgspec.structs.replace(decision, origin=origin, candidates=rows)
 
 
 MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))

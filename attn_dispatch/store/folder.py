@@ -37,10 +37,12 @@ from attn_dispatch.store.decision import (
     LaterSchema,
     decode,
     encode,
+    from_elsewhere,
     names_address,
     time_of,
 )
 from attn_dispatch.store.merge import merge
+from attn_dispatch.store.plausible import impossible_time
 from attn_dispatch.text import printable
 
 PUTS_PER_CLEANUP = 256  #: a process cleans the store up at its first write, then at every 256th
@@ -205,11 +207,11 @@ def shipped(silicon: str) -> dict[str, Decision]:
     source = package_files("attn_dispatch.profiles").joinpath(f"{silicon}.json")
     found = {}
     try:
-        for each in read_bundle(source.read_bytes()):
+        for each in map(_possible, read_bundle(source.read_bytes())):
             if isinstance(each, Refused):
                 say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")
             elif each.silicon == silicon:
-                found[each.key] = replace(each, source="shipped")
+                found[each.key] = from_elsewhere(replace(each, source="shipped"), "shipped")
     except FileNotFoundError:
         return {}
     except (OSError, Damaged) as error:
@@ -218,6 +220,11 @@ def shipped(silicon: str) -> dict[str, Decision]:
 
 
 process_state.register(process_state.READ, shipped.cache_clear)
+
+
+def _possible(found: Decision | Refused) -> Decision | Refused:
+    why = "" if isinstance(found, Refused) else impossible_time(found)
+    return Refused(f"key {found.key}", why) if why and not isinstance(found, Refused) else found
 
 
 def _merged_content(given: Decision, old: Decision | None) -> bytes:

@@ -1,8 +1,9 @@
 """Merges two decisions for one problem: commutative, associative and idempotent, so the order of copying is irrelevant.
 
 Each row is the later measurement of its candidate; the header, with the choice, is that of the later decision; equal
-times go by canonical bytes. Fields derived from rows and choice (slower, tie) are recomputed whenever rows come from
-more than one decision, and take part in no comparison, so that they cannot make the order of merging matter.
+times go by canonical bytes. What was measured here precedes what another machine measured, whatever the times.
+Fields derived from rows and choice (slower, tie) are recomputed whenever rows come from more than one decision, and
+take part in no comparison, so that they cannot make the order of merging matter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from attn_dispatch.store.decision import NEVER, TIMED, CandidateId, Decision, Dr
 
 UNTIMED = (*TIMED, "not_measured")  #: statuses between which a row without times may change with the choice
 Rows = dict[CandidateId, Row]
-SortKey = tuple[datetime, bytes]
+SortKey = tuple[bool, datetime, bytes]
 
 
 def merge(a: Decision, b: Decision) -> Decision:
@@ -50,13 +51,13 @@ def _latest(a: Decision, b: Decision) -> list[Decision]:
 def _header_key(decision: Decision) -> SortKey:
     plain = to_plain(replace(decision, candidates=(), drift=None, preferred=_preferred(decision), extra={}))
     del plain["choice"], plain["order"], plain["candidates"]
-    return time_of(decision.created), canonical(plain)
+    return not decision.origin, time_of(decision.created), canonical(plain)
 
 
-def _drift_key(decision: Decision) -> tuple[datetime, bool, datetime, bytes]:
+def _drift_key(decision: Decision) -> tuple[bool, datetime, bool, datetime, bytes]:
     drift: Drift | None = decision.drift
     seen = NEVER if drift is None else time_of(drift.seen)
-    return time_of(decision.created), drift is not None, seen, canonical(drift)
+    return not decision.origin, time_of(decision.created), drift is not None, seen, canonical(drift)
 
 
 def _preferred(decision: Decision) -> CandidateId:
@@ -85,7 +86,7 @@ def _later(a: Row | None, b: Row | None) -> Row:
 
 
 def _row_key(row: Row) -> SortKey:
-    return time_of(row.measured), canonical(_fact(row))
+    return not row.origin, time_of(row.measured), canonical(_fact(row))
 
 
 def _fact(row: Row) -> Row:

@@ -1,4 +1,4 @@
-"""Checks that versions of backends have passed on this machine, so that no process repeats them.
+"""Checks passed on this machine, so that no process repeats them: by versions of backends, by other machines' choices.
 
     <cache folder>/passed/<silicon>.txt
 
@@ -8,6 +8,7 @@ damaged or missing line costs a repeated check, nothing else.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 from attn_dispatch import process_state
@@ -15,6 +16,7 @@ from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON
+from attn_dispatch.store.decision import Decision
 
 MOST = 1 << 20  #: bytes of one file
 
@@ -44,6 +46,22 @@ def note_passed(folder: Path, silicon: str, digest: str) -> None:
                 files.write(path, files.tail(path, MOST // 2).partition(b"\n")[2])
     except OSError as error:
         say_once(f"passed checks are not remembered: {path.parent} cannot be written ({error.strerror or error})")
+
+
+def is_confirmed(folder: Path, decision: Decision) -> bool:
+    """Whether a decision was measured on this machine, or its choice checked here."""
+    return not decision.origin or has_passed(folder, decision.silicon, _digest(decision))
+
+
+def note_confirmed(folder: Path, decision: Decision) -> None:
+    """Remember that another machine's choice was checked here, as `note_passed` does."""
+    note_passed(folder, decision.silicon, _digest(decision))
+
+
+def _digest(decision: Decision) -> str:
+    """Twenty digits for a choice: its problem, its candidate with the version, and when it was made."""
+    version = next((row.version for row in decision.candidates if row.id == decision.chosen), None)
+    return sha256(repr((decision.key, *decision.chosen, version, decision.created)).encode()).hexdigest()[:20]
 
 
 def _path(folder: Path, silicon: str) -> Path:

@@ -18,6 +18,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal, runner
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import from_elsewhere
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.calls import counted, forget, qkv
@@ -182,7 +183,7 @@ def test_export_and_import(installed: Installed, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "elsewhere"))
     for _ in range(2):
         assert main(["import", str(tmp_path / "all.json")]) == 0
-        assert stored() == before
+        assert stored() == from_elsewhere(before, "imported")
     installed.restart()
     attend(*qkv())
     assert (counted(loaded=1), installed.tiled.last()) == (True, "hilbert")

@@ -20,7 +20,7 @@ from attn_dispatch.cli import urls
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.bundle import Refused, read_bundle, write_bundle
-from attn_dispatch.store.decision import Damaged, Decision, Row, canonical, encode
+from attn_dispatch.store.decision import Damaged, Decision, Row, canonical, decode, encode, from_elsewhere
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, written
@@ -57,6 +57,11 @@ def stored_files() -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files_in(folder)}
 
 
+def imported_files() -> dict[str, bytes]:
+    """The stored files as an import elsewhere writes them."""
+    return {name: encode(from_elsewhere(decode(content), "imported")) for name, content in stored_files().items()}
+
+
 def use_cache_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(folder))
 
@@ -65,7 +70,7 @@ def use_cache_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["{folder}/bundle.json", "memory://attn/{folder}.json", "file://{folder}/b.json"])
-def test_an_import_of_an_export_is_the_original(
+def test_an_import_of_an_export_is_the_original_marked(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     store_all(*GIVEN)
@@ -73,7 +78,7 @@ def test_an_import_of_an_export_is_the_original(
     code, out = run("export", name)
     assert code == 0
     assert f"3 decisions from {cache_folder()} written to {name}" in out
-    before = stored_files()
+    before = imported_files()
     use_cache_folder(monkeypatch, tmp_path / "elsewhere")
     code, out = run("import", name, "--json")
     plain = json.loads(out)
@@ -120,7 +125,7 @@ def test_an_export_without_decisions_fails(run: Run, tmp_path: Path, capsys: pyt
 
 def test_single_files_and_folders(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store_all(*GIVEN)
-    folder, before = cache_folder(), stored_files()
+    folder, before = cache_folder(), imported_files()
     (folder / "missed.jsonl").write_text("{}\n")
     (folder / "v2" / ".half.json").write_text("{")
     single = tmp_path / "single.json"
@@ -151,6 +156,15 @@ def test_imports_in_any_order(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     (plain,) = map(json.loads, results[0].values())
     assert (plain["choice"], plain["a"], plain["b"]) == ("plugin", 1, 2)
     assert {row["backend"] for row in plain["candidates"]} == {"sdpa", "other", "plugin"}
+
+
+def test_an_import_of_ones_own_decisions_changes_nothing(run: Run, tmp_path: Path) -> None:
+    row = Row(backend="sdpa", order="natural", status="chosen", median_ms=1.0, measured="2025-01-01T00:00:00+00:00")
+    store_all(decision(candidates=(row,)))
+    run("export", tmp_path / "own.json")
+    before = stored_files()
+    assert json.loads(run("import", tmp_path / "own.json", "--json")[1])["unchanged"] == 1
+    assert stored_files() == before
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------
@@ -223,7 +237,7 @@ def test_any_title_is_exported_imported_and_shown_printable(
     assert run("export", tmp_path / "bundle.json")[0] == 0
     use_cache_folder(monkeypatch, tmp_path / "there")
     assert run("import", tmp_path / "bundle.json")[0] == 0
-    assert [each for _, each in Store(cache_folder()).all()] == [given]
+    assert [each for _, each in Store(cache_folder()).all()] == [from_elsewhere(given, "imported")]
     for options in ((), ("--key", KEY)):
         code, out = run("inspect", *options)
         assert code == 0

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attn_dispatch.store.decision import Decision, Drift, Row, canonical, decode, encode, from_plain, to_plain
+from attn_dispatch.store.decision import (
+    Decision,
+    Drift,
+    Row,
+    canonical,
+    decode,
+    encode,
+    from_elsewhere,
+    from_plain,
+    to_plain,
+)
 from attn_dispatch.store.merge import merge
 from tests.support.entries import OTHER, decision
 
@@ -33,6 +43,7 @@ def random_row(random: Random, backend: str) -> Row:
         high_ms=high if timed else None,
         ratio=random.choice([None, 2.0]),
         measured=random.choice([None, *TIMES]),
+        origin=random.choice(["", "", "imported"]),
         extra=random_extra(random),
     )
 
@@ -56,6 +67,7 @@ def random_decision(random: Random) -> Decision:
         title=random.choice(["one", "two"]),
         drift=random.choice([None, drift]),
         preferred=random.choice([None, None, ("b", "natural")]),
+        origin=random.choice(["", "", "imported"]),
         extra=random_extra(random),
     )
 
@@ -110,7 +122,8 @@ def test_a_merge_has_all_rows_and_one_choice(given: list[Decision]) -> None:
     assert {(row.backend, row.order) for row in found.candidates} == names
     assert len(found.candidates) == len(names)
     assert found.extra.keys() == a.extra.keys() | b.extra.keys()
-    assert found.created == max(a.created, b.created)
+    assert found.created == max((not each.origin, each.created) for each in (a, b))[1]
+    assert found.origin == min(a.origin, b.origin)
     chosen = [(row.backend, row.order) for row in found.candidates if row.status == "chosen"]
     assert chosen == ([(found.choice, found.order)] if found.choice else [])
     if found.choice:
@@ -202,3 +215,22 @@ def test_times_are_compared_as_times() -> None:
     early = replace(early, created="2025-01-01T14:00:00+01:00")
     late = replace(early, created="2025-01-01T13:30:00", title="late")
     assert merge(early, late).title == merge(late, early).title == "late"
+
+
+def test_a_later_import_replaces_nothing_that_was_measured_here() -> None:
+    own = of(1, row("a", "chosen", 1, 1.0), row("b", "slower", 1, 2.0))
+    given = from_elsewhere(
+        of(2, row("b", "chosen", 2, 0.5), row("a", "slower", 2, 9.0), row("c", "tie", 2, 0.6)), "imported"
+    )
+    found = merge(own, given)
+    assert (found.choice, found.created, found.origin) == ("a", TIMES[0], "")
+    assert {each.backend: (each.median_ms, each.origin) for each in found.candidates} == {
+        "a": (1.0, ""),
+        "b": (2.0, ""),
+        "c": (0.6, "imported"),
+    }
+
+
+def test_of_two_imports_the_later_one_wins() -> None:
+    early, late = (from_elsewhere(of(day, row("a", "chosen", day, float(day))), "imported") for day in (1, 2))
+    assert merge(early, late) == merge(late, early) == late

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from attn_dispatch import settings
 from attn_dispatch.decisions import look_up
@@ -16,7 +17,7 @@ from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import folder
 from attn_dispatch.store.bundle import write_bundle
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import Decision, Row, from_elsewhere
 from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning.candidates import Request
 from tests.support.entries import KEY, OTHER, WHOLE, decision
@@ -37,9 +38,9 @@ def ship(package: Path, *decisions: Decision, silicon: str = SILICON) -> None:
 
 
 def test_shipped_decisions(package: Path) -> None:
-    given = decision(source="shipped")
-    ship(package, given, decision(key=OTHER), decision(silicon="cpu-other"))
-    assert folder.shipped(SILICON) == {KEY: given, OTHER: decision(key=OTHER, source="shipped")}
+    given = from_elsewhere(decision(source="shipped"), "shipped")
+    ship(package, decision(), decision(key=OTHER), decision(silicon="cpu-other"))
+    assert folder.shipped(SILICON) == {KEY: given, OTHER: replace(given, key=OTHER)}
 
 
 def test_most_machines_have_no_shipped_profile(package: Path, warnings: Callable[[], list[str]]) -> None:

@@ -94,9 +94,10 @@ def measure(output: Path, seconds: float) -> dict[str, Any]:
     import torch
 
     from attn_dispatch import profile
+    from attn_dispatch.kernels import registry
     from attn_dispatch.machine.hardware import silicon
     from attn_dispatch.settings import cache_folder
-    from attn_dispatch.store.bundle import write_bundle
+    from attn_dispatch.store.bundle import shareable, write_bundle
     from attn_dispatch.store.folder import Store
 
     end = time.monotonic() + seconds
@@ -114,7 +115,8 @@ def measure(output: Path, seconds: float) -> dict[str, Any]:
         (output / "routes.json").write_text(json.dumps(rows, indent=1))
     where = silicon(torch.device("cuda", 0))
     decisions = [decision for _, decision in Store(cache_folder()).all() if decision.silicon == where]
-    (output / f"{where}.json").write_bytes(write_bundle(decisions))
+    shared = shareable(decisions, (*registry.BUILT_IN, registry.LAST_RESORT)).decisions
+    (output / f"{where}.json").write_bytes(write_bundle(shared))
     return {"silicon": where, "problems": len(planned), "measured": len(decisions), "rows": len(rows)}
 
 

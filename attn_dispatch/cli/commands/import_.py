@@ -1,5 +1,6 @@
 """Merge decisions from files into the stored ones: bundles that `export` wrote, single decisions, or folders of
-either. Each candidate's latest measurement is stored, in whatever order files are read; no candidate is lost."""
+either. Each candidate's latest measurement is stored, in whatever order files are read; no candidate is lost. What was
+measured on this machine stays. Imported decisions are used once a short check on this machine has confirmed them."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import Refused, read_bundle
-from attn_dispatch.store.decision import Damaged, Decision
+from attn_dispatch.store.decision import Damaged, Decision, from_elsewhere
 from attn_dispatch.store.folder import Store
+from attn_dispatch.store.plausible import impossible_time
 from attn_dispatch.text import align, printable
 
 EXAMPLE = """examples:
   attn-dispatch import decisions.json
   attn-dispatch import s3://bucket/decisions.json /home/other/.cache/attn-dispatch
-      exit code 1 if a file or a decision in it could not be read"""
+      exit code 1 if a file or a decision in it could not be read, or holds a time that no such machine can reach"""
 
 OUTCOMES = ("added", "merged", "unchanged", "refused")
 
@@ -69,8 +71,11 @@ def _decisions(name: str) -> Iterator[Decision | Refused]:
 
 def _store(decision: Decision, store: Store) -> str | Refused:
     what = f"{decision.silicon}, key {decision.key}"
+    why = impossible_time(decision)
+    if why:
+        return Refused(what, why)
     try:
-        return store.add(decision).how
+        return store.add(from_elsewhere(decision, "imported")).how
     except OSError as error:
         return Refused(what, f"cannot be stored: {error.strerror or error}")
     except Damaged as error:

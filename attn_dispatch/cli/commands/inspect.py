@@ -70,7 +70,9 @@ def _to_dict(path: Path, decision: Decision) -> dict[str, Any]:
 
 
 def _print_one(path: Path, decision: Decision) -> None:
-    print(Explanation.of(decision), "", f"measured  {_when(decision)} UTC", f"silicon   {decision.silicon}", sep="\n")
+    elsewhere = f" on another machine ({decision.origin})" if decision.origin else ""
+    when = f"measured  {_when(decision)} UTC{elsewhere}"
+    print(Explanation.of(decision), "", when, f"silicon   {decision.silicon}", sep="\n")
     print(f"stored in {path}")
 
 

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds
 from attn_dispatch.cli.tables import full_table, no_backend, print_json, refused_by_all
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.learning.speedups import SpeedupSeries, family_of, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
@@ -37,6 +37,8 @@ EXAMPLE = """examples:
       the same on grids of about 1024, 2048, .. 65536 tokens: the length above which another token order is faster
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
       sequences sharded over 4 ranks; without --sharded, each problem is measured on one of the ranks
+  attn-dispatch profile --standard --share FILE
+      what a profile for all machines of this kind needs, in about 20 minutes; CONTRIBUTING.md says where to send it
   attn-dispatch profile --from problems.jsonl
       the problems that attn_dispatch.record("problems.jsonl") wrote in a run
 
@@ -45,6 +47,7 @@ Ctrl-C prints the decisions so far; they stay stored."""
 QUICK_S = 40.0  #: seconds for all default problems; loading torch and checking results are not included
 QUICK_EACH_S = 2.0  #: seconds per problem with --quick
 EACH_S = 10.0  #: seconds per problem
+STANDARD_S = 1200.0  #: seconds for all problems of --standard
 DEFAULT_LENGTHS = "1k:64k"  #: default --lengths of --thresholds
 
 
@@ -55,6 +58,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     effort.add_argument("--quick", action="store_true", help=quick)
     full = "spend as long as it takes; without problem options: the problems of --quick"
     effort.add_argument("--full", action="store_true", help=full)
+    standard = (
+        "the problems of a profile for other machines: every kind of pattern, a length of each octave, each dtype"
+    )
+    effort.add_argument("--standard", action="store_true", help=f"{standard}, both directions; in about 20 minutes")
     thresholds_help = (
         "find the length above which another token order is faster: measures each problem at --lengths, by default "
         f"{DEFAULT_LENGTHS}, shortest first, so that longer ones get the rest of the budget"
@@ -68,6 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
     parser.add_argument("--sharded", choices=KINDS, help=sharded)
     parser.add_argument("--force", action="store_true", help="measure again problems that have a decision")
+    share = "then write this device's settled decisions for others, without paths or names; alone, measures nothing"
+    parser.add_argument("--share", metavar="FILE", help=share)
     verbose = "with several problems: list every backend in each table, also those that can run none of the problems"
     parser.add_argument("--verbose", action="store_true", help=verbose)
 
@@ -76,14 +85,16 @@ def run(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if args.sharded and ranks == 1:
         raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
-    problems = _problems(args)
+    if args.share and ranks > 1:
+        raise InvalidInput("--share writes the decisions of one process: leave it, or run without torchrun")
+    problems = [] if _only_shares(args) else _problems(args)
     explanations: list[Explanation] = []
     interrupted = False
     budget_s = _budget(args, len(problems))
     try:
         if ranks > 1:
             problems = _measured_by_ranks(args, problems, ranks, budget_s, explanations)
-        else:
+        elif problems:
             _measured(args, problems, budget_s, explanations)
     except KeyboardInterrupt:
         interrupted = True
@@ -94,11 +105,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
     series = _series(problems) if args.thresholds else None
     if args.json:
-        _print_json(explanations, interrupted, series)
+        _print_json(explanations, interrupted, series, _share(args) if args.share else None)
     else:
         _print_tables(explanations, _folders(problems, explanations), args.verbose)
         if series is not None:
             print("", *thresholds.lines(series), sep="\n")
+        if args.share:
+            shared = _share(args)
+            print(f"{shared['decisions']} decisions of {shared['silicon']} written to {args.share}")
+            for why, count in shared["left_out"].items():
+                print(f"left out  {count}: {why}")
     return 1 if interrupted or any(explanation.choice is None for explanation in explanations) else 0
 
 
@@ -136,7 +152,40 @@ def _measured_by_ranks(
     return problems
 
 
+def _only_shares(args: argparse.Namespace) -> bool:
+    effort = args.quick or args.full or args.standard or args.budget is not None or args.force
+    named = args.thresholds or args.record is not None or options.given(args)
+    return bool(args.share) and not effort and not named
+
+
+def _share(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the decisions of the device that others may use; what was written, for the output."""
+    from attn_dispatch.cli import urls
+    from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
+    from attn_dispatch.machine.hardware import silicon
+    from attn_dispatch.store.bundle import shareable, write_bundle
+    from attn_dispatch.store.folder import Store
+
+    here = silicon(options.device_of(args))
+    mine = [each for _, each in Store(settings.cache_folder()).all() if each.silicon == here]
+    decisions, left_out = shareable(mine, (*BUILT_IN, LAST_RESORT))
+    if not decisions:
+        why = "; ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none is stored"
+        raise AttnDispatchError(f"no decision of {here} can be shared: {why}")
+    try:
+        urls.write(args.share, write_bundle(decisions))
+    except urls.Unreachable as error:
+        raise AttnDispatchError(f"--share {args.share}: cannot be written ({error})") from error
+    return {"place": args.share, "silicon": here, "decisions": len(decisions), "left_out": left_out}
+
+
 def _problems(args: argparse.Namespace) -> list[Problem]:
+    if args.standard:
+        if options.given(args) or args.record is not None or args.thresholds:
+            raise InvalidInput("--standard names the problems: remove --from, --thresholds and options of problems")
+        from attn_dispatch.spec.shapes import standard_problems
+
+        return standard_problems(options.device_of(args))
     if args.thresholds:
         return _at_lengths(args)
     used = options.given(args)
@@ -190,6 +239,8 @@ def _budget(args: argparse.Namespace, count: int) -> float | None:
         return float(args.budget)
     if args.full:
         return None
+    if args.standard:
+        return STANDARD_S
     if args.quick and args.record is None and not options.given(args):
         return QUICK_S
     return count * (QUICK_EACH_S if args.quick else EACH_S)
@@ -222,11 +273,17 @@ def _family(problem: Problem) -> tuple[str, str, str]:
     return silicon(problem.device), group_of(plain), family_title(family_of(plain))
 
 
-def _print_json(explanations: Sequence[Explanation], interrupted: bool, series: Sequence[SpeedupSeries] | None) -> None:
+def _print_json(
+    explanations: Sequence[Explanation],
+    interrupted: bool,
+    series: Sequence[SpeedupSeries] | None,
+    shared: dict[str, Any] | None,
+) -> None:
     from attn_dispatch.settings import cache_folder
 
     decisions = [explanation.to_dict() for explanation in explanations]
-    extra = {} if series is None else {"thresholds": thresholds.to_dicts(series)}
+    extra: dict[str, Any] = {} if series is None else {"thresholds": thresholds.to_dicts(series)}
+    extra |= {} if shared is None else {"shared": shared}
     print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **extra})
 
 

@@ -1,0 +1,253 @@
+"""Decisions of other machines, imported or shipped: used once a few calls here have confirmed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from attn_dispatch import attend, cli, explain, process_state, profile
+from attn_dispatch.kernels import registry
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.store import folder
+from attn_dispatch.store.bundle import write_bundle
+from attn_dispatch.store.decision import Decision, Row, encode
+from attn_dispatch.store.folder import Store
+from tests.decisions.test_stale import Installed, row, stored
+from tests.support.calls import counted, later, qkv
+from tests.support.planted import wrong_out
+
+
+@pytest.fixture
+def installed(little_time: None, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Three backends, "a" the static choice; nothing is stored."""
+    return Installed(monkeypatch)
+
+
+def elsewhere(installed: Installed, choice: str, length: int = 16, **times_ms: float) -> Decision:
+    """What a machine of this silicon decided where these were its times; nothing of it is left here."""
+    here = {name: backend.takes_s for name, backend in installed.by_name.items()}
+    for name, ms in times_ms.items():
+        installed.by_name[name].takes_s = ms / 1e3
+    attend(*qkv(length))
+    found = stored()
+    assert found.choice == choice
+    for name, seconds in here.items():
+        installed.by_name[name].takes_s = seconds
+    Store(cache_folder()).path(*found.address).unlink()
+    (cache_folder() / "passed" / f"{found.silicon}.txt").unlink()
+    restart(installed)
+    return found
+
+
+def restart(installed: Installed) -> None:
+    """As a new process, which has passed no hard cases."""
+    process_state.forget_all()
+    registry._added.update(installed.by_name)
+    for backend in installed.by_name.values():
+        backend.calls = 0
+        backend.seen.clear()
+
+
+def give(decision: Decision, tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    path.write_bytes(write_bundle([decision]))
+    assert cli.main(["import", str(path)]) == 0
+
+
+def ship(decision: Decision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{decision.silicon}.json").write_bytes(write_bundle([decision]))
+    monkeypatch.setattr(folder, "package_files", lambda name: tmp_path)
+    folder.shipped.cache_clear()
+
+
+def test_one_that_holds_is_used_after_a_few_calls(
+    installed: Installed, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 1)
+    give(given, tmp_path)
+    assert explain(*qkv()).source == "imported"
+    assert "imported, not yet checked here" in str(explain(*qkv()))
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert (explain(*qkv()).choice, explain(*qkv()).unchecked) == ("b", False)
+    assert installed.by_name["c"].calls == 0
+    assert installed.by_name["a"].calls <= 10
+    assert warnings() == []
+
+
+def test_no_later_process_checks_again(installed: Installed, tmp_path: Path) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 1)
+    give(given, tmp_path)
+    attend(*qkv())
+    restart(installed)
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert {name: backend.calls for name, backend in installed.by_name.items()} == {"a": 0, "b": 1, "c": 0}
+    assert stored().origin == "imported"
+
+
+@pytest.mark.parametrize("how", ["imported", "shipped"])
+def test_a_slower_one_is_measured_instead(
+    how: str,
+    installed: Installed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: Callable[[], list[str]],
+) -> None:
+    given = elsewhere(installed, "c", c=1)
+    if how == "imported":
+        give(given, tmp_path)
+    else:
+        ship(given, tmp_path, monkeypatch)
+    attend(*qkv())
+    assert counted(measured=1)
+    assert explain(*qkv()).choice == "a"
+    assert (stored().choice, stored().origin, row("c").origin) == ("a", "", "")
+    assert any("not believed" in text and "1.75 times the time of a here" in text for text in warnings())
+    restart(installed)
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert installed.called() == set()
+
+
+def test_within_a_tenth_it_is_believed(installed: Installed, tmp_path: Path) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 4.3)
+    give(given, tmp_path)
+    attend(*qkv())
+    assert counted(loaded=1)
+
+
+def test_the_static_choice_runs_the_hard_cases_alone(installed: Installed, tmp_path: Path) -> None:
+    give(elsewhere(installed, "a"), tmp_path)
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert installed.called() == {"a"}
+    assert sum(problem.q_len == 16 for problem in installed.by_name["a"].seen) <= 1
+
+
+def test_wrong_results_are_found(installed: Installed, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 1)
+    installed.by_name["b"].fault = wrong_out
+    give(given, tmp_path)
+    attend(*qkv())
+    assert explain(*qkv()).choice == "a"
+    assert row("b").status in ("incorrect", "quarantined")
+    assert any("not believed" in text for text in warnings())
+
+
+def test_a_shipped_one_that_holds(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 1)
+    ship(given, tmp_path, monkeypatch)
+    assert "shipped, not yet checked here" in str(explain(*qkv()))
+    attend(*qkv())
+    assert counted(shipped=1)
+    restart(installed)
+    folder.shipped.cache_clear()
+    attend(*qkv())
+    assert counted(shipped=1)
+    assert installed.called() == set()
+
+
+@pytest.mark.parametrize("mode", ["locked", "predict"])
+def test_modes_that_never_time_use_it_as_it_is(
+    mode: str, installed: Installed, tmp_path: Path, set_mode: Callable[[str], None]
+) -> None:
+    give(elsewhere(installed, "c", c=1), tmp_path)
+    set_mode(mode)
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert explain(*qkv()).choice == "c"
+    assert explain(*qkv()).unchecked
+    assert installed.called() == set()
+
+
+def test_no_time_for_a_check(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be checked is not used."""
+    give(elsewhere(installed, "c", c=1), tmp_path)
+    monkeypatch.setenv("ATTN_DISPATCH_TRIAL_SECONDS", "0")
+    attend(*qkv())
+    assert counted(heuristic=1)
+    assert explain(*qkv()).choice == "a"
+
+
+def test_predictions_do_not_rest_on_what_is_unconfirmed(
+    installed: Installed, tmp_path: Path, set_mode: Callable[[str], None]
+) -> None:
+    """A forged length must not decide its neighbours."""
+    give(elsewhere(installed, "c", c=1), tmp_path)
+    attend(*qkv(17))
+    assert counted(measured=1)
+    assert explain(*qkv(17)).choice == "a"
+    restart(installed)
+    set_mode("predict")
+    assert explain(*qkv(18)).source == "learned"
+
+
+def test_predictions_rest_on_what_is_confirmed(installed: Installed, tmp_path: Path) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 1)
+    give(given, tmp_path)
+    attend(*qkv(300))  # reads the evidence
+    attend(*qkv())
+    attend(*qkv(17))
+    assert counted(measured=1, loaded=1, learned=1)
+    assert explain(*qkv(17)).choice == "b"
+
+
+def test_what_is_refuted_is_measured_though_its_neighbours_are_known(installed: Installed, tmp_path: Path) -> None:
+    """A prediction would not be stored, and every process would check again."""
+    given = elsewhere(installed, "c", c=1)
+    attend(*qkv(17))
+    give(given, tmp_path)
+    restart(installed)
+    attend(*qkv())
+    assert counted(measured=1)
+
+
+def test_own_measurements_stay(installed: Installed, tmp_path: Path) -> None:
+    given = elsewhere(installed, "c", c=1)
+    attend(*qkv())
+    own = encode(stored())
+    rows = tuple(msgspec.structs.replace(each, measured=later()) for each in given.candidates)
+    give(msgspec.structs.replace(given, created=later(), candidates=rows), tmp_path)
+    assert encode(stored()) == own
+
+
+def test_a_candidate_that_only_others_measured_is_measured(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of another machine in one's own decision keeps no candidate from its trial."""
+    attend(*qkv())
+    row_of_d = Row(backend="d", order="natural", status="slower", version="1", median_ms=99.0, measured=later())
+    give(msgspec.structs.replace(stored(), candidates=(*stored().candidates, row_of_d)), tmp_path)
+    assert (stored().origin, row("d").origin) == ("", "imported")
+    restart(installed)
+    installed.add("d", 1)
+    attend(*qkv())
+    assert counted(measured=1)
+    assert explain(*qkv()).choice == "d"
+
+
+def test_a_forced_order_is_not_chosen_by_it(installed: Installed, tmp_path: Path) -> None:
+    give(elsewhere(installed, "c", c=1), tmp_path)
+    assert explain(*qkv(), order="natural").choice == "a"
+
+
+def test_profile_measures_it(installed: Installed, tmp_path: Path) -> None:
+    give(elsewhere(installed, "c", c=1), tmp_path)
+    (found,) = profile(
+        [problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))], budget_s=3.0, progress=False
+    )
+    assert (found.choice, found.source) == ("a", "measured")
+    assert stored().origin == ""
