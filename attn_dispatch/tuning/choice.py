@@ -36,6 +36,7 @@ LEAST_PLAN_MS = 10.0
 #: which another candidate may be faster than the chosen one before the choice counts as open.
 BET = 0.10
 ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
+MANY_ROUNDS = 100  #: rounds from which further ones would not tell more
 DISTURBED_BET = 0.05  #: the same where estimates are of what other programs left undisturbed
 DISTURBED_DOUBT = 2.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
 
@@ -166,6 +167,8 @@ class _Comparison:
 
     def _is_open(self, name: str, chosen: str) -> bool:
         if name == chosen or name not in self._able or self._beats(chosen, name):
+            return False
+        if shared_rounds(self._costs[name], self._costs[chosen]) >= MANY_ROUNDS:
             return False
         return ratio_interval(self._costs[name], self._costs[chosen], LAST_LOOK).low < 1.0 - BET
 

@@ -191,10 +191,8 @@ class _Trial:
             reason, need_s = self._reason_to_skip(candidate, gate)
             if reason:
                 may_win = candidate.title in self.untried
-                need_ms = finite(_ms(need_s))
-                self.rows[candidate.title] = candidate.measured_row(
-                    "not_measured", reason, need_ms=need_ms, open=may_win
-                )
+                more = {"need_ms": finite(_ms(need_s)), "open": may_win}
+                self.rows[candidate.title] = candidate.measured_row("not_measured", reason, **more)
                 continue
             found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
@@ -363,7 +361,8 @@ class _Trial:
 
     def decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None
-        provisional = self._why_provisional()
+        untried = f"no time was left to try {', '.join(self.untried)}" if self.untried else ""
+        provisional = self.race.why_provisional() or untried
         return self.request.decision(
             chosen.id,
             "measured",
@@ -374,12 +373,6 @@ class _Trial:
             elapsed_ms=_ms(time.perf_counter() - self.start),
             environment=current_environment(),
         )
-
-    def _why_provisional(self) -> str:
-        """Why a later trial may choose another candidate; empty where the choice is settled."""
-        assert self.race is not None
-        untried = f"no time was left to try {', '.join(self.untried)}" if self.untried else ""
-        return self.race.why_provisional() or untried
 
     def _final_rows(self) -> Iterator[Row]:
         assert self.race is not None
