@@ -28,6 +28,7 @@ from attn_dispatch.tuning.example import Example
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
 FEW_PAIRS = 2**16  #: the same where a caller waits
 KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; past this, heads are drawn
+ONE_THREAD = 2**19  #: entries of q or k up to which a single thread compares results
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 
 
@@ -37,14 +38,9 @@ class NoReference(Exception):
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Run code that evaluates or compares expected results: on one core, and without memory, NoReference.
-
-    The tensors are small: on several cores threads would wait for each other as long as they compute, and many times
-    longer where other programs use the cores too.
-    """
+    """Turn the lack of memory, threads or files of code that evaluates or compares results into NoReference."""
     try:
-        with _one_openmp_thread():
-            yield
+        yield
     except Exception as error:
         if not guard.is_shortage(error):
             raise
@@ -52,18 +48,23 @@ def reference() -> Iterator[None]:
 
 
 @contextmanager
-def _one_openmp_thread() -> Iterator[None]:
-    """Let this thread's operators start no other threads; OpenMP has this setting for each thread."""
-    try:
-        count, limit = _openmp.omp_get_max_threads(), _openmp.omp_set_num_threads
-    except AttributeError:  # a PyTorch without OpenMP, or one that hides it
+def _threads_for(problem: Problem) -> Iterator[None]:
+    """Let this thread's operators start no other threads where the tensors are small.
+
+    Such threads would wait for each other as long as they compute, and many times longer where other programs use the
+    cores too. OpenMP has this setting for each thread.
+    """
+    entries = problem.batch * problem.head_dim * max(problem.q_len * problem.heads, problem.k_len * problem.kv_heads)
+    count = getattr(_openmp, "omp_get_max_threads", None)  # missing in a PyTorch without OpenMP
+    if count is None or entries > ONE_THREAD:
         yield
         return
-    limit(1)
+    before = count()
+    _openmp.omp_set_num_threads(1)
     try:
         yield
     finally:
-        limit(count)
+        _openmp.omp_set_num_threads(before)
 
 
 _openmp = ctypes.CDLL(None)
@@ -103,7 +104,11 @@ class Oracle:
     @reference()
     def of(cls, example: Example, seed: int = 0, pairs: int | None = None) -> Oracle:
         """Evaluate the expected results, of rows with about `pairs` (`PAIRS`) query-key pairs. Raises NoReference."""
-        example = example.without_dropout()
+        with _threads_for(example.problem):
+            return cls._of(example.without_dropout(), seed, pairs)
+
+    @classmethod
+    def _of(cls, example: Example, seed: int, pairs: int | None) -> Oracle:
         rows, heads = draw(example.problem, seed, PAIRS if pairs is None else pairs)
         rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
         grad = grad_lse = None
@@ -146,6 +151,10 @@ class Oracle:
     @reference()
     def check(self, found: dict[str, Tensor]) -> CheckResult:
         """Compare the tensors that `run` returned with the expected ones. Raises NoReference."""
+        with _threads_for(self.example.problem):
+            return self._check(found)
+
+    def _check(self, found: dict[str, Tensor]) -> CheckResult:
         failures = _contract_failures(found, self.example.problem)
         if failures:
             return CheckResult(math.inf, tuple(failures))
