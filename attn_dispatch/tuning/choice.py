@@ -39,6 +39,7 @@ ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is need
 MANY_ROUNDS = 100  #: rounds from which further ones would not tell more
 DISTURBED_BET = 0.05  #: the same where estimates are of what other programs left undisturbed
 DISTURBED_DOUBT = 2.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
+DISTURBED_SHORT_MS = 40.0  #: milliseconds up to which preemption may have made such an estimate as a whole
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ class _Estimates(_Comparison):
         return name != rival and self._ratio(name, rival) < 1.0 - DISTURBED_BET
 
     def _is_open(self, name: str, chosen: str) -> bool:
-        return name != chosen and self._ratio(name, chosen) < DISTURBED_DOUBT
+        doubtful = self._ratio(name, chosen) < DISTURBED_DOUBT or self._estimates[name] <= DISTURBED_SHORT_MS
+        return name != chosen and doubtful
 
     def _tie(self, name: str, chosen: str) -> str:
         return "too close to tell while other programs ran"

@@ -162,6 +162,14 @@ def test_in_a_disturbed_race_the_fastest_samples_decide() -> None:
     assert outcomes["near"].open
 
 
+@pytest.mark.parametrize(("cost_ms", "times", "is_open"), [(1.0, 9.0, True), (100.0, 1.9, True), (100.0, 2.1, False)])
+def test_a_disturbed_race_rules_out_slow_candidates_with_long_calls_only(
+    cost_ms: float, times: float, is_open: bool
+) -> None:
+    entrants = [entrant("old", cost_ms), entrant("new", times * cost_ms)]
+    assert choose(entrants, "old", calls=1, disturbed=True)[1]["new"].open == is_open
+
+
 def test_tie_with_the_winner_that_does_not_beat_the_incumbent() -> None:
     entrants = [entrant("old", 1.0), entrant("winner", 0.975), entrant("near", 0.985)]
     chosen, outcomes = choose(entrants, "old", calls=1)
