@@ -109,8 +109,7 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
 
 def _is_open(decision: Decision, budget_ms: float) -> bool:
     """Whether a provisional decision was made in less time than this budget: where a caller waited, for example."""
-    made_in_ms = min(decision.budget_ms or math.inf, decision.elapsed_ms)
-    return bool(decision.provisional) and made_in_ms < budget_ms * BUDGET_USED
+    return bool(decision.provisional) and decision.elapsed_ms < budget_ms * BUDGET_USED
 
 
 def _seconds_each(end: float | None, left: int) -> float | None:

@@ -26,6 +26,7 @@ from attn_dispatch.tuning.intervals import (
     faster_at_last_look,
     paired_ratios,
     ratio_interval,
+    ratio_test,
     safe_ratio,
     shared_rounds,
 )
@@ -168,6 +169,9 @@ class _Comparison:
 
     def _is_open(self, name: str, chosen: str) -> bool:
         if name == chosen or name not in self._able or self._beats(chosen, name):
+            return False
+        rivals = {chosen, self._incumbent or chosen}
+        if any(ratio_test(self._costs[name], self._costs[each], self._margin) == "not" for each in rivals - {name}):
             return False
         if shared_rounds(self._costs[name], self._costs[chosen]) >= MANY_ROUNDS:
             return False

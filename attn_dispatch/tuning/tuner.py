@@ -363,6 +363,10 @@ class _Trial:
         assert self.race is not None
         untried = f"no time was left to try {', '.join(self.untried)}" if self.untried else ""
         provisional = self.race.why_provisional() or untried
+        remaining = self._remaining_s()
+        ended_early = remaining is None or remaining > self.race.round_s
+        if ended_early and not self.waiting and not self.race.rounds.load.disturbed:
+            provisional = ""  # it had more time, which would tell no more
         return self.request.decision(
             chosen.id,
             "measured",
