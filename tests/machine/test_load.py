@@ -9,6 +9,8 @@ import pytest
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
 
+IS_CALM = load.is_calm  # as it is before a fixture of all tests fixes its answer
+
 
 @pytest.mark.parametrize(
     ("cpu_s", "switches", "disturbed"),
@@ -36,20 +38,16 @@ def test_the_readings_of_this_process_only_grow() -> None:
 
 
 @pytest.mark.parametrize(("pressure", "calm"), [("0.00", True), ("9.99", True), ("10.00", False), ("84.20", False)])
-def test_a_machine_is_calm_while_hardly_any_task_waits_for_a_core(
-    pressure: str, calm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()  # the fixture of all tests, which fixes the answer
+def test_a_machine_is_calm_while_hardly_any_task_waits_for_a_core(pressure: str, calm: bool, tmp_path: Path) -> None:
     (tmp_path / "pressure").mkdir()
     text = f"some avg10={pressure} avg60=50.00 avg300=7.18 total=14\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n"
     (tmp_path / "pressure" / "cpu").write_text(text)
-    assert load.is_calm(tmp_path) == calm
+    assert IS_CALM(tmp_path) == calm
 
 
 @pytest.mark.parametrize(("average", "calm"), [(0.2, True), (1000.0, False)])
 def test_without_pressure_the_load_average_counts(
     average: float, calm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
     monkeypatch.setattr("os.getloadavg", lambda: (average, 0.0, 0.0))
-    assert load.is_calm(tmp_path) == calm
+    assert IS_CALM(tmp_path) == calm

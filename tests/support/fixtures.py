@@ -52,6 +52,15 @@ if INTERPRETED:
     _import_interpreted()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _machine_without_other_programs() -> Iterator[None]:
+    """Other tests run beside: what the machine is doing must decide nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "involuntary_switches", lambda: 0)
+        patch.setattr(load, "is_calm", lambda: False)  # provisional decisions are not measured again
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder that is not there yet, the default settings, and empty tables."""
@@ -60,9 +69,6 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # no test cuts the power; a disk takes milliseconds
-    # Other tests run beside: what the machine is doing must decide nothing.
-    monkeypatch.setattr(load, "involuntary_switches", lambda: 0)
-    monkeypatch.setattr(load, "is_calm", lambda: False)  # provisional decisions are not measured again
     calls.forget_all()
 
 
