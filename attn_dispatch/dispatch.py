@@ -219,6 +219,7 @@ def _new_route(
         raise InvalidInput("q, k and v are on the meta device and hold no data; explain() takes them")
     if order is not None:
         orders.check(order)
+    forgotten = process_state.forgotten
     observers.notify(problem)
     forced = backend is not None or order is not None
     graphed = tracing.graphed(*tensors)
@@ -250,7 +251,9 @@ def _new_route(
         )
         if len(_routes) >= MAX_ROUTES:
             _routes.clear()
-        if signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
+        # Another thread may have replaced the decision meanwhile, or begun to observe.
+        is_current = forgotten == process_state.forgotten
+        if is_current and signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
             _routes[signature] = route
     return route
 

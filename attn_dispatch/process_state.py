@@ -9,6 +9,8 @@ DECISIONS = "decisions"  #: what was decided, measured and counted
 READ = "read"  #: what was read from disk, or noted there once
 FACTS = "facts"  #: what was checked, registered or logged once
 
+forgotten = 0  #: how often tables were emptied; what was worked out before that must not enter them after it
+
 _tables: dict[str, list[Callable[[], object]]] = {ROUTES: [], DECISIONS: [], READ: [], FACTS: []}
 
 
@@ -19,6 +21,8 @@ def register(kind: str, *clear: Callable[[], object]) -> None:
 
 def forget(*kinds: str) -> None:
     """Empty the tables of these kinds."""
+    global forgotten
+    forgotten += 1
     for kind in kinds:
         for clear in _tables[kind]:
             clear()

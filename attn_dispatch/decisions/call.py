@@ -104,6 +104,7 @@ def _resolve(problem: Problem) -> ResolvedCall:
     found = None if traced else _calls.get(key)
     if found is not None:
         return found
+    forgotten = process_state.forgotten
     observers.notify(problem)
     decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
     call = ResolvedCall(run_function(problem, decision, traced), problem, titled(*decision.chosen))
@@ -111,5 +112,6 @@ def _resolve(problem: Problem) -> ResolvedCall:
         with decide.lock:
             if len(_calls) >= MAX_CALLS:
                 _calls.clear()
-            _calls[key] = call
+            if forgotten == process_state.forgotten:  # see dispatch._new_route
+                _calls[key] = call
     return call

@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 #: Silicon (which depends on the number of threads), problem, forced backend, forced order.
 _Key = tuple[str, Problem, str | None, str | None]
-WHOLE_DECISIONS = 512  #: latest decisions of a process that are kept with the rows of all candidates
+WHOLE_DECISIONS = 512  #: latest decisions of a process that are remembered with the rows of all candidates
 _decided: dict[_Key, Decision] = {}
 _counts: Counter[str] = Counter()
 _rate_limit = RateLimit()
@@ -71,21 +71,13 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
         return Explanation.of(decision or _forced_among(request, backend, order)[0])
-    decision = (
-        decide_by_mode(_DeviceSteps(request, explained=True)) if decision is None else _with_drift(request, decision)
-    )
+    if decision is None:
+        decision = decide_by_mode(_DeviceSteps(request, explained=True))
+    else:
+        decision = look_up.with_drift(request, decision)
     if decision.choice and not decision.candidates:
-        decision = _whole(request, decision)
+        decision = look_up.with_rows(request, decision)
     return Explanation.of(with_current_candidates(decision, request.candidates) if decision.choice else decision)
-
-
-def _whole(request: Request, decision: Decision) -> Decision:
-    """A decision of which only what calls need was kept: with the rows on disk, else with that of its choice."""
-    stored = look_up.read_stored(request)
-    if stored is not None and stored.chosen == decision.chosen:
-        return stored
-    row = Row(backend=decision.choice, order=decision.order, status="chosen")
-    return request.decision(decision.chosen, decision.source, [row], confidence=decision.confidence)
 
 
 def counters() -> dict[str, int]:
@@ -134,7 +126,7 @@ def _count(source: str) -> None:
 
 
 def _remember(key: _Key, decision: Decision) -> None:
-    """Keep a decision for this process; of all but the latest, only what calls need."""
+    """Remember a decision in this process; all but the latest are reduced to what calls need."""
     with lock:
         _decided.pop(key, None)
         _decided[key] = decision
@@ -237,28 +229,35 @@ class _DeviceSteps:
 
     def measured(self) -> Decision | None:
         """A confident prediction from a problem of nearly the same size, else a trial if one is allowed."""
-        stored, prediction = self.on_disk, None
+        stored, trials = self.on_disk, _counts["measured"]
         if self.explained or (stored is not None and not stored.changed):
             return None
-        if self.found is None:
-            prediction = self.prediction
-            sure = prediction is not None and prediction.in_bucket and prediction.confidence >= MIN_CONFIDENCE
-            learned = self._learned() if sure else None
-            if learned is not None:
-                return learned
-        first = None if prediction is None else (prediction.backend, prediction.order)
+        if self.found is None and (learned := self._sure()) is not None:
+            return learned
         with measuring:
+            # A trial that this thread waited for may have been of a neighbour.
+            steps = self if trials == _counts["measured"] else _DeviceSteps(self.request)
+            if self.found is None and steps is not self and (learned := steps._sure()) is not None:
+                return learned
+            prediction = steps.prediction if self.found is None else None
+            first = None if prediction is None else (prediction.backend, prediction.order)
             if not _trial_allowed(self.request.problem):
                 note_missed(cache_folder(), self.request.plain)
                 return None
             start = time.perf_counter()
             decision = measure(self.request, settings.budget_ms() / 1e3, stored, first, waiting=True)
             _rate_limit.add(time.perf_counter() - start)
-        if decision is None:
-            again = _DeviceSteps(Request.of(self.request.problem))  # the trial may have quarantined backends
-            return again.predicted() or again.static()
-        store_measured(self.request.problem, decision)
-        return decision
+            if decision is not None:
+                store_measured(self.request.problem, decision)
+                return decision
+        again = _DeviceSteps(Request.of(self.request.problem))  # the trial may have quarantined backends
+        return again.predicted() or again.static()
+
+    def _sure(self) -> Decision | None:
+        """The learned choice, if it replaces a trial."""
+        found = self.prediction
+        sure = found is not None and found.in_bucket and found.confidence >= MIN_CONFIDENCE
+        return self._learned() if sure else None
 
     def predicted(self) -> Decision | None:
         """The best candidate of the stored decision that is still valid, else the learned choice."""
@@ -320,14 +319,6 @@ def _adjusted_row(row: Row, stored: look_up.StoredDecision) -> Row:
         text = f"measured with version {row.version}, which has changed"
         row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
     return row
-
-
-def _with_drift(request: Request, decision: Decision) -> Decision:
-    """Add drift from the stored decision: any process may have recorded it there."""
-    stored = look_up.read_stored(request) if decision.source == "measured" else None
-    if stored is None or stored.created != decision.created:
-        return decision
-    return msgspec.structs.replace(decision, drift=stored.drift)
 
 
 def _trial_allowed(problem: Problem) -> bool:

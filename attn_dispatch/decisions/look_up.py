@@ -34,8 +34,6 @@ from attn_dispatch.tuning.candidates import Candidate, Request, current_environm
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
 FIRST_RETRY, LAST_RETRY = timedelta(hours=1), timedelta(days=1)  #: after which a failed candidate is tried again
-
-
 MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is accepted
 FIRST_PAUSE = timedelta(minutes=10)  #: after a second provisional trial; each further pause is four times as long
 PAUSE_FACTOR = 4
@@ -205,6 +203,23 @@ def _is_due(decision: Decision) -> bool:
         return False
     pause = FIRST_PAUSE * PAUSE_FACTOR ** (decision.attempts - 2) if decision.attempts > 1 else timedelta(0)
     return not timedelta(0) <= datetime.now(UTC) - time_of(decision.created) < pause
+
+
+def with_rows(request: Request, decision: Decision) -> Decision:
+    """A decision reduced to what calls need: with the rows on disk, else with that of its choice."""
+    stored = read_stored(request)
+    if stored is not None and stored.chosen == decision.chosen:
+        return stored
+    row = Row(backend=decision.choice, order=decision.order, status="chosen")
+    return request.decision(decision.chosen, decision.source, [row], confidence=decision.confidence)
+
+
+def with_drift(request: Request, decision: Decision) -> Decision:
+    """Add drift from the stored decision: any process may have recorded it there."""
+    stored = read_stored(request) if decision.source == "measured" else None
+    if stored is None or stored.created != decision.created:
+        return decision
+    return msgspec.structs.replace(decision, drift=stored.drift)
 
 
 def with_current_environment(decision: Decision) -> Decision:

@@ -1,7 +1,7 @@
 """Whether other programs take processor time from this process: while something was measured, and now.
 
-While a neighbour runs on every core, Linux takes a core from a busy thread some 250 times for each second that it has
-run; on a quiet machine fewer than 20 times. That holds in containers and for any number of cores.
+While a neighbour runs on every core, Linux takes a core from a busy thread after each of its slices of a few
+milliseconds; on a quiet machine it hardly does. That holds in containers and for any number of cores.
 """
 
 from __future__ import annotations

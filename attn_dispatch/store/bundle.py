@@ -76,8 +76,8 @@ def _why_not_shared(decision: Decision, backends: Collection[str]) -> str:
 def _shared_row(row: Row) -> Row:
     """The row without texts that may hold paths: those of errors, and any with a separator of paths."""
     is_public = row.status in (*TIMED, "not_measured", "unsupported", "over_memory", "not_installed")
-    kept = row.reason if is_public and not {"/", "\\"} & set(row.reason) else ""
-    return msgspec.structs.replace(row, reason=kept, extra={})
+    reason = row.reason if is_public and not {"/", "\\"} & set(row.reason) else ""
+    return msgspec.structs.replace(row, reason=reason, extra={})
 
 
 class _Envelope(msgspec.Struct):

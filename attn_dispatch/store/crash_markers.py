@@ -88,7 +88,7 @@ class Abandoned(msgspec.Struct, frozen=True, kw_only=True):
 
     `noted` is what it noted of its end; `rebooted` whether the machine may have rebooted since, which ends every
     process; `progress` identifies the call of the trial that was running. `overdue_s` is how many seconds that call had
-    run when the process was told to stop, None if no longer than its patience.
+    run when the process received a stop signal, None if no longer than its patience.
     """
 
     path: Path

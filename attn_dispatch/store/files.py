@@ -141,6 +141,13 @@ def append(path: Path, line: bytes) -> int:
         return file.tell()
 
 
+def append_bounded(path: Path, line: bytes, most: int) -> None:
+    """Append a line to a file of lines; past `most` bytes its older half is removed. Raises OSError."""
+    with locked(path.parent):
+        if append(path, line) > most:
+            write(path, tail(path, most // 2).partition(b"\n")[2])
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder against other writers; after `LOCK_S` seconds, or without lock support, go on unlocked."""

@@ -8,7 +8,6 @@ damaged or missing line costs a repeated check, nothing else.
 
 from __future__ import annotations
 
-from hashlib import sha256
 from pathlib import Path
 
 from attn_dispatch import process_state
@@ -16,6 +15,7 @@ from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON
+from attn_dispatch.store.crash_markers import digest
 from attn_dispatch.store.decision import Decision
 
 MOST = 1 << 20  #: bytes of one file
@@ -24,26 +24,24 @@ _known: dict[Path, set[str]] = {}
 process_state.register(process_state.READ, _known.clear)
 
 
-def has_passed(folder: Path, silicon: str, digest: str) -> bool:
-    """Whether this check was passed, by this process or an earlier one. The file is read once in a process."""
-    return digest in _read(_path(folder, silicon))
+def has_passed(folder: Path, silicon: str, check: str) -> bool:
+    """Whether the check with these digits was passed on this machine. The file is read once in a process."""
+    return check in _read(_path(folder, silicon))
 
 
-def note_passed(folder: Path, silicon: str, digest: str) -> None:
-    """Remember a passed check; for this process only, said once, where the folder cannot be written."""
+def note_passed(folder: Path, silicon: str, check: str) -> None:
+    """Remember a passed check; in this process only, logged once, where the folder cannot be written."""
     path = _path(folder, silicon)
     known = _read(path)
-    if digest in known:
+    if check in known:
         return
-    known.add(digest)
+    known.add(check)
     if folder == NOWHERE:
         return
     try:
         files.refuse_links(folder, path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path.parent):
-            if files.append(path, digest.encode() + b"\n") > MOST:
-                files.write(path, files.tail(path, MOST // 2).partition(b"\n")[2])
+        files.append_bounded(path, check.encode() + b"\n", MOST)
     except OSError as error:
         say_once(f"passed checks are not remembered: {path.parent} cannot be written ({error.strerror or error})")
 
@@ -61,7 +59,7 @@ def note_confirmed(folder: Path, decision: Decision) -> None:
 def _digest(decision: Decision) -> str:
     """Twenty digits for a choice: its problem, its candidate with the version, and when it was made."""
     version = next((row.version for row in decision.candidates if row.id == decision.chosen), None)
-    return sha256(repr((decision.key, *decision.chosen, version, decision.created)).encode()).hexdigest()[:20]
+    return digest(decision.key, *decision.chosen, version, decision.created)
 
 
 def _path(folder: Path, silicon: str) -> Path:

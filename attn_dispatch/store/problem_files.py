@@ -37,18 +37,11 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
     path = folder / MISSED
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with files.locked(folder):
-            if files.append(path, line) > MOST:
-                files.write(path, _newer_half(path))
+        files.append_bounded(path, line, MOST)
     except OSError as error:
         say_once(f"misses are not recorded: {folder} cannot be written ({error.strerror or error})")
         return
     _noted.add(mark)
-
-
-def _newer_half(path: Path) -> bytes:
-    """The last whole lines within half of the bound."""
-    return files.tail(path, MOST // 2).partition(b"\n")[2]
 
 
 def read_record(path: str | os.PathLike[str], device: torch.device | str | None = None) -> list[Problem]:

@@ -12,7 +12,8 @@ supervisor, memory that others took. How long strikes exclude a version depends 
 - Sure: the process noted a crash (SIGSEGV, SIGABRT, ..., see `signal_notes`), or a call ran longer than its time limit
   while this process was awake. Would the version be tried again at once, a supervisor's restarts would all crash: it
   is out for `FIRST_HOLD`, after the second strike for a day, then twice as long for each, up to `LONGEST_HOLD`.
-- Unsure: the process left no note, as after SIGKILL, or was told to stop late in a call, which may have been suspended.
+- Unsure: the process left no note, as after SIGKILL, or received a stop signal late in a call, during which it may have
+  been suspended.
   A restarted job that leaves out its fastest backend is slow as long as it runs, so the first such death excludes
   nothing, nor does one in another call of the trial than the last: kills from outside come at any moment. If the next
   trial ends in the same call, the version is out for `FIRST_HOLD`, then six times as long for each, up to

@@ -58,7 +58,7 @@ class Clocks(msgspec.Struct, frozen=True):
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """What a process noted: the crash ("" for none), whether it was told to stop or resumed, and the time of the note.
+    """What a process noted: the crash ("" for none), whether it was stopped or resumed by a signal, and the time.
 
     `at` is in seconds since 1970; None where clocks were set, or the process or the machine was suspended.
     """

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from hashlib import sha256
 from typing import TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
+from attn_dispatch.store.crash_markers import CrashMarker, crash_marker, digest
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
@@ -201,7 +200,7 @@ class Gate:
 
     def _has_passed(self, candidate: Candidate) -> bool:
         key = *candidate.id, candidate.version, class_key(self.problem)
-        return key in _passed or passed.has_passed(cache_folder(), self.address.silicon, _digest(key))
+        return key in _passed or passed.has_passed(cache_folder(), self.address.silicon, _digest_of(key))
 
     def _check_hard_cases(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> Rejected | None:
         """Run the cases that the backend accepts; of one that compiles for every problem, `COMPILED_CASES`."""
@@ -218,7 +217,7 @@ class Gate:
             return self._incorrect(candidate, failed)
         key = *candidate.id, candidate.version, class_key(self.problem)
         _passed.add(key)
-        passed.note_passed(cache_folder(), self.address.silicon, _digest(key))
+        passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
         return None
 
     def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> list[str]:
@@ -303,10 +302,10 @@ class Gate:
         Quarantine(cache_folder(), self.address.silicon).add(entry)
 
 
-def _digest(key: tuple[str, str, str | None, object]) -> str:
+def _digest_of(key: tuple[str, str, str | None, object]) -> str:
     """Twenty digits for a version of a backend in an order and the class of problems whose hard cases it passed."""
     *names, specs = key
-    return sha256(repr((_PASSED_FORMAT, *names, specs)).encode()).hexdigest()[:20]
+    return digest(_PASSED_FORMAT, *names, repr(specs))
 
 
 def work(candidate: Candidate, problem: Problem) -> float:

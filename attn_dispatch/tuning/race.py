@@ -26,6 +26,7 @@ from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, time_in_rounds
 
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
+ONE_TIME_MS = 5.0  #: milliseconds of a first call that may be one-time work, such as filling tables
 # Of the check of another machine's choice.
 CHECK_ROUNDS, CHECK_S = 3, 0.005  #: calls of each candidate, and seconds that these get at least
 CHECK_RATIO = 1.10  #: time over the static choice's from which the choice is refuted
@@ -166,8 +167,8 @@ class Race:
     def _skip_slowest(self, remaining_s: float | None) -> None:
         """Skip candidates that are hopeless by their first calls, where the budget is short of rounds.
 
-        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor on
-        a busy machine by times of short calls, which preemption may have made.
+        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
+        times of short calls, which one-time work or, on a busy machine, preemption may have made.
         """
         if remaining_s is None or self.problem.device.type == "cuda":
             return
@@ -175,11 +176,11 @@ class Race:
         least = min(times.values())
         if least <= 0:
             return  # the clock is too coarse to show a call
-        trusted_ms = 0.0 if load.is_calm() else LONGEST_DISTURBED_MS
+        doubtful_ms = ONE_TIME_MS if load.is_calm() else LONGEST_DISTURBED_MS
         for name in sorted(times, key=lambda name: -times[name]):
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
             factor = 1.0 if name != self.incumbent else INCUMBENT_FACTOR
-            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= trusted_ms:
+            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= doubtful_ms:
                 return
             self.skipped[name] = times.pop(name) / least
 

@@ -34,7 +34,7 @@ FEW_ROUNDS = 4  #: rounds below which closer candidates are dropped too, see `NE
 FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer than `ENOUGH_ROUNDS` fit
 NEAR_RATIO = 1.15  #: the same where fewer than `FEW_ROUNDS` fit
 FAR_SLOWER = 1.5  #: ratio of the fastest samples from which a candidate is retired from a disturbed race
-SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them tell no more
+SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them add nothing
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 _EXTRA_SAMPLES = 5
 

@@ -296,7 +296,7 @@ class _Trial:
         ratio = work[0] / work[1]
         rate = RATE_FACTOR if candidate.name != registry.LAST_RESORT else LAST_RESORT_RATE
         least_s = self.admitted[first.title].call_ms / 1e3 * ratio / rate
-        need_s = first_s + least_s * ENOUGH_ROUNDS
+        need_s = first_s + least_s * max(rate, 1.0) * ENOUGH_ROUNDS
         if least_s > left_s:
             self.untried += [candidate.title] * (ratio < rate)
             return (

@@ -101,6 +101,7 @@ def test_an_import_that_hangs_is_left_out_by_later_processes(
     assert any(row.backend == "plug" and row.status != "failed" for row in explain(*qkv()).candidates)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("little_time")
 def test_an_import_that_crashes_is_left_out_by_later_processes(install: Callable[[str], Path]) -> None:
     imports = install("import os; os.abort()")

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from attn_dispatch import attend, explain, profile, register
 from attn_dispatch.backends import manual
 from attn_dispatch.decisions import decide as decisions
+from attn_dispatch.decisions.observers import observing
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
@@ -348,3 +350,49 @@ def test_only_the_latest_decisions_are_kept_whole(monkeypatch: pytest.MonkeyPatc
     found = explain(*qkv(16))
     assert found.source == "measured" or found.source == "learned"
     assert any(row.status == "chosen" and row.backend == found.choice for row in found.candidates)
+
+
+def test_a_call_that_was_decided_before_an_observer_began_is_observed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+    decide, seen = decisions.decision_for, list[Problem]()
+    with ExitStack() as stack:
+
+        def decide_slowly(problem: Problem) -> Any:
+            found = decide(problem)
+            monkeypatch.setattr(decisions, "decision_for", decide)
+            stack.enter_context(observing(seen.append))
+            return found
+
+        monkeypatch.setattr(decisions, "decision_for", decide_slowly)
+        attend(*qkv(24))
+        assert seen == []
+        attend(*qkv(24))
+        assert len(seen) == 1, "a route made before would hide the problem"
+
+
+def test_a_thread_learns_from_a_trial_that_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads with problems of nearly the same size measure one of them."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+    monkeypatch.setattr(decisions, "MIN_CONFIDENCE", 0.0)
+    begun, looked = threading.Event(), threading.Event()
+    measure, sure = decisions.measure, decisions._DeviceSteps._sure
+
+    def slow_measure(*given: Any, **named: Any) -> Any:
+        begun.set()
+        assert looked.wait(60)
+        return measure(*given, **named)
+
+    def noted_sure(self: Any) -> Any:
+        found = sure(self)
+        if begun.is_set():
+            looked.set()
+        return found
+
+    monkeypatch.setattr(decisions, "measure", slow_measure)
+    monkeypatch.setattr(decisions._DeviceSteps, "_sure", noted_sure)
+    first = threading.Thread(target=attend, args=qkv(64))
+    first.start()
+    assert begun.wait(60)
+    attend(*qkv(65))
+    first.join()
+    assert counted(measured=1, learned=1)

@@ -40,6 +40,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 def test_both_orders_are_measured_and_the_faster_is_taken(installed: Installed) -> None:
     q, k, v = qkv()
+    profile([Problem.of(q, k, v)], budget_s=3.0, progress=False)
     assert right(attend(q, k, v), q, k, v)
     assert stored().chosen == HILBERT
     assert set(rows()) == {OTHER, NATURAL, HILBERT}

@@ -21,6 +21,7 @@ from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning import gate
 from tests.support.calls import counted, forget, forget_all, qkv
 
+MOST_ATTEMPTS = look_up.MOST_ATTEMPTS  # as it is before a fixture of all tests changes it
 DISTURBED = "other programs took the cores while it was measured"
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -35,6 +36,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(load, "involuntary_switches", (lambda: next(switches)) if value else lambda: 0)
         monkeypatch.setattr(load, "is_calm", lambda: not value)
 
+    monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
     return say
 
 

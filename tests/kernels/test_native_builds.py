@@ -21,6 +21,7 @@ from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import library, run
 from attn_dispatch.kernels.native.tables import NativeTables
 from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, VARIANTS, build
+from tests.support.calls import forget_native_library
 from tests.support.cases import CASES, gate
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +151,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(kind: str, tree: Path, to: Path, **variables: str) -> tuple[Path, str]:
-    """The wheel or source distribution, and what was said."""
+    """The wheel or source distribution, and what building it printed."""
     to.mkdir(exist_ok=True)
     command = [sys.executable, "-c", BUILD, kind, str(to)]
     environment = {**os.environ, **variables}
@@ -180,17 +181,12 @@ def in_wheel(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
     def used(flags: set[str]) -> str:
         monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(flags))
-        restarted()
+        forget_native_library()
         return native.version()
 
     yield used
     monkeypatch.undo()
-    restarted()
-
-
-def restarted() -> None:
-    for cached in (library.build_digest, library.prebuilt, library._loaded):
-        cached.cache_clear()
+    forget_native_library()
 
 
 def test_a_wheel_is_for_every_python_of_its_platform(wheel: Path) -> None:
@@ -233,9 +229,9 @@ def test_an_installed_wheel_runs_without_a_compiler(wheel: Path, tmp_path: Path)
 
 
 def test_without_a_compiler_the_wheel_is_pure(tree: Path, tmp_path: Path) -> None:
-    wheel, said = built("wheel", tree, tmp_path / "pure", CXX="no-such-compiler")
+    wheel, printed = built("wheel", tree, tmp_path / "pure", CXX="no-such-compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert "no-such-compiler is not on the PATH" in said
+    assert "no-such-compiler is not on the PATH" in printed
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert not [name for name in names if name.endswith((".so", ".o"))]
@@ -250,8 +246,8 @@ def test_an_editable_installation_compiles_nothing(tree: Path, tmp_path: Path) -
 
 
 def test_a_compiler_that_fails_leaves_a_wheel_without_libraries(tree: Path, tmp_path: Path) -> None:
-    wheel, said = built("wheel", tree, tmp_path / "failed", CXX=shutil.which("false") or "")
-    assert said.count("is not built: ") == len(VARIANTS)
+    wheel, printed = built("wheel", tree, tmp_path / "failed", CXX=shutil.which("false") or "")
+    assert printed.count("is not built: ") == len(VARIANTS)
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith((".so", ".o"))]
 

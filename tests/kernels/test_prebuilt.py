@@ -14,6 +14,7 @@ from attn_dispatch import attend, explain
 from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.variants import V3, V4, VARIANTS
+from tests.support.calls import forget_native_library
 
 BF16, PLAIN_V4, PLAIN_V3 = VARIANTS
 
@@ -25,21 +26,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("CXX", "no-such-compiler")
     for variant in VARIANTS:
         (tmp_path / variant.file).write_text(variant.name)
-    restarted()
+    forget_native_library()
     yield tmp_path
     monkeypatch.undo()
-    restarted()
-
-
-def restarted() -> None:
-    """As in a new process."""
-    for cached in (library.build_digest, library.prebuilt, library._loaded):
-        cached.cache_clear()
+    forget_native_library()
 
 
 def use_flags(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "cpu_flags", lambda: flags)
-    restarted()
+    forget_native_library()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +66,7 @@ def test_a_processor_that_can_run_none(flags: frozenset[str], monkeypatch: pytes
 def test_a_library_of_another_source_is_not_used(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_flags(V4 | {"avx512_bf16"}, monkeypatch)
     (package / BF16.file).rename(package / "attention-x86-64-v4+avx512bf16-0123456789ab.so")
-    restarted()
+    forget_native_library()
     assert library.prebuilt().name == PLAIN_V4.name
 
 

@@ -16,6 +16,7 @@ from attn_dispatch.backends import manual
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.native import library
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning import gate
@@ -54,6 +55,12 @@ def forget_all() -> None:
     passed = {key for key in gate._passed if key[0] in BUILT_IN}
     process_state.forget_all()
     gate._passed.update(passed)
+
+
+def forget_native_library() -> None:
+    """As a new process would look for the compiled kernel."""
+    for cached in (library.build_digest, library.prebuilt, library._loaded):
+        cached.cache_clear()
 
 
 def later() -> str:

@@ -19,6 +19,7 @@ import torch
 
 from attn_dispatch import process_state
 from attn_dispatch.backends import flex
+from attn_dispatch.decisions import look_up
 from attn_dispatch.machine import load
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard
@@ -57,7 +58,8 @@ def _machine_without_other_programs() -> Iterator[None]:
     """Other tests run beside: what the machine is doing must decide nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "involuntary_switches", lambda: 0)
-        patch.setattr(load, "is_calm", lambda: False)  # provisional decisions are not measured again
+        patch.setattr(load, "is_calm", lambda: True)
+        patch.setattr(look_up, "MOST_ATTEMPTS", 0)  # provisional decisions are not measured again
         yield
 
 

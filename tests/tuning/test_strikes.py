@@ -58,7 +58,10 @@ def quarantined() -> Quarantine:
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("can't start new thread"), OSError(24, "Too many open files"), SystemExit(3), ValueError("no")],
+    [
+        RuntimeError("can't start new thread"),
+        *(pytest.param(each, marks=pytest.mark.full) for each in (OSError(24, ""), SystemExit(3), ValueError("no"))),
+    ],
     ids=["threads", "files", "exit", "other"],
 )
 def test_failures_quarantine_nobody_and_are_tried_again(error: BaseException, clock: Clock) -> None:

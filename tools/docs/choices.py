@@ -48,9 +48,9 @@ def _first(found: Any) -> str:
         f"of {found['own_calls']} later calls of it. What the design asks for: at most {found['first_s']:g} s for the "
         f"first problem of a process, {found['later_s']:g} s for later ones (median). {machine(found)}."
     )
-    head = ("process", "first problem", "later ones, median", "largest", "measured", "provisional")
+    head = ("process", "first problem", "later ones, median", "largest", "provisional")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for name, one in found["processes"].items():
         seconds = (f"{one[key]:.2f} s" for key in ("first_s", "median_s", "largest_s"))
-        rows.append((name, *seconds, str(len(one["problems"])), str(one["provisional"])))
+        rows.append((name, *seconds, f"{one['provisional']} of {len(one['problems'])}"))
     return f"{about}\n\n{table(rows)}"
