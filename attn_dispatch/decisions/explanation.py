@@ -79,7 +79,8 @@ class Explanation:
     attend() raises instead. `key` names the decision in the store. `problem` and `device` are readable titles. A
     learned choice has a `confidence`, the probability that it is the fastest, and `evidence`, the keys of the decisions
     it is predicted from. `drift` holds the times of live calls if they left the measured interval. `provisional` says
-    why a choice is to be measured again by a later process; empty where it is settled. `unchecked` is whether the
+    why a choice is to be measured again by a later process; empty where it is settled. `load` is what took place beside
+    the samples: `cpu_s` and `wall_s` of the process, and its involuntary context `switches`. `unchecked` is whether the
     choice is imported or shipped and was not yet checked on this machine.
     """
 
@@ -94,6 +95,7 @@ class Explanation:
     evidence: tuple[str, ...] = ()
     drift: DriftReport | None = None
     provisional: str = ""
+    load: dict[str, float] | None = None
     unchecked: bool = False
 
     @classmethod
@@ -113,6 +115,7 @@ class Explanation:
             evidence=decision.evidence,
             drift=None if decision.drift is None else DriftReport.of(decision.drift),
             provisional=decision.provisional,
+            load=decision.load,
             unchecked=bool(decision.origin) and not passed.is_confirmed(cache_folder(), decision),
         )
 

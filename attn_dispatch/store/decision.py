@@ -94,6 +94,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     """The chosen candidate of a problem, with a row for every candidate.
 
     `provisional` says why the choice is to be measured again, `attempts` how many trials in a row ended so.
+    `load` is what took place beside the samples: CPU and wall seconds, and involuntary context switches.
     `preferred` is the originally chosen backend and order, set where a merge added a later row that rules them out.
     `origin` is as in a row: what another machine decided.
     """
@@ -119,6 +120,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     preferred: tuple[str, str] | None = None
     provisional: str = ""
     attempts: int = 0
+    load: dict[str, float] | None = None
     origin: str = ""
     extra: dict[str, Any] = {}
 

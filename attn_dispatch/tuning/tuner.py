@@ -363,9 +363,8 @@ class _Trial:
         assert self.race is not None
         untried = f"no time was left to try {', '.join(self.untried)}" if self.untried else ""
         provisional = self.race.why_provisional() or untried
-        remaining = self._remaining_s()
-        ended_early = remaining is None or remaining > self.race.round_s
-        if ended_early and not self.waiting and not self.race.rounds.load.disturbed:
+        remaining, load = self._remaining_s(), self.race.rounds.load
+        if not self.waiting and not load.disturbed and (remaining is None or remaining > self.race.round_s):
             provisional = ""  # it had more time, which would tell no more
         return self.request.decision(
             chosen.id,
@@ -373,6 +372,7 @@ class _Trial:
             self._counted_failures(self._final_rows()),
             provisional=provisional,
             attempts=self.attempts + 1 if provisional else 0,
+            load=load._asdict(),
             budget_ms=None if self.budget_s is None else finite(self.budget_s * 1e3),
             elapsed_ms=_ms(time.perf_counter() - self.start),
             environment=current_environment(),

@@ -126,6 +126,7 @@ def first_call(one: Planned) -> dict[str, Any]:
         "choice": [found.choice, found.order],
         "source": found.source,
         "provisional": found.provisional,
+        "load": found.load,
         "rows": rows,
     }
 
