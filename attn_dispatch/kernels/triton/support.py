@@ -29,7 +29,8 @@ INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: not bfloat16: the interp
 LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies
 LEAST_SHARED = 99 * 2**10  #: bytes of shared memory per thread block on every device from capability 8.0 on
 HEAD_DIM_LIMIT = 256  #: of a larger one no block's sums fit into registers
-POSITION_LIMIT = 2**30  #: queries plus keys; sums of positions are 32-bit
+POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
+OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
 SMALLEST_SIDE = 16  #: of a block, and head_dim: the least for tl.dot
 
 
@@ -209,9 +210,18 @@ def launch(
         start(last)
 
 
+def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:
+    """Whether offsets within a head of a tensor [batch, len, heads, head_dim] need 64 bits."""
+    return any((x.shape[1] - 1) * x.stride(1) + padded(x.shape[3]) * x.stride(3) >= OFFSET_LIMIT for x in tensors)
+
+
 def padded_head_dim(problem: Problem) -> int:
     """head_dim rounded up to a power of two, at least SMALLEST_SIDE."""
-    return max(SMALLEST_SIDE, next_power_of_two(problem.head_dim))
+    return padded(problem.head_dim)
+
+
+def padded(head_dim: int) -> int:
+    return max(SMALLEST_SIDE, next_power_of_two(head_dim))
 
 
 def next_power_of_two(least: int) -> int:
