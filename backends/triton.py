@@ -20,6 +20,7 @@ from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, next_power_of_two, precision
 from attn_dispatch.kernels.triton.launch_order import (
     L2Cache,
     heads_in_turn,
@@ -28,19 +29,14 @@ from attn_dispatch.kernels.triton.launch_order import (
     offered_orders,
 )
 from attn_dispatch.kernels.triton.support import (
-    SMALLEST_SIDE,
-    BlockConfig,
     TritonKernel,
     as_float32,
-    clipped,
     fitting_blocks,
     grad_or_zeros,
     kernels_of,
     launch,
     needs_wide_offsets,
-    next_power_of_two,
     padded_head_dim,
-    precision,
 )
 from attn_dispatch.kernels.triton.work_list import (
     Side,
@@ -189,7 +185,7 @@ def _launch(
     def start(block: BlockConfig) -> None:
         _launch_block(each, block, call, tensors, strided, constants)
 
-    launch(each.kernel, block_configs(each, call.problem), call.problem.device, start)
+    launch(each, block_configs(each, call.problem), call.problem, start)
 
 
 def _launch_block(

@@ -26,19 +26,16 @@ from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, es
 from attn_dispatch.kernels.tiles.lists import tile_lists_bytes, tile_lists_of
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables
 from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, precision
 from attn_dispatch.kernels.triton.support import (
-    SMALLEST_SIDE,
-    BlockConfig,
     TritonKernel,
     as_float32,
-    clipped,
     fitting_blocks,
     grad_or_zeros,
     kernels_of,
     launch,
     needs_wide_offsets,
     padded_head_dim,
-    precision,
 )
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
@@ -237,7 +234,7 @@ def _launch(
             **constants,
         )
 
-    launch(each.kernel, block_configs(each, problem, tile), problem.device, start)
+    launch(each, block_configs(each, problem, tile), problem, start)
 
 
 def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:
