@@ -78,6 +78,8 @@ class ShardedProblem:
         Raises:
             RankLost: a rank has exited, or did not answer in time. Errors of kernels are raised as they are.
         """
+        if exchange != LOCAL:
+            self.link.connect(self.problem.device)
         whole_mask = None if key_mask is None else self._whole(key_mask)
         if exchange == ULYSSES:
             return self._by_heads(q, k, v, seq_lens, whole_mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,8 @@ class Transport:
         ]
         self.bytes_sent += sum(tensor.numel() * tensor.itemsize for tensor in sends.values())
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            with current_device(operations[0].tensor.device) if operations else nullcontext():
+                works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise lost(error) from error
         return PendingExchange(works, sends, receives)
@@ -79,6 +81,11 @@ class PendingExchange:
             except RuntimeError as error:
                 raise lost(error) from error
         self.works = []
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, without which NCCL's calls may hang; nothing for other devices."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def lost(error: Exception) -> RankLost:

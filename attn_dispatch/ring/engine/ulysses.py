@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch.ring.engine.exchange import Sizes, Transport, lost
+from attn_dispatch.ring.engine.exchange import Sizes, Transport, current_device, lost
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.pattern import Dilated
@@ -114,6 +114,7 @@ def _all_to_all(received: Tensor, sent: Tensor, receives: list[int], sends: list
     rank = dist.get_rank(transport.group)
     transport.bytes_sent += (sum(sends) - sends[rank]) * sent.itemsize
     try:
-        dist.all_to_all_single(received, sent, receives, sends, group=transport.group)
+        with current_device(sent.device):
+            dist.all_to_all_single(received, sent, receives, sends, group=transport.group)
     except RuntimeError as error:
         raise lost(error) from error
