@@ -86,7 +86,7 @@ class Link:
 
     @property
     def control(self) -> Any:
-        """A group that gathers CPU tensors: reading those does not stall a GPU, and gloo reports a lost peer at once."""
+        """A group for CPU tensors: reading those does not stall a GPU, and gloo reports a lost peer at once."""
         if "cpu" in self.devices:
             return self.group
         if self.connection.control is None:
@@ -225,7 +225,8 @@ def _gloo_beside(group: Any) -> Any:
     """
     ranks = dist.get_process_group_ranks(group)
     name = f"attn_dispatch/{group.group_name}/{digest_of(ranks)[0]}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(name, c10d._get_default_store())
     return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), _timeout_of(group))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.dense import Kernel, with_lse_column
-from attn_dispatch.kernels.heads import kv_heads_of
+from attn_dispatch.kernels.heads import kv_head_index, kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes, padding_mask
 from attn_dispatch.kernels.numerics import THREAD_BYTES, sum_dtype, with_positive_scale
 from attn_dispatch.kernels.tiles.tables import TileTable, pair_counts
@@ -366,7 +366,8 @@ class _Heads:
         q = slice(heads.start, heads.stop, heads.step)
         if isinstance(read, slice):
             return cls(q, read, None)
-        return cls(q, slice(None), torch.tensor(read, device=call.problem.device))
+        group = call.problem.heads // call.problem.kv_heads
+        return cls(q, slice(None), kv_head_index(heads, group, call.problem.device))
 
     def for_queries(self, keys: Tensor) -> Tensor:
         """[..., tokens, key heads, head_dim], copied to each query head if the kernel needs it."""
