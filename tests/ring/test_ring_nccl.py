@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch import attend
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.exchange import Transport
+from attn_dispatch.ring.engine.parts import solver
 from attn_dispatch.ring.link import Connection, Link
+from attn_dispatch.ring.rows.layout import KINDS, Layout
+from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from tests.support import ring_ranks
+from tests.support.cases import Case
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
 
@@ -135,3 +142,86 @@ def _on_cuda() -> Any:
             return 3
 
     return Fake()
+
+
+def test_each_stream_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call on another stream does not wait for the one that still sends from them."""
+    stream, real = [1], torch.empty
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=stream[0]))
+    monkeypatch.setattr("torch.empty", lambda size, dtype, device: real(size, dtype=dtype))
+    transport = Transport("group")
+    first = transport.buffer(0, 8, torch.float32, CUDA)
+    stream[0] = 2
+    second = transport.buffer(0, 8, torch.float32, CUDA)
+    stream[0] = 1
+    again = transport.buffer(0, 8, torch.float32, CUDA)
+    assert first.data_ptr() == again.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"), [(Dense(), "sdpa"), (Dense(True), "sdpa"), (Dilated((16,), (1,)), "triton")], ids=str
+)
+def test_dense_parts_go_to_one_call_of_a_dense_kernel(
+    pattern: Pattern, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = {"flash": ["not installed"], "sdpa": [], "triton": [], "tiles": []}
+    found = {name: SimpleNamespace(name=name, refusals=lambda _, why=why: why) for name, why in without.items()}
+    monkeypatch.setattr("attn_dispatch.kernels.registry.load", found.__getitem__)
+    problem = Case("", pattern, (1, 32, 2, 16)).problem(torch.float16, needs_grad=True, device="cuda:0")
+    assert solver(problem).name == expected
+
+
+class Names(TorchDispatchMode):
+    """Records the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def there_and_back(kind: str) -> tuple[bool, set[str]]:
+    """A job: whether the tokens come back, and the operations with indices on the way."""
+    group = ring_ranks.group()
+    layout = Layout((5, 7, 4), kind)
+    positions = positions_of(layout, dist.get_rank(group))
+    whole = torch.arange(16.0)[None, :, None, None].expand(2, 16, 3, 8).contiguous()
+    shard, transport = whole.index_select(1, positions), Transport(group)
+    with Names() as mode:
+        heads = ulysses.to_heads(shard, transport, layout)
+        tokens = ulysses.to_tokens(heads, transport, layout)
+    right = torch.equal(heads, whole[:, :, :1]) and torch.equal(tokens, shard)
+    return right, {name for name in mode.found if "index" in name or "arange" in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ulysses_copies_slices(kind: str, ranks: Ranks) -> None:
+    """Indices would be copied to the GPU in every call, which waits for it and no CUDA graph takes."""
+    assert ranks.everywhere(there_and_back, kind, ranks=3) == [(True, set())] * 3
+
+
+def masked(order: str) -> list[bool]:
+    """A job: whether a call with masks copies a tensor to a device, after a first one."""
+    mesh, moved = ring_ranks.group(), list[bool]()
+    to = torch.Tensor.to
+
+    def noted(x: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        moved.extend(isinstance(each, torch.device | str) for each in (*args, *more.values()))
+        return to(x, *args, **more)
+
+    q, k, v = part(mesh)
+    key_mask = torch.rand(2, q.shape[1], generator=torch.Generator().manual_seed(0)) > 0.3
+    key_mask[:, 0] = True
+    attend(q, k, v, mesh=mesh, order=order, key_mask=key_mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", noted)
+        attend(q, k, v, mesh=mesh, order=order, key_mask=key_mask)
+    return [each for each in moved if each]
+
+
+def test_masks_are_cut_without_indices_from_the_host(ranks: Ranks, set_mode: Callable[[str], None]) -> None:
+    set_mode("off")
+    assert ranks.everywhere(masked, RING, ranks=3) == [[]] * 3

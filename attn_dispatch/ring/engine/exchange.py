@@ -24,12 +24,12 @@ class Transport:
     Args:
         group: the ranks that share a sequence.
         bytes_sent: by this rank, since it was last set to 0.
-        buffers: flat tensors by slot, dtype and device.
+        buffers: flat tensors by slot, dtype, device and CUDA stream: work on one stream does not wait for another's.
     """
 
     group: Any
     bytes_sent: int = 0
-    buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[int, torch.dtype, torch.device, int], Tensor] = field(default_factory=dict)
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> PendingExchange:
         """Start to send and to receive flat contiguous tensors, by peer; in use until `PendingExchange.wait`."""
@@ -49,7 +49,8 @@ class Transport:
 
     def buffer(self, slot: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor of `size` entries; it reuses the memory of earlier calls for the slot, if large enough."""
-        key = slot, dtype, device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = slot, dtype, device, stream
         found = self.buffers.get(key)
         if found is None or len(found) < size:
             with torch.inference_mode(False):  # the next call may be in another mode
