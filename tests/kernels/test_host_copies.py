@@ -32,11 +32,11 @@ class Ungrouped(CpuFlash):
 BRANCHED = Branched("ungrouped", (Variant(CPU_FLASH, lambda problem: Ungrouped()),))
 
 
-class Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations that wait for a GPU."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

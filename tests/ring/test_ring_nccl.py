@@ -171,11 +171,11 @@ def test_dense_parts_go_to_one_call_of_a_dense_kernel(
     assert solver(problem).name == expected
 
 
-class Names(TorchDispatchMode):
+class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the names of operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -221,6 +221,10 @@ class Branched:
         _, plan, scratch = _prepared(self, problem)
         return branches.workspace_bytes(problem, plan) + scratch
 
+    def kernel(self, problem: Problem) -> Kernel:
+        """The kernel that runs a problem, one without refusals."""
+        return _prepared(self, problem)[0]
+
     def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Passes:
         """The passes for queries that also see other keys (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)

@@ -29,6 +29,7 @@ INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: not bfloat16: the interp
 LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies
 LEAST_SHARED = 99 * 2**10  #: bytes of shared memory per thread block on every device from capability 8.0 on
 HEAD_DIM_LIMIT = 256  #: of a larger one no block's sums fit into registers
+COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
 SMALLEST_SIDE = 16  #: of a block, and head_dim: the least for tl.dot
