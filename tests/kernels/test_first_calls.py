@@ -113,7 +113,7 @@ def test_new_memory_is_nan_unless_torch_compiles(shares: bool, filled: bool, mon
         seen.append(bool(torch.empty(4).isnan().all()))
         raise InterruptedError
 
-    backend = SimpleNamespace(first_call_ms=lambda problem: 0.0, shares_builds=shares, run=run)
+    backend: Any = SimpleNamespace(first_call_ms=lambda problem: 0.0, shares_builds=shares, run=run)
     with pytest.raises(InterruptedError):
         hard_cases(replace(problem_of(device="cpu"), dtype=torch.float32))[0].run(backend)
     assert seen == [filled]
