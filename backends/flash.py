@@ -11,10 +11,12 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
+import stat
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import platformdirs
 import torch
 from torch import Tensor
 
@@ -22,12 +24,12 @@ from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
 from attn_dispatch.kernels.dense import Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.settings import NOWHERE, cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 
 COMPILE_MS = 60_000.0  #: of flash-attn 4: four or five kernels for a case
 CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 4
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 Sides = tuple[int | None, int | None]
 
@@ -254,12 +256,20 @@ class Flash4OfBoth(Flash4):
 def compile_cache() -> dict[str, str]:
     """Environment variables for a cache of compiled kernels on disk, which flash-attn 4 does without by default.
 
-    It is in the cache folder: the library's own choice is a predictable folder in /tmp, whose files it executes.
+    Its files are executed: they are in a folder that only this user can write to, beside the code of `native`. The
+    library's own choice is a folder in /tmp with a predictable name.
     """
-    folder = cache_folder()
-    if CACHE_ENABLED in os.environ or folder == NOWHERE:
+    if CACHE_ENABLED in os.environ:
         return {}
-    return {CACHE_ENABLED: "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder / "flash-attn-4")}
+    try:
+        folder = platformdirs.user_cache_path("attn-dispatch", appauthor=False) / "flash-attn-4"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = os.lstat(folder)
+    except (OSError, RuntimeError):  # no home folder, or one that cannot be written
+        return {}
+    if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & OTHERS_WRITE:
+        return {}
+    return {CACHE_ENABLED: "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.kernels.limits import ANY
-from attn_dispatch.settings import NOWHERE, cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -226,7 +226,7 @@ def test_flash_4_runs_on_the_device_of_its_tensors(
     assert entered == [torch.device("cpu")] * 2
 
 
-def test_the_cache_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (flash.CACHE_ENABLED, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
     def loaded() -> list[str | None]:
@@ -235,16 +235,20 @@ def test_the_cache_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             flash.PACKAGE4.load()
         return [os.environ.get(name) for name in names]
 
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **kwargs: tmp_path)
     for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # restored after the test, whoever sets it
-    assert loaded() == ["1", str(cache_folder() / "flash-attn-4")]
+    assert loaded() == ["1", str(tmp_path / "flash-attn-4")]
     for name in names:
         monkeypatch.delenv(name)
-    monkeypatch.setenv(flash.CACHE_ENABLED, "0")
+    monkeypatch.setenv(flash.CACHE_ENABLED, "0")  # the user's choice
     assert loaded() == ["0", None]
     monkeypatch.delenv(flash.CACHE_ENABLED)
-    monkeypatch.setattr(flash, "cache_folder", lambda: NOWHERE)
+    (tmp_path / "flash-attn-4").chmod(0o777)  # its files are executed
+    assert loaded() == [None, None]
+    (tmp_path / "flash-attn-4").rmdir()
+    (tmp_path / "flash-attn-4").write_text("")
     assert loaded() == [None, None]
 
 
