@@ -111,7 +111,7 @@ class Gate:
         """Milliseconds the backend declares to build before its first results, here and for the hard cases due."""
         here_ms = first_call_ms(candidate, self.problem)
         if not here_ms or self._has_passed(candidate):
-            return here_ms
+            return 0.0 if getattr(candidate.backend, "shares_builds", False) else here_ms
         return here_ms + sum(
             first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
         )
