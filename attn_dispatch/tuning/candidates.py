@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, Refusal, orders_of
+from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.machine.environment import environment
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.machine.memory import available_bytes
@@ -180,7 +181,7 @@ class Request:
 
     def _answers(self, backend: Backend) -> tuple[tuple[str, str] | None, int, tuple[str, ...]]:
         """The status and reason of a backend's refusal or None, its workspace in bytes, and its orders."""
-        refusals = list(backend.refusals(self.problem))
+        refusals = refusals_of(backend, self.problem)
         why = status_and_reason(refusals)
         if refusals:
             return why, 0, ()
@@ -207,6 +208,12 @@ class Request:
             return None
         what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
+
+
+def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
+    """The backend's refusals, after what keeps every backend from the problem's device."""
+    why = missing_code(problem.device)
+    return [*[Refusal("device", why)] * bool(why), *backend.refusals(problem)]
 
 
 def _asked(backend: Backend, question: Callable[[], T]) -> T:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from attn_dispatch.machine import hardware
-from attn_dispatch.machine.devices import _nvml, cuda_devices, cuda_identity
+from attn_dispatch.machine.devices import _missing_code, _nvml, cuda_devices, cuda_identity
 
 MIB, GIB = 1 << 20, 1 << 30
-CUDA = (cuda_devices, cuda_identity)
+CUDA = (cuda_devices, cuda_identity, _missing_code)
 SILICON = "cpu-made-up-8c-8t"
 
 
@@ -83,6 +83,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, *devices: SimpleNamespace) -> Non
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: devices[index])
+    monkeypatch.setattr("torch.cuda.get_arch_list", list)
     monkeypatch.setattr("torch.cuda.current_device", lambda: len(devices) - 1)
     cuda_memory(monkeypatch, free=0)
 
