@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from attn_dispatch.log import say_once
 from attn_dispatch.machine.devices import cuda_devices, resolve
-from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.machine.memory import available_bytes, memory_fraction
 from attn_dispatch.text import gib, one_line
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class _TorchState:
 
 @contextmanager
 def capped(device: torch.device) -> Iterator[None]:
-    """Cap the allocations of torch's CUDA allocator at `memory.available_bytes`; on a CPU there is no cap.
+    """Cap the allocations of torch's CUDA allocator at `memory.available_bytes`; others and a CPU have no cap.
 
     Enter this outside of `run_guarded`: an abandoned thread never leaves a block.
     """
@@ -283,7 +283,10 @@ def _capped_allocator(device: torch.device) -> Iterator[None]:
 
     cuda: Any = torch.cuda
     index = resolve(device).index
-    before = cuda.get_per_process_memory_fraction(index)
+    before = memory_fraction(index)
+    if before is None:
+        yield
+        return
     room = cuda.memory_allocated(index) + available_bytes(device)
     try:
         cuda.set_per_process_memory_fraction(min(before, room / cuda_devices()[index].total_memory), index)

@@ -100,3 +100,16 @@ def cuda_memory(
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: reserved)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda index: allocated)
     monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda index: fraction)
+
+
+def pluggable_allocator(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """As of CUDAPluggableAllocator: no fraction, no statistics."""
+
+    def unsupported(*args: object) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support this. If you need it, please file an issue")
+
+    cuda_memory(monkeypatch, free=free)
+    names = ("get_per_process_memory_fraction", "set_per_process_memory_fraction", "reset_peak_memory_stats")
+    for name in (*names, "memory_allocated", "memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(f"torch.cuda.{name}", unsupported)
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
