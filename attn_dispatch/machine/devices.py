@@ -71,7 +71,7 @@ def _missing_code(index: int) -> str:
     props, built_for = cuda_devices()[index], torch.cuda.get_arch_list()
     known = [found for each in built_for if (found := _ARCHITECTURE.fullmatch(each)) is not None]
     here = props.major, props.minor
-    if not known or any(_runs(*each.groups(), here) for each in known):
+    if not known or any(_runs(each, here) for each in known):
         return ""
     return (
         f"torch {torch.__version__} has no code for {props.name} (sm_{props.major}{props.minor}), only for "
@@ -79,7 +79,8 @@ def _missing_code(index: int) -> str:
     )
 
 
-def _runs(kind: str, major: str, minor: str, suffix: str, here: tuple[int, int]) -> bool:
+def _runs(code: re.Match[str], here: tuple[int, int]) -> bool:
+    kind, major, minor, suffix = code.groups()
     built_for = int(major), int(minor)
     if suffix == "a":
         return here == built_for

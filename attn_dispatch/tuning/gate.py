@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
@@ -19,7 +20,6 @@ from typing import TypeVar
 import torch
 
 from attn_dispatch import process_state
-from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
@@ -42,6 +42,7 @@ T = TypeVar("T")
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
 _PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
+LOADING_MS = 2000.0  #: milliseconds of a first call on CUDA, of which a share that matters may be one-time work
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
 # Hard cases passed in this process: (backend, order, version, class of problems).
@@ -66,7 +67,7 @@ class Admitted:
 class Rejected:
     """The candidate may not race: its status (`failed` or `incorrect`) and the reason.
 
-    `quarantined` is whether the backend's version is quarantined for all problems.
+    `quarantined` is whether the backend's version is quarantined, for other reasons than its results.
     """
 
     status: str
@@ -135,7 +136,7 @@ class Gate:
         """Run the candidate on the problem itself, under guard, and check its results.
 
         Raises:
-            BackendFailed: the device is lost, and no other candidate can run in this process.
+            DeviceLost: the device is lost, and no other candidate can run in this process.
             NoReference: there is too little memory to evaluate the expected results.
         """
         oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
@@ -159,22 +160,22 @@ class Gate:
         version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)
         free_before = available_bytes(self.problem.device)
         try:
-            with crash_marker(cache_folder(), where, candidate.name, version, title) as self._marker:
+            with (
+                crash_marker(cache_folder(), where, candidate.name, version, title) as self._marker,
+                ending_on_lost_device(candidate, self.problem, self.address),
+            ):
                 return run()
-        except NoReference:
+        except (NoReference, guard.DeviceLost):
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text = one_line(error)
             kind = self._kind_of(error, candidate.needed_bytes, free_before)
+            if kind is not None and (again or kind != "memory"):
+                self._quarantine(candidate, kind, text, self.address.group if kind == "memory" else "")
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
-            if kind != "hung" and guard.device_lost(self.problem.device):
-                self._quarantine(candidate, "died", f"the device was lost: {text}")
-                raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
             if kind == "memory" and not again:
                 return self._tried(candidate, run, again=True)
-            if kind is not None:
-                self._quarantine(candidate, kind, text)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
 
     def _admit(self, candidate: Candidate, oracle: Oracle) -> Admitted | Rejected:
@@ -184,8 +185,10 @@ class Gate:
         builds = first_call_ms(candidate, self.problem) > 0
         result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
-        # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured.
-        if builds or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
+        # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured. Any
+        # first call on CUDA may load kernels and make plans.
+        lazy = self.problem.device.type == "cuda" and first_ms < LOADING_MS
+        if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)
         checked = oracle.check(result)
@@ -194,7 +197,7 @@ class Gate:
             return self._incorrect(candidate, checked.failures, first_ms, peak, error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
-            self._quarantine(candidate, "memory", excess)
+            self._quarantine(candidate, "memory", excess, self.address.group)
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
@@ -288,18 +291,43 @@ class Gate:
         return "memory" if is_free else None
 
     def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
-        if candidate.name == registry.LAST_RESORT:
-            return  # there is nothing else to fall back on
-        entry = Entry(
-            backend=candidate.name,
-            version=candidate.version,
-            silicon=self.address.silicon,
-            kind=kind,
-            scope=scope,
-            reason=reason,
-            title=candidate.problem_title(self.problem),
-        )
-        Quarantine(cache_folder(), self.address.silicon).add(entry)
+        _quarantine(candidate, self.problem, self.address, kind, reason, scope)
+
+
+def _quarantine(
+    candidate: Candidate, problem: Problem, address: Address, kind: Kind, reason: str, scope: str = ""
+) -> None:
+    if candidate.name == registry.LAST_RESORT:
+        return  # there is nothing else to fall back on
+    entry = Entry(
+        backend=candidate.name,
+        version=candidate.version,
+        silicon=address.silicon,
+        kind=kind,
+        scope=scope,
+        reason=reason,
+        title=candidate.problem_title(problem),
+    )
+    Quarantine(cache_folder(), address.silicon).add(entry)
+
+
+@contextmanager
+def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Address) -> Iterator[None]:
+    """Quarantine a candidate that hangs on a CUDA device or destroys its context, before anything else is done.
+
+    Raises:
+        DeviceLost: so it was.
+    """
+    try:
+        yield
+    except NoReference:
+        raise
+    except Exception as error:
+        fault = guard.device_fault(problem.device, error, timeout_s())
+        if fault is None:
+            raise
+        _quarantine(candidate, problem, address, *fault)
+        raise guard.DeviceLost(f"{candidate.title} left {problem.device} unusable: {one_line(error)}") from error
 
 
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:

@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.tuning.clocks import HOST_REPEATS, UNKNOWN_L2_BYTES, CudaStopwatch
+from attn_dispatch.tuning.clocks import (
+    CYCLES_PER_MS,
+    HOST_REPEATS,
+    LEAD_FACTOR,
+    MOST_PRODUCTS,
+    MOST_WAITS,
+    PAUSE_S,
+    UNKNOWN_L2_BYTES,
+    WARM_S,
+    CudaStopwatch,
+)
 from attn_dispatch.tuning.rounds import time_in_rounds
 
 DEVICE = torch.device("cuda", 0)
 L2_BYTES = 50 * 2**20
-WARM_MS, COLD_MS, HOST_MS = 2.0, 3.0, 0.25
+WARM_MS, COLD_MS, HOST_MS, PRODUCT_MS = 2.0, 3.0, 0.25, 0.3
 
 
 class Stream:
@@ -27,17 +37,31 @@ class Stream:
         self.device_ms = 0.0
         self.cold = False
         self.log: list[str] = []
+        self.kernel_ms, self.enqueue_ms = WARM_MS, HOST_MS
 
     def kernel(self) -> None:
         self.log.append("kernel")
-        self.host_ms += HOST_MS
-        self.device_ms = max(self.device_ms, self.host_ms) + (COLD_MS if self.cold else WARM_MS)
+        self.host_ms += self.enqueue_ms
+        self.device_ms = max(self.device_ms, self.host_ms) + (COLD_MS if self.cold else self.kernel_ms)
         self.cold = False
+
+    def waiting_kernel(self) -> None:
+        """A call that waits for its own result, as one does that reads a tensor on the host."""
+        self.kernel()
+        self.host_ms = max(self.host_ms, self.device_ms)
 
     def flush(self) -> None:
         self.log.append("flush")
         self.device_ms = max(self.device_ms, self.host_ms) + 7.0
         self.cold = True
+
+    def sleep(self, cycles: int) -> None:
+        self.log.append("lead")
+        self.device_ms = max(self.device_ms, self.host_ms) + cycles / CYCLES_PER_MS
+
+    def product(self, a: object, b: object, out: object) -> None:
+        self.log.append("product")
+        self.device_ms = max(self.device_ms, self.host_ms) + PRODUCT_MS
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
@@ -67,9 +91,12 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", stream.sleep)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=L2_BYTES))
     monkeypatch.setattr(torch, "empty", buffers(stream, []))
+    monkeypatch.setattr(torch, "ones", lambda size, *, device: SimpleNamespace())
+    monkeypatch.setattr(torch, "mm", stream.product)
     return stream
 
 
@@ -82,24 +109,96 @@ def buffers(stream: Stream, sizes: list[int]) -> Callable[..., Any]:
     return empty
 
 
-def watch(stream: Stream) -> CudaStopwatch:
-    return CudaStopwatch(DEVICE, stream.clock)
+def watch(stream: Stream, *, warm: bool = True) -> CudaStopwatch:
+    """A stopwatch, by default one whose device has just worked."""
+    stopwatch = CudaStopwatch(DEVICE, stream.clock)
+    if warm:
+        stopwatch.warm()
+        stream.log.clear()
+    return stopwatch
 
 
-def test_sample_is_the_time_of_the_device(stream: Stream) -> None:
-    # The host enqueues the first of four before the device can start; the others wait in the queue.
-    assert watch(stream).mean_ms(stream.kernel, 4) == pytest.approx(WARM_MS + HOST_MS / 4)
+def test_the_host_runs_ahead_of_the_device(stream: Stream) -> None:
+    """From the second sample of a call on: then it is known how long the host needs."""
+    stopwatch = watch(stream)
+    assert stopwatch.mean_ms(stream.kernel, 4) == pytest.approx(WARM_MS + HOST_MS / 4)
     assert stream.log == ["synchronize", "event", *["kernel"] * 4, "event", "synchronize"]
+    stream.log.clear()
+    assert stopwatch.mean_ms(stream.kernel, 4) == pytest.approx(WARM_MS)
+    assert stream.log == ["synchronize", "lead", "event", *["kernel"] * 4, "event", "synchronize"]
 
 
-def test_host_time_does_not_wait_for_the_device(stream: Stream) -> None:
-    assert watch(stream).host_ms(stream.kernel) == pytest.approx(HOST_MS)
-    assert stream.log == ["synchronize", *["kernel"] * HOST_REPEATS, "synchronize"]
+@pytest.mark.parametrize(
+    ("kernel_ms", "enqueue_ms", "expected_ms"), [(0.3, 0.2, 0.3), (0.2, 0.3, 0.3), (0.01, 0.05, 0.05)]
+)
+def test_a_sample_is_the_longer_of_both_times(
+    kernel_ms: float, enqueue_ms: float, expected_ms: float, stream: Stream
+) -> None:
+    """Not their sum, by which the host's time decided between short calls."""
+    stream.kernel_ms, stream.enqueue_ms = kernel_ms, enqueue_ms
+    stopwatch = watch(stream)
+    for _ in range(3):
+        last_ms = stopwatch.mean_ms(stream.kernel)
+    assert last_ms == pytest.approx(expected_ms)
+    assert stopwatch.device_ms(stream.kernel) == pytest.approx(kernel_ms)
+    assert stopwatch.host_ms(stream.kernel) == pytest.approx(enqueue_ms)
+
+
+def test_one_time_work_makes_no_lead_and_enters_no_median(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    stream.enqueue_ms = 90.0
+    assert stopwatch.mean_ms(stream.kernel) > 90.0
+    stream.enqueue_ms = HOST_MS
+    for _ in range(3):
+        before_ms = stream.device_ms
+        assert stopwatch.mean_ms(stream.kernel) == pytest.approx(WARM_MS)
+    assert stream.device_ms - before_ms == pytest.approx(LEAD_FACTOR * HOST_MS + WARM_MS)
+    assert stopwatch.host_ms(stream.kernel) == pytest.approx(HOST_MS)
+
+
+def test_a_call_that_waits_for_the_device_is_not_charged_the_lead(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    samples = [stopwatch.mean_ms(stream.waiting_kernel) for _ in range(6)]
+    assert samples == pytest.approx([HOST_MS + WARM_MS] * 6)
+    assert stream.log.count("lead") == MOST_WAITS
+
+
+def test_a_host_that_becomes_slower_keeps_its_lead(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    for stream.enqueue_ms in (0.1, 0.1, 0.5, 0.5, 0.5):
+        last_ms = stopwatch.mean_ms(stream.kernel)
+    assert last_ms == pytest.approx(WARM_MS)
+    stream.log.clear()
+    stopwatch.mean_ms(stream.kernel)
+    assert stream.log.count("lead") == 1
+
+
+def test_the_hosts_time_is_of_few_calls(stream: Stream) -> None:
+    """The driver's queue may be full after them."""
+    stopwatch = watch(stream)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        stream.enqueue_ms = HOST_MS if calls % 100 <= HOST_REPEATS else 50.0
+        stream.kernel()
+
+    stopwatch.mean_ms(call, 99)
+    assert stopwatch.host_ms(call) == pytest.approx(HOST_MS)
+
+
+def test_unknown_calls_have_no_times(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    assert (stopwatch.device_ms(stream.kernel), stopwatch.host_ms(stream.kernel)) == (None, None)
 
 
 def test_cold_sample_overwrites_the_cache_before_the_first_event(stream: Stream) -> None:
-    assert watch(stream).cold_ms(stream.kernel) == pytest.approx(COLD_MS)
-    assert stream.log == ["synchronize", "flush", "event", "kernel", "event", "synchronize"]
+    stopwatch = watch(stream)
+    stopwatch.mean_ms(stream.kernel)
+    stream.log.clear()
+    assert stopwatch.cold_ms(stream.kernel) == pytest.approx(COLD_MS)
+    assert stream.log == ["synchronize", "flush", "lead", "event", "kernel", "event", "synchronize"]
 
 
 @pytest.mark.parametrize(("l2_bytes", "size"), [(L2_BYTES, 2 * L2_BYTES), (0, 2 * UNKNOWN_L2_BYTES)])
@@ -127,11 +226,59 @@ def test_no_memory_for_the_buffer_is_no_cold_sample(stream: Stream, monkeypatch:
 def test_collector_is_off_while_timed(stream: Stream) -> None:
     seen: list[bool] = []
     stopwatch = watch(stream)
-    for sample in (stopwatch.mean_ms, stopwatch.host_ms, stopwatch.cold_ms):
+    for sample in (stopwatch.mean_ms, stopwatch.cold_ms):
         sample(lambda: seen.append(gc.isenabled()))
     assert seen
     assert not any(seen)
     assert gc.isenabled()
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_device_works_before_the_first_sample_and_after_a_pause(stream: Stream) -> None:
+    stopwatch = watch(stream, warm=False)
+    for pause_s, products in ((0.0, True), (0.0, False), (0.9 * PAUSE_S, False), (1.1 * PAUSE_S, True)):
+        stream.host_ms += pause_s * 1e3
+        before_ms = stream.host_ms
+        stream.log.clear()
+        stopwatch.mean_ms(stream.kernel)
+        assert ("product" in stream.log) == products
+        if products:
+            assert stream.log.index("kernel") > max(at for at, each in enumerate(stream.log) if each == "product")
+            assert stream.log.count("product") == pytest.approx(WARM_S * 1e3 / PRODUCT_MS, abs=1)
+            assert stream.host_ms - before_ms > WARM_S * 1e3
+
+
+def test_the_device_works_after_a_call_that_compiled(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    stream.enqueue_ms = 1.1 * PAUSE_S * 1e3
+    stopwatch.mean_ms(stream.kernel)
+    assert "product" not in stream.log
+    stream.enqueue_ms = HOST_MS
+    stopwatch.mean_ms(stream.kernel)
+    assert "product" in stream.log
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Deterministic behavior")]
+)
+def test_a_product_that_cannot_run_is_left_out(
+    error: Exception, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "mm", fail)
+    assert watch(stream, warm=False).mean_ms(stream.kernel) > 0
+
+
+def test_a_clock_that_stands_still_ends_the_work(stream: Stream) -> None:
+    CudaStopwatch(DEVICE, lambda: 0.0).warm()
+    assert stream.log.count("product") == MOST_PRODUCTS
+
+
+# --- races ------------------------------------------------------------------------------------------------------------
 
 
 def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
@@ -139,7 +286,8 @@ def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
         {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
     )
     timing = turns.timings["a"]
-    assert timing.median_ms == pytest.approx(WARM_MS + HOST_MS)
+    assert timing.median_ms == pytest.approx(WARM_MS)
+    assert timing.device_ms == pytest.approx(WARM_MS)
     assert timing.host_ms == pytest.approx(HOST_MS)
     assert timing.cold_ms == pytest.approx(COLD_MS)
 
@@ -150,13 +298,15 @@ def test_times_on_a_device() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     a = torch.randn(2048, 2048, device=device)
     stopwatch = CudaStopwatch(device)
-    warm_ms, host_ms, cold_ms = (
-        stopwatch.mean_ms(lambda: a @ a, 10),
-        stopwatch.host_ms(lambda: a @ a),
-        stopwatch.cold_ms(lambda: a @ a),
-    )
-    assert warm_ms > 0.0
+
+    def call() -> object:
+        return a @ a
+
+    warm_ms = [stopwatch.mean_ms(call, 10) for _ in range(5)][-1]
+    device_ms, host_ms, cold_ms = stopwatch.device_ms(call), stopwatch.host_ms(call), stopwatch.cold_ms(call)
+    assert device_ms is not None
     assert host_ms is not None
-    assert host_ms > 0.0
     assert cold_ms is not None
+    assert warm_ms > 0.0
+    assert 0.0 < host_ms < device_ms < 2 * warm_ms
     assert cold_ms > 0.0
