@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.tuning import guard, race
+from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.clocks import (
     CYCLES_PER_MS,
     HOST_REPEATS,
@@ -22,9 +31,14 @@ from attn_dispatch.tuning.clocks import (
     WARM_S,
     CudaStopwatch,
 )
+from attn_dispatch.tuning.gate import Admitted
+from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import time_in_rounds
+from tests.support import fakes
+from tests.support.planted import Planted
 
 DEVICE = torch.device("cuda", 0)
+PROBLEM = problem_of((1, 64, 2, 16), Dense(), torch.float32, DEVICE)
 L2_BYTES = 50 * 2**20
 WARM_MS, COLD_MS, HOST_MS, PRODUCT_MS = 2.0, 3.0, 0.25, 0.3
 
@@ -63,7 +77,7 @@ class Stream:
         self.log.append("product")
         self.device_ms = max(self.device_ms, self.host_ms) + PRODUCT_MS
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: object = None) -> None:
         self.log.append("synchronize")
         self.host_ms = max(self.host_ms, self.device_ms)
 
@@ -290,6 +304,92 @@ def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
     assert timing.device_ms == pytest.approx(WARM_MS)
     assert timing.host_ms == pytest.approx(HOST_MS)
     assert timing.cold_ms == pytest.approx(COLD_MS)
+
+
+@pytest.fixture
+def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Race]]:
+    """Races calls on the made-up device, each by its name, as candidates whose first call took 100 ms."""
+    fakes.forget()
+    fakes.fake_cuda(monkeypatch, fakes.H100)
+    fakes.cuda_memory(monkeypatch, free=fakes.GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: fakes.H100)
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: None)
+    monkeypatch.setattr(race, "CudaStopwatch", lambda device: CudaStopwatch(device, stream.clock))
+    timed: Any = time_in_rounds
+    monkeypatch.setitem(timed.__kwdefaults__, "clock", stream.clock)
+    monkeypatch.setattr(guard, "run_guarded", lambda call, limit_s: call())
+    request = Request.of(PROBLEM)
+
+    def run(budget_s: float | None = 1.0, **calls: Callable[[], None]) -> Race:
+        admitted = Admitted(100.0, 100.0, 0, 0.0)
+        runners = {name: (Candidate(Planted(name=name), NATURAL, "1"), admitted) for name in calls}
+        found = Race(request, runners, next(iter(calls)))
+        found.rounds = found._time(calls, budget_s, None)
+        return found
+
+    yield run
+    fakes.forget()
+
+
+class Lazy:
+    """A call that plans in its first run in this thread, and then takes `kernel_ms`."""
+
+    def __init__(self, stream: Stream, kernel_ms: float, plan_ms: float = 95.0) -> None:
+        self.stream, self.kernel_ms, self.plan_ms = stream, kernel_ms, plan_ms
+
+    def __call__(self) -> None:
+        self.stream.host_ms += self.plan_ms
+        self.plan_ms = 0.0
+        self.stream.kernel_ms = self.kernel_ms
+        self.stream.kernel()
+
+
+def test_plans_of_the_racing_thread_drop_nobody(raced: Callable[..., Race], stream: Stream) -> None:
+    """cuDNN keeps its plans for each thread: what the guard's thread built, the race builds again."""
+    found = raced(flash=Lazy(stream, 1.5, 0.0), cudnn=Lazy(stream, 1.0))
+    assert found.rounds.dropped == {}
+    assert found.rounds.timings["cudnn"].median_ms == pytest.approx(1.0)
+    assert found.choose() == "cudnn"
+
+
+def test_plans_and_clocks_take_nothing_from_the_race(raced: Callable[..., Race], stream: Stream) -> None:
+    found = raced(0.05, a=Lazy(stream, 1.5, 300.0), b=Lazy(stream, 1.6, 300.0))
+    assert found.rounds.rounds >= 5
+    assert found.choose() == "a"
+
+
+def test_what_fails_untimed_has_failed(raced: Callable[..., Race], stream: Stream) -> None:
+    error = ValueError("no")
+
+    def fail() -> None:
+        raise error
+
+    found = raced(a=fail, b=stream.kernel)
+    assert found.rounds.failures == {"a": error}
+    assert found.choose() == "b"
+    assert raced(a=fail).choose() is None
+
+
+def test_a_device_lost_in_a_race_is_one_candidates_fault(
+    raced: Callable[..., Race], stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, lost = [0], [False]
+
+    def synchronize(device: object = None) -> None:
+        if lost[0]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        stream.synchronize()
+
+    def destroy() -> None:
+        calls[0] += 1
+        lost[0] = calls[0] == 4
+        stream.kernel()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(BackendFailed, match=r"b left cuda:0 unusable: .*illegal memory access"):
+        raced(a=stream.kernel, b=destroy, c=stream.kernel)
+    (entry,) = Quarantine(cache_folder(), silicon(DEVICE)).entries()
+    assert (entry.backend, entry.kind) == ("b", "died")
 
 
 @pytest.mark.cuda
