@@ -42,7 +42,7 @@ LONGEST_DISTURBED_MS = 40.0  #: milliseconds that preemption may make of a call 
 HOST_REPEATS = 8
 CYCLES_PER_MS = 2.0e6  #: of a device at its highest clock; at a lower one a lead is longer
 LEAD_FACTOR = 2.0  #: ratio of a lead to the host's time
-LONGEST_LEAD_MS = 10.0
+LONGEST_LEAD_MS = 40.0  #: past it there is none, and the device waits for the host between kernels
 WAIT_SHARE = 0.8  #: share of a lead from which the host seems to have waited for its end
 MOST_WAITS = 3  #: such samples in a row, after which a call gets no lead
 PAUSE_S = 0.1  #: seconds without work after which a device's clocks may have fallen
@@ -184,9 +184,9 @@ class Lead:
     waits: int = 0
 
     def for_calls(self, repeats: int) -> float:
-        """Milliseconds of the lead of a sample of ``repeats`` calls."""
-        known = math.isfinite(self.host_ms) and self.waits < MOST_WAITS
-        return min(LEAD_FACTOR * self.host_ms * repeats, LONGEST_LEAD_MS) if known else 0.0
+        """Milliseconds of the lead of a sample of ``repeats`` calls; 0 where that would be long."""
+        lead_ms = LEAD_FACTOR * self.host_ms * repeats
+        return lead_ms if lead_ms <= LONGEST_LEAD_MS and self.waits < MOST_WAITS else 0.0
 
     def is_valid(self, sample: CudaSample, repeats: int) -> bool:
         """Whether the lead of a sample was long enough, or there was none; notes the host's time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard, race
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.clocks import (
-    CYCLES_PER_MS,
     HOST_REPEATS,
     LEAD_FACTOR,
     MOST_PRODUCTS,
@@ -35,92 +33,17 @@ from attn_dispatch.tuning.gate import Admitted
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tests.support import fakes
+from tests.support.cuda_stream import COLD_MS, DEVICE, HOST_MS, L2_BYTES, PRODUCT_MS, WARM_MS, Stream, buffers, install
 from tests.support.planted import Planted
 
-DEVICE = torch.device("cuda", 0)
 PROBLEM = problem_of((1, 64, 2, 16), Dense(), torch.float32, DEVICE)
-L2_BYTES = 50 * 2**20
-WARM_MS, COLD_MS, HOST_MS, PRODUCT_MS = 2.0, 3.0, 0.25, 0.3
-
-
-class Stream:
-    """A host and a device with a clock each, in milliseconds; the device starts what is enqueued, in order."""
-
-    def __init__(self) -> None:
-        self.host_ms = 0.0
-        self.device_ms = 0.0
-        self.cold = False
-        self.log: list[str] = []
-        self.kernel_ms, self.enqueue_ms = WARM_MS, HOST_MS
-
-    def kernel(self) -> None:
-        self.log.append("kernel")
-        self.host_ms += self.enqueue_ms
-        self.device_ms = max(self.device_ms, self.host_ms) + (COLD_MS if self.cold else self.kernel_ms)
-        self.cold = False
-
-    def waiting_kernel(self) -> None:
-        """A call that waits for its own result, as one does that reads a tensor on the host."""
-        self.kernel()
-        self.host_ms = max(self.host_ms, self.device_ms)
-
-    def flush(self) -> None:
-        self.log.append("flush")
-        self.device_ms = max(self.device_ms, self.host_ms) + 7.0
-        self.cold = True
-
-    def sleep(self, cycles: int) -> None:
-        self.log.append("lead")
-        self.device_ms = max(self.device_ms, self.host_ms) + cycles / CYCLES_PER_MS
-
-    def product(self, a: object, b: object, out: object) -> None:
-        self.log.append("product")
-        self.device_ms = max(self.device_ms, self.host_ms) + PRODUCT_MS
-
-    def synchronize(self, device: object = None) -> None:
-        self.log.append("synchronize")
-        self.host_ms = max(self.host_ms, self.device_ms)
-
-    def event(self, *, enable_timing: bool) -> SimpleNamespace:
-        assert enable_timing
-        event = SimpleNamespace(at_ms=0.0)
-
-        def record() -> None:
-            self.log.append("event")
-            event.at_ms = max(self.device_ms, self.host_ms)
-
-        def elapsed_time(end: Any) -> float:
-            assert self.log[-1] == "synchronize", "an event that the device has not reached yet cannot be read"
-            return float(end.at_ms - event.at_ms)
-
-        event.record, event.elapsed_time = record, elapsed_time
-        return event
-
-    def clock(self) -> float:
-        return self.host_ms / 1e3
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", stream.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", stream.sleep)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=L2_BYTES))
-    monkeypatch.setattr(torch, "empty", buffers(stream, []))
-    monkeypatch.setattr(torch, "ones", lambda size, *, device: SimpleNamespace())
-    monkeypatch.setattr(torch, "mm", stream.product)
-    return stream
-
-
-def buffers(stream: Stream, sizes: list[int]) -> Callable[..., Any]:
-    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Any:
-        assert (dtype, device) == (torch.uint8, DEVICE)
-        sizes.append(size)
-        return SimpleNamespace(zero_=stream.flush)
-
-    return empty
+    found = Stream()
+    install(found, monkeypatch)
+    return found
 
 
 def watch(stream: Stream, *, warm: bool = True) -> CudaStopwatch:
@@ -163,6 +86,8 @@ def test_one_time_work_makes_no_lead_and_enters_no_median(stream: Stream) -> Non
     stream.enqueue_ms = 90.0
     assert stopwatch.mean_ms(stream.kernel) > 90.0
     stream.enqueue_ms = HOST_MS
+    stopwatch.mean_ms(stream.kernel)
+    assert "lead" not in stream.log
     for _ in range(3):
         before_ms = stream.device_ms
         assert stopwatch.mean_ms(stream.kernel) == pytest.approx(WARM_MS)
