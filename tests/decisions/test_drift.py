@@ -146,10 +146,11 @@ class Device(Stream):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel_ms: float, enqueue_ms: float) -> None:
         super().__init__()
+        self.capturing = False
         install(self, monkeypatch)
         monkeypatch.setattr("attn_dispatch.decisions.drift.time.perf_counter", self.clock)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        self.kernel_ms, self.enqueue_ms, self.capturing = kernel_ms, enqueue_ms, False
+        self.kernel_ms, self.enqueue_ms = kernel_ms, enqueue_ms
 
     def run(self, *args: Any, **tensors: Any) -> str:
         self.kernel()
