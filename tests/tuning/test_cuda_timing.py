@@ -74,9 +74,8 @@ def test_a_sample_is_the_longer_of_both_times(
     """Not their sum, by which the host's time decided between short calls."""
     stream.kernel_ms, stream.enqueue_ms = kernel_ms, enqueue_ms
     stopwatch = watch(stream)
-    for _ in range(3):
-        last_ms = stopwatch.mean_ms(stream.kernel)
-    assert last_ms == pytest.approx(expected_ms)
+    samples = [stopwatch.mean_ms(stream.kernel) for _ in range(3)]
+    assert samples[-1] == pytest.approx(expected_ms)
     assert stopwatch.device_ms(stream.kernel) == pytest.approx(kernel_ms)
     assert stopwatch.host_ms(stream.kernel) == pytest.approx(enqueue_ms)
 
@@ -88,10 +87,11 @@ def test_one_time_work_makes_no_lead_and_enters_no_median(stream: Stream) -> Non
     stream.enqueue_ms = HOST_MS
     stopwatch.mean_ms(stream.kernel)
     assert "lead" not in stream.log
+    ends = []
     for _ in range(3):
-        before_ms = stream.device_ms
         assert stopwatch.mean_ms(stream.kernel) == pytest.approx(WARM_MS)
-    assert stream.device_ms - before_ms == pytest.approx(LEAD_FACTOR * HOST_MS + WARM_MS)
+        ends.append(stream.device_ms)
+    assert ends[2] - ends[1] == pytest.approx(LEAD_FACTOR * HOST_MS + WARM_MS)
     assert stopwatch.host_ms(stream.kernel) == pytest.approx(HOST_MS)
 
 
