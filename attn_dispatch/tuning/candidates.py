@@ -300,6 +300,34 @@ def static_choice(found: Sequence[Candidate]) -> Candidate | None:
     return min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
 
 
+def work(candidate: Candidate, problem: Problem) -> float:
+    """Floating-point operations, at least 1: the backend's count, else that of all query-key pairs."""
+    count = flops(candidate, problem)
+    pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
+    return max(1.0, float(count if count is not None else 4 * pairs * problem.head_dim))
+
+
+def flops(candidate: Candidate, problem: Problem) -> float | None:
+    """The backend's own count of floating-point operations, or None where it gives no number >= 0."""
+    return _number(getattr(candidate.backend, "flops", None), problem)
+
+
+def first_call_ms(candidate: Candidate, problem: Problem) -> float:
+    """Milliseconds of the first call beyond a later one as the backend declares them; 0 without a number >= 0."""
+    return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
+
+
+def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:
+    """A plug-in's estimate for a problem, or None where it is not a finite number >= 0."""
+    if estimate is None:
+        return None
+    try:
+        value = float(estimate(problem))  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - a plug-in may fail in any way, which must not fail the call
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
 def current_environment() -> str:
     """The fingerprint of the installed and registered backends and their environment."""
     return environment({backend.name: version_of(backend) for backend in registry.registered()})

@@ -9,6 +9,7 @@ must not run again, a quarantine.
 from __future__ import annotations
 
 import math
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
+from attn_dispatch.machine.child import end_idle, run_alone
+from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
@@ -32,7 +35,7 @@ from attn_dispatch.store.crash_markers import CrashMarker, crash_marker, digest
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate
+from attn_dispatch.tuning.candidates import Candidate, first_call_ms, work
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import HardCase, class_key, hard_cases
 from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference
@@ -41,6 +44,11 @@ T = TypeVar("T")
 
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
+FIRST_CALL_FACTOR = 10.0  #: factor on the time that a backend declares for a first call, before it counts as hung
+START_S = 120.0  #: seconds in which a process of its own must have loaded PyTorch and evaluated the hard cases
+CONTEXT_BYTES = 2 << 30  #: free memory on a device that another process needs to use it
+#: Exit codes by which a process of its own crashed; others, such as SIGKILL's, may come from outside.
+CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 _PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
 LOADING_MS = 2000.0  #: milliseconds of a first call on CUDA, of which a share that matters may be one-time work
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
@@ -149,8 +157,18 @@ class Gate:
         """
         if self._has_passed(candidate):
             return None
-        cases = self._cases
-        return self._tried(candidate, partial(self._check_hard_cases, candidate, cases))
+        found = self._failures_alone(candidate) if self.problem.device.type == "cuda" else None
+        if found is None:
+            cases = self._cases  # outside of the candidate's trial, as in `admit`
+            found = self._tried(candidate, lambda: self._case_failures(candidate, cases))
+        if isinstance(found, Rejected):
+            return found
+        if found:
+            return self._incorrect(candidate, found)
+        key = *candidate.id, candidate.version, class_key(self.problem)
+        _passed.add(key)
+        passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
+        return None
 
     def _tried(self, candidate: Candidate, run: Callable[[], T], *, again: bool = False) -> T | Rejected:
         """Run a check of the candidate beside a crash marker; any failure becomes a rejection.
@@ -180,8 +198,7 @@ class Gate:
 
     def _admit(self, candidate: Candidate, oracle: Oracle) -> Admitted | Rejected:
         needed = candidate.needed_bytes
-        limit_s = timeout_s() + 10 * first_call_ms(candidate, self.problem) / 1e3
-        limit_s += SLOWEST_RATE * work(candidate, self.problem)
+        limit_s = self._limit_s(candidate, self.problem) + SLOWEST_RATE * work(candidate, self.problem)
         builds = first_call_ms(candidate, self.problem) > 0
         result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
@@ -205,7 +222,40 @@ class Gate:
         key = *candidate.id, candidate.version, class_key(self.problem)
         return key in _passed or passed.has_passed(cache_folder(), self.address.silicon, _digest_of(key))
 
-    def _check_hard_cases(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> Rejected | None:
+    def _failures_alone(self, candidate: Candidate) -> list[str] | Rejected | None:
+        """What the hard cases showed in a process of their own: a CUDA context does not survive an illegal access.
+
+        None where that is not known: the process did not get so far, or the candidate raised, as it would here too.
+        """
+        here = {
+            registry.LAST_RESORT,
+            *(backend.name for backend in registry.registered()),
+        }  # another process lacks these
+        if candidate.name in here or available_bytes(self.problem.device) < CONTEXT_BYTES:
+            return None
+        limit_s = sum(self._limit_s(candidate, spec.problem) for spec in class_key(self.problem)) + timeout_s()
+        args = self.problem, self.address, candidate.name, candidate.order, candidate.version
+        try:
+            ended = run_alone(__name__, "failures_alone", args, start_s=START_S, limit_s=limit_s)
+        except OSError:
+            return None
+        known, kind, reason = ended.value or (None, None, "")
+        if ended.begun and ended.value is None and ended.code is None:
+            kind, reason = "hung", f"did not return within {limit_s:g} s"
+        elif ended.begun and ended.code in CRASHES:
+            kind, reason = "died", f"ended by signal {-ended.code}"
+        if kind is None:
+            return known
+        end_idle()  # its device is unusable
+        reason = f"its hard cases, in a process of their own: {reason}"
+        self._quarantine(candidate, kind, reason)
+        return Rejected("failed", reason, quarantined=True)
+
+    def _limit_s(self, candidate: Candidate, problem: Problem) -> float:
+        """Seconds that a call may take, with what the backend declares of a first one."""
+        return timeout_s() + FIRST_CALL_FACTOR * first_call_ms(candidate, problem) / 1e3
+
+    def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[str]:
         """Run the cases that the backend accepts; of those that it must compile for, `COMPILED_CASES`."""
         accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
         compiled = 0
@@ -214,18 +264,11 @@ class Gate:
             if compiles and compiled == COMPILED_CASES:
                 continue
             compiled += compiles
-            limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
+            limit_s = self._limit_s(candidate, case.problem)
             found = self._guarded(partial(case.run, *candidate.backend_and_order), limit_s)
-            failures = case.check(found).failures
-            if failures:
-                return self._incorrect(candidate, failures)
-        failed = self._second_call_failures(candidate, accepted)
-        if failed:
-            return self._incorrect(candidate, failed)
-        key = *candidate.id, candidate.version, class_key(self.problem)
-        _passed.add(key)
-        passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
-        return None
+            if failures := case.check(found).failures:
+                return list(failures)
+        return self._second_call_failures(candidate, accepted)
 
     def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> list[str]:
         """Call again on the same tensors with other values; failures where the first result changed or was returned."""
@@ -233,7 +276,7 @@ class Gate:
             return []
         with reference():
             oracle = Oracle.of(make(cases[min(1, len(cases) - 1)].problem))
-        limit_s = timeout_s() + 10 * first_call_ms(candidate, oracle.example.problem) / 1e3
+        limit_s = self._limit_s(candidate, oracle.example.problem)
         first = self._guarded(partial(oracle.run, *candidate.backend_and_order), limit_s)["out"]
         known = first.clone()
         with torch.no_grad():
@@ -264,9 +307,15 @@ class Gate:
         marker = self._marker
         if marker is not None:
             marker.begin(limit_s)
+
+        def run() -> T:
+            found = call()
+            synchronize(self.problem.device)  # on CUDA the call has only been enqueued
+            return found
+
         try:
             with guard.capped(self.problem.device):
-                return guard.run_guarded(call, limit_s)
+                return guard.run_guarded(run, limit_s)
         finally:
             if marker is not None:
                 marker.begin(math.inf)  # what follows, such as a comparison, is not the backend's call
@@ -334,38 +383,33 @@ def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Addre
         raise guard.DeviceLost(f"{candidate.title} left {problem.device} unusable: {one_line(error)}") from error
 
 
+def failures_alone(
+    begin: Callable[[], object], problem: Problem, address: Address, name: str, order: str, version: str | None
+) -> tuple[list[str] | None, Kind | None, str]:
+    """In a process of its own: run the hard cases. Their failures, or None; the kind of quarantine and the reason where
+    the candidate destroyed or blocked the device.
+    """
+    torch.use_deterministic_algorithms(problem.deterministic, warn_only=True)
+    torch.set_float32_matmul_precision(problem.matmul_precision)
+    backend = registry.load(name)
+    candidate, gate = Candidate(backend, order, version), Gate(problem, address)
+    cases = gate._cases
+    if (registry.version_of(backend), silicon(problem.device)) != (version, address.silicon):
+        return None, None, ""
+    begin()
+    try:
+        found = gate._case_failures(candidate, cases)
+        memory.release(problem.device)
+        return found, None, ""
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
+        fault = guard.device_fault(problem.device, error, timeout_s())
+        return (None, *(fault or (None, "")))
+
+
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:
     """Twenty digits for a version of a backend in an order and the class of problems whose hard cases it passed."""
     *names, specs = key
     return digest(_PASSED_FORMAT, *names, repr(specs))
-
-
-def work(candidate: Candidate, problem: Problem) -> float:
-    """Floating-point operations, at least 1: the backend's count, else that of all query-key pairs."""
-    count = flops(candidate, problem)
-    pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
-    return max(1.0, float(count if count is not None else 4 * pairs * problem.head_dim))
-
-
-def flops(candidate: Candidate, problem: Problem) -> float | None:
-    """The backend's own count of floating-point operations, or None where it gives no number >= 0."""
-    return _number(getattr(candidate.backend, "flops", None), problem)
-
-
-def first_call_ms(candidate: Candidate, problem: Problem) -> float:
-    """Milliseconds of the first call beyond a later one as the backend declares them; 0 without a number >= 0."""
-    return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
-
-
-def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:
-    """A plug-in's estimate for a problem, or None where it is not a finite number >= 0."""
-    if estimate is None:
-        return None
-    try:
-        value = float(estimate(problem))  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001 - a plug-in may fail in any way, which must not fail the call
-        return None
-    return value if math.isfinite(value) and value >= 0 else None
 
 
 def synchronize(device: torch.device) -> None:

@@ -26,9 +26,9 @@ from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, finite, static_choice
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, finite, flops, static_choice
 from attn_dispatch.tuning.example import Example, example_bytes, make_timed
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
+from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
