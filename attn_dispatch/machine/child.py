@@ -1,7 +1,6 @@
 """Runs functions in a Python process of its own, so that whatever ends that process does not end this one.
 
-The process waits some seconds for the next function, since it takes seconds to load PyTorch. No `multiprocessing`: its
-way to start afresh runs the program's main module again.
+No `multiprocessing`: its way to start afresh runs the program's main module again.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import pickle
 import select
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 SLICE_S = 0.25  #: seconds of one wait; time in which this process is suspended counts as one slice at most
 KILLED_S = 5.0  #: seconds that a killed process is waited for: one in a driver's call may take for ever
-IDLE_S = 20.0  #: seconds after which a process without work ends
+IDLE_S = 60.0  #: seconds after which a process without work ends
 _BEGUN = b"begun\n"
 _SIZE_BYTES = 8
 _PROGRAM = """
@@ -97,6 +96,7 @@ class _Child:
 
 
 _idle: list[_Child] = []
+_keeping = 0  # how often `kept` was entered and not left
 
 
 def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: float, limit_s: float) -> Outcome:
@@ -118,11 +118,25 @@ def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: 
         kept.end()
         child = _Child()
         found = child.ask(given, start_s, limit_s)
-    if found.value is None:
+    if found.value is None or not _keeping:
         child.end()
     else:
         _idle.append(child)
     return found
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Inside, the process waits for further functions, since it takes seconds to load PyTorch; elsewhere it ends with
+    the first, and frees the memory that it took on a device.
+    """
+    global _keeping
+    _keeping += 1
+    try:
+        yield
+    finally:
+        _keeping -= 1
+        end_idle()
 
 
 def end_idle() -> None:

@@ -18,6 +18,7 @@ HELD = {
     "backends.sdpa_mask._masks",
     "decisions.decide._deciding",
     "decisions.observers._observers",
+    "machine.child._idle",
     "ring.link._links",
     "store.crash_markers._finalized",
     "store.crash_markers._notes",

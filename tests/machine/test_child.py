@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from attn_dispatch.machine import child
-from attn_dispatch.machine.child import Outcome, run_alone
+from attn_dispatch.machine.child import Outcome, kept, run_alone
 
 MODULE = "tests.support.alone"
 PATIENT_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _ended() -> Iterator[None]:
-    yield
-    child.end_idle()
 
 
 def pid(given: object = None) -> list[object]:
@@ -34,21 +27,32 @@ def dies(at: str, how: str, **limits: float) -> Outcome:
 
 
 def test_one_process_serves_while_the_settings_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = pid(["a", 1])
-    assert first[0] != os.getpid()
-    assert first[1:] == [["a", 1], None]
-    assert pid("b")[0] == first[0]
-    monkeypatch.setenv("ATTN_DISPATCH_TEST", "x")
-    other = pid()
-    assert other[0] != first[0]
-    assert other[2] == "x"
+    with kept():
+        first = pid(["a", 1])
+        assert first[0] != os.getpid()
+        assert first[1:] == [["a", 1], None]
+        assert pid("b")[0] == first[0]
+        monkeypatch.setenv("ATTN_DISPATCH_TEST", "x")
+        other = pid()
+        assert other[0] != first[0]
+        assert other[2] == "x"
+    assert child._idle == []
+
+
+def test_by_default_it_ends_with_its_answer() -> None:
+    """It would take memory of a device that the program needs."""
+    found = pid()[0]
+    assert isinstance(found, int)
+    with pytest.raises(ProcessLookupError):
+        os.kill(found, 0)
 
 
 def test_one_that_ended_meanwhile_is_replaced() -> None:
-    first = pid()[0]
-    assert isinstance(first, int)
-    os.kill(first, signal.SIGKILL)
-    assert pid()[0] != first
+    with kept():
+        first = pid()[0]
+        assert isinstance(first, int)
+        os.kill(first, signal.SIGKILL)
+        assert pid()[0] != first
 
 
 @pytest.mark.parametrize(
@@ -67,10 +71,11 @@ def test_its_end_is_told(at: str, how: str, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize(("at", "limit"), [("early", "start_s"), ("later", "limit_s")])
-def test_one_that_takes_too_long_is_killed(at: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid()  # it has started
-    (helper,) = child._idle
-    assert dies(at, "hangs", **{limit: 0.05}) == Outcome(at == "later")
+def test_one_that_takes_too_long_is_killed(at: str, limit: str) -> None:
+    with kept():
+        pid()  # it has started
+        (helper,) = child._idle
+        assert dies(at, "hangs", **{limit: 0.05}) == Outcome(at == "later")
     assert helper.process.returncode == -signal.SIGKILL
     assert child._idle == []
 
