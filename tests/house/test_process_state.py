@@ -19,6 +19,7 @@ HELD = {
     "decisions.decide._deciding",
     "decisions.observers._observers",
     "ring.link._connections",
+    "machine.child._idle",
     "ring.link._links",
     "store.crash_markers._finalized",
     "store.crash_markers._notes",
