@@ -15,6 +15,8 @@ import stat
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import platformdirs
 import torch
@@ -197,7 +199,7 @@ class Flash4(Generation):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         left, right = self.window
         with current_device(q.device):
-            out, lse, *_ = PACKAGE4.load()._flash_attn_fwd(
+            out, lse, *_ = library4()._flash_attn_fwd(
                 *(q, k, v),
                 softmax_scale=scale,
                 causal=is_causal,
@@ -221,7 +223,7 @@ class Flash4(Generation):
     ) -> tuple[Tensor, Tensor, Tensor]:
         left, right = self.window
         with current_device(q.device):
-            dq, dk, dv, *_ = PACKAGE4.load()._flash_attn_bwd(
+            dq, dk, dv, *_ = library4()._flash_attn_bwd(
                 *(q, k, v, out, grad, lse),
                 softmax_scale=scale,
                 causal=is_causal,
@@ -251,6 +253,20 @@ class Flash4OfBoth(Flash4):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, with the gradient of lse [batch, heads, q_len]."""
         return self._aligned_backward(grad, grad_lse, q, k, v, out, lse, is_causal, scale)
+
+
+def library4() -> Any:
+    """flash-attn 4, ready for the current device: it remembers the compute capability of the first one."""
+    library = PACKAGE4.load()
+    if _devices_differ():
+        library._get_device_arch.cache_clear()
+    return library
+
+
+@cache
+def _devices_differ() -> bool:
+    """Whether this machine has GPUs of several compute capabilities."""
+    return len({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}) > 1
 
 
 def compile_cache() -> dict[str, str]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,21 @@ def test_flash_4_runs_on_the_device_of_its_tensors(
     problem = FEW[0].problem(torch.float16, needs_grad=True)
     gate(problem).run(on_cpu(ADAPTERS[adapter]))
     assert entered == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize("second", [(12, 0), (9, 0)])
+def test_flash_4_on_several_gpus(second: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It remembers the capability of the first device that it runs on, which may not be that of the next."""
+    current, capabilities = [0], [(9, 0), second]
+    capability = lru_cache(lambda: capabilities[current[0]])
+    libraries.modules(monkeypatch, flash_attn__cute={}, flash_attn__cute__interface={"_get_device_arch": capability})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(flash, "_devices_differ", flash._devices_differ.__wrapped__)
+    for number in (0, 1):
+        current[0] = number
+        assert flash.library4()._get_device_arch() == capabilities[number]
+    assert capability.cache_info().hits == (second == (9, 0))  # where all are alike, it is asked once
 
 
 def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
