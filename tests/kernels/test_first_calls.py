@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import flash, triton, triton_tiles
+from attn_dispatch.backends import flash, manual, triton, triton_tiles
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.triton.support import COMPILE_MS
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.hard_cases import hard_cases
+from attn_dispatch.tuning.candidates import Request
+from attn_dispatch.tuning.gate import COMPILED_CASES, Gate
+from attn_dispatch.tuning.hard_cases import HardCase, hard_cases
 from tests.kernels.test_limits import installed
 from tests.support import libraries
 from tests.support.cases import Case
@@ -117,3 +119,27 @@ def test_new_memory_is_nan_unless_torch_compiles(shares: bool, filled: bool, mon
     with pytest.raises(InterruptedError):
         hard_cases(replace(problem_of(device="cpu"), dtype=torch.float32))[0].run(backend)
     assert seen == [filled]
+
+
+@pytest.mark.parametrize(("shares", "most"), [(True, 5), (False, COMPILED_CASES)])
+def test_kernels_that_serve_others_run_all_hard_cases(shares: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token compiles other blocks: of a Dilated pattern it is the third case that does."""
+    ran: list[str] = []
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, **tensors: torch.Tensor) -> Any:
+        return manual.run(q, k, v, problem, **tensors)
+
+    def noted(self: HardCase, backend: Any, order: str = NATURAL) -> dict[str, torch.Tensor]:
+        ran.append(self.name)
+        return real(self, backend, order)
+
+    real = HardCase.run
+    monkeypatch.setattr(HardCase, "run", noted)
+    backend: Any = SimpleNamespace(
+        name="made-up", first_call_ms=lambda problem: 1.0, shares_builds=shares, run=run, refusals=lambda problem: []
+    )
+    problem = replace(problem_of(device="cpu"), dtype=torch.float32)
+    candidate: Any = SimpleNamespace(backend=backend, backend_and_order=(backend, NATURAL))
+    gate = Gate(problem, Request.of(problem).address, None)
+    assert gate._case_failures(candidate, hard_cases(problem)) == []
+    assert len(ran) == most
