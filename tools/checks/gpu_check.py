@@ -45,9 +45,10 @@ WIDEST = 240  #: characters of a line on the terminal
 class Results:
     """The rows of a step, in a file from the first one on. Rows may be added by several threads."""
 
-    def __init__(self, path: Path, step: Any) -> None:
+    def __init__(self, path: Path, step: Any, head: dict[str, Any]) -> None:
         self._path, self._step, self._lock = path, step, threading.Lock()
-        self._start, self._begun = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        self._head = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), **head}
+        self._begun = time.monotonic()
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
@@ -61,7 +62,7 @@ class Results:
         print(f"{self._path.stem}  {self._step.label(row)}  {row.get('took_s', 0):.1f} s  {text}"[:WIDEST], flush=True)
 
     def _write(self, summary: dict[str, Any]) -> None:
-        write(self._path, {"measured": self._start, "summary": summary, "rows": self.rows})
+        write(self._path, {**self._head, "summary": summary, "rows": self.rows})
 
     def end(self, left_out: int) -> dict[str, Any]:
         """The summary, which the file then has too. `left_out`: items that no time was left for."""
@@ -79,10 +80,12 @@ def write(path: Path, found: dict[str, Any]) -> None:
     new.replace(path)
 
 
-def run_step(name: str, setup: Setup, seconds: float, environment: dict[str, str]) -> dict[str, Any]:
-    """Measure all phases of a step, and return its summary."""
+def run_step(
+    name: str, setup: Setup, seconds: float, environment: dict[str, str], head: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure all phases of a step, and return its summary. `head`: what its file says beside."""
     step: Any = importlib.import_module(f"tools.checks.gpu.{name}")
-    results = Results(Path(setup.output, f"{name}.json"), step)
+    results = Results(Path(setup.output, f"{name}.json"), step, head)
     end, number, left_out = time.monotonic() + seconds, 0, 0
     if name == "conformance":
         results.rows = step.run(Path(setup.output, f"{name}.json"), setup, seconds, environment)
@@ -145,11 +148,14 @@ def main() -> None:
     given = parse()
     start = time.monotonic()
     given.output.mkdir(parents=True, exist_ok=True)
-    if not given.dry_run:
-        import torch
+    import torch
 
-        if not torch.cuda.is_available():
-            sys.exit("there is no CUDA device: nothing was checked (--dry-run checks this program on a CPU)")
+    from attn_dispatch.machine.hardware import provenance, silicon
+
+    if not (given.dry_run or torch.cuda.is_available()):
+        sys.exit("there is no CUDA device: nothing was checked (--dry-run checks this program on a CPU)")
+    device = "cpu" if given.dry_run else "cuda:0"
+    head = {"silicon": silicon(device), "provenance": provenance(torch.device(device))}
     cores = len(os.sched_getaffinity(0))
     setup = Setup(str(given.output.resolve()), given.dry_run, cores)
     steps = [name for name in STEPS if given.only is None or name in given.only]
@@ -160,9 +166,9 @@ def main() -> None:
         )
         for name in steps:
             left_s = given.minutes * 60 - (time.monotonic() - start)
-            summaries[name] = run_step(name, setup, seconds_of(name, steps, left_s), environment)
+            summaries[name] = run_step(name, setup, seconds_of(name, steps, left_s), environment, head)
     print(*table(summaries), sep="\n")
-    sys.exit(any(summary["failed"] for name, summary in summaries.items()))
+    sys.exit(any(summary["failed"] for summary in summaries.values()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from attn_dispatch.spec.shapes import problem_of
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 
-Block = tuple[int, int, int, int]  #: rows, columns, warps, stages
+Block = tuple[int, ...]  #: rows, columns, warps, stages
+FIELDS = ("backend", "pattern", "kernel", "head_dim", "dtype", "precision", "block")
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = KERNELS = ("forward", "backward_q", "backward_kv")
 PATTERNS: dict[str, Pattern] = {
@@ -85,6 +86,7 @@ HALF, LENGTH, HEADS = "bfloat16", 8192, 16
 SINGLE_LENGTH, SINGLE_HEADS = 4096, 8
 GRID_LENGTH = 4096
 COMPILING = 0.5  #: the part of the step's time in which everything is compiled
+WRONG = 0.05  #: a larger difference from another block's results than rounding makes
 REPEAT_MS = {HALF: 40.0, "float32": 20.0}
 
 _first: dict[tuple[Any, ...], list[Tensor]] = {}  # the results of the first block of one kernel and problem
@@ -146,20 +148,12 @@ def dry_items() -> list[Item]:
 def _item(
     backend: str, pattern: str, kernel: str, head_dim: int, dtype: str, precision: str | None, block: Block
 ) -> Item:
-    return {
-        "backend": backend,
-        "pattern": pattern,
-        "kernel": kernel,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "precision": precision,
-        "block": block,
-    }
+    return dict(zip(FIELDS, (backend, pattern, kernel, head_dim, dtype, precision, block)))
 
 
 def timed_items(rows: list[Row]) -> list[Item]:
     """The items that were compiled, and for each the blocks of the kernels that run before it."""
-    done = [row for row in rows if row.get("stage") == "compile" and "failed" not in row]
+    done = [row for row in rows if row["stage"] == "compile" and not {"failed", "too_large"} & row.keys()]
     first: dict[tuple[Any, ...], Any] = {}
     for row in done:
         first.setdefault((*_pass_key(row), row["kernel"]), row["block"])
@@ -168,7 +162,7 @@ def timed_items(rows: list[Row]) -> list[Item]:
     for row in sorted(done, key=lambda row: order[_key(row)]):
         before = {kernel: first.get((*_pass_key(row), kernel)) for kernel in _before(row["kernel"])}
         if None not in before.values():
-            items.append({**{name: row[name] for name in _item(*[""] * 6, ())}, "stage": "time", "before": before})  # type: ignore[arg-type]
+            items.append({**{name: row[name] for name in FIELDS}, "stage": "time", "before": before})
     return items
 
 
@@ -222,20 +216,28 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     backend.block_configs = lambda each, *_: configs[next(n for n, w in watched.items() if w is each)]
     if item["precision"] is not None:
         backend.precision = lambda _: item["precision"]
-    results = _results(item, backend, problem)
+    errors: Any = importlib.import_module("triton.runtime.errors")
+    try:
+        results = _results(item, backend, problem)
+    except errors.OutOfResources as error:
+        return {"too_large": str(error)}
     machine.synchronize()
-    if compiling:
-        return {}
-    each = watched[target]
+    return {} if compiling else _timed(item, machine, problem, watched[target], results)
+
+
+def _timed(item: Item, machine: Machine, problem: Problem, each: Watched, results: list[Tensor]) -> Row:
     median_ms = machine.median_ms(each.launch, REPEAT_MS[item["dtype"]])
     work = native.flops(replace(problem, needs_grad=False)) * each.products / 2
+    difference = _difference(item, results)
+    wrong = {} if difference < WRONG else {"failed": f"differs by {difference:.1e} from the kernel's first block"}
     return {
         "median_ms": median_ms,
         "tflops": work / median_ms / 1e9,
         "registers": getattr(each.compiled, "n_regs", None),
         "spills": getattr(each.compiled, "n_spills", None),
         "shared_bytes": getattr(getattr(each.compiled, "metadata", None), "shared", None),
-        "difference": _difference(item, results),
+        "difference": difference,
+        **wrong,
     }
 
 
@@ -294,6 +296,8 @@ def label(item: Item) -> str:
 
 
 def line(row: Row) -> str:
+    if "too_large" in row:
+        return f"too large: {row['too_large'][:90]}"
     if row["stage"] == "compile":
         return ""
     limits = f"{row['registers']} registers, {row['spills']} spills"
@@ -303,7 +307,7 @@ def line(row: Row) -> str:
 def summary(rows: list[Row]) -> dict[str, Any]:
     """For each kernel, head_dim and precision: blocks by the geometric mean, over patterns, of rate / best rate."""
     found: dict[str, list[dict[str, Any]]] = {}
-    timed = [row for row in rows if "tflops" in row]
+    timed = [row for row in rows if "tflops" in row and "failed" not in row]
     names = dict.fromkeys((row["backend"], row["kernel"], row["precision"] or row["dtype"]) for row in timed)
     for backend, kernel, precision in names:
         mine = [row for row in timed if (row["backend"], row["kernel"]) == (backend, kernel)]

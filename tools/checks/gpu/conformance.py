@@ -55,7 +55,7 @@ def command_of(setup: Setup) -> list[str]:
     off = ["-p", "no:benchmark", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
     limit = [f"--timeout={TEST_S}"] if find_spec("pytest_timeout") else ["-o", f"faulthandler_timeout={TEST_S}"]
     # One test at a time for each process, in order.
-    parallel = ["-n", str(2 if setup.dry_run else setup.cores), "--dist", "load", "--maxschedchunk", "1"]
+    parallel = ["-n", str(1 if setup.dry_run else setup.cores), "--dist", "load", "--maxschedchunk", "1"]
     return [
         *(sys.executable, "-m", "pytest", "-q", "--tb=no", "-m", "cuda", "-p", "tools.checks.gpu.conformance"),
         *(*parallel, *off, *limit, *tests),

@@ -42,6 +42,7 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
 
 
 def _machine(machine: Machine) -> Row:
+    cudnn: Any = torch.backends.cudnn
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -53,7 +54,7 @@ def _machine(machine: Machine) -> Row:
         "silicon": silicon(machine.device),
         "provenance": provenance(machine.device),
         "versions": versions,
-        "cudnn": torch.backends.cudnn.version() if machine.device.type == "cuda" else None,
+        "cudnn": cudnn.version() if machine.device.type == "cuda" else None,
     }
 
 
@@ -64,7 +65,7 @@ def _product(machine: Machine, dtype: torch.dtype, side: int) -> Callable[[], An
 
 def _busy_clocks(machine: Machine, side: int) -> list[dict[str, Any]]:
     """Readings while products are computed, the first after WORK_S."""
-    product = _product(machine, machine.dtypes.get("bfloat16", torch.float32), side)
+    product = _product(machine, machine.half, side)
     found: list[dict[str, Any]] = []
     start = time.perf_counter()
     while len(found) < CLOCKS:
@@ -112,5 +113,10 @@ def line(row: Row) -> str:
 
 def summary(rows: list[Row]) -> dict[str, Any]:
     """The limits: GB/s of copying, and TFLOP/s by dtype."""
-    found = {f"{row['dtype']} TFLOP/s": round(row["tflops"], 1) for row in rows if "tflops" in row}
-    return {"copy GB/s": round(row["gb_s"]) for row in rows if "gb_s" in row} | found
+    found = {}
+    for row in rows:
+        if "gb_s" in row:
+            found["copy GB/s"] = round(row["gb_s"])
+        if "tflops" in row:
+            found[f"{row['dtype']} TFLOP/s"] = round(row["tflops"], 1)
+    return found

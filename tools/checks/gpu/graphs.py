@@ -69,9 +69,8 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
 
 def _inputs(machine: Machine, shape: tuple[int, int, int, int], kv_heads: int) -> list[Tensor]:
     batch, length, heads, head_dim = shape
-    dtype = machine.dtypes.get("bfloat16", torch.float32)
     sizes = (heads, kv_heads, kv_heads)
-    return [torch.randn(batch, length, n, head_dim, device=machine.device, dtype=dtype) for n in sizes]
+    return [torch.randn(batch, length, n, head_dim, device=machine.device, dtype=machine.half) for n in sizes]
 
 
 def _capture(item: Item, machine: Machine, setup: Setup) -> Row:
@@ -104,12 +103,12 @@ def _host(item: Item, machine: Machine, setup: Setup) -> Row:
     tokens = item["tokens"]
     shape = (1, tokens, 2, 16) if setup.dry_run else SHAPES[tokens]
     q, k, v = _inputs(machine, shape, shape[2])
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    q_turned, k_turned, v_turned = (x.transpose(1, 2) for x in (q, k, v))
 
     def call() -> Tensor:
         found: Tensor
         if item["backend"] == TORCH:
-            found = scaled_dot_product_attention(*turned)
+            found = scaled_dot_product_attention(q_turned, k_turned, v_turned)
         else:
             found = attend(q, k, v, Dense(), backend=item["backend"])
         return found

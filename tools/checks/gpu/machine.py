@@ -17,7 +17,7 @@ SM, MEMORY = 1, 2  #: NVML's numbers of clocks
 
 class Machine(Protocol):
     device: torch.device
-    dtypes: dict[str, torch.dtype]
+    half: torch.dtype  #: the dtype of calls that users make
 
     def synchronize(self) -> None: ...
 
@@ -36,7 +36,7 @@ class Machine(Protocol):
 
 class Cuda:
     device = torch.device("cuda", 0)
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    half = torch.bfloat16
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -52,7 +52,8 @@ class Cuda:
         return out, graph.replay
 
     def replay_us(self, replay: Callable[[], None], times: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event
+        begin, end = (event(enable_timing=True) for _ in range(2))
         replay()
         begin.record()
         for _ in range(times):
@@ -79,7 +80,7 @@ class Dry:
     """No CUDA call: times are of the CPU, and a captured call is called again."""
 
     device = torch.device("cpu")
-    dtypes = {"float32": torch.float32}
+    half = torch.float32
 
     def synchronize(self) -> None:
         pass
