@@ -27,18 +27,21 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from attn_dispatch.text import one_line
 from tools.checks.gpu.workers import Item, Phase, Row, Setup, command_of, rows_of
 
 TAKES = "9 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
 #: The steps in their order, and the seconds of each in a run of nine minutes; unused ones go to later steps.
 STEPS = {"device": 20, "smoke": 95, "blocks": 205, "graphs": 55, "decisions": 105, "conformance": 60}
+COUNTS = ("items", "failed", "left_out", "took_s")  #: of every step's summary
 WIDEST = 240  #: characters of a line on the terminal
 
 
@@ -54,8 +57,8 @@ class Results:
     def add(self, row: Row) -> None:
         with self._lock:
             self.rows.append(row)
-            self._say(row)
             self._write({})
+            self._say(row)
 
     def _say(self, row: Row) -> None:
         text = f"FAILED {row['failed']}" if "failed" in row else self._step.line(row)
@@ -67,8 +70,9 @@ class Results:
     def end(self, left_out: int) -> dict[str, Any]:
         """The summary, which the file then has too. `left_out`: items that no time was left for."""
         failed = sum("failed" in row for row in self.rows)
-        took = {"took_s": round(time.monotonic() - self._begun, 1), "items": len(self.rows)}
-        summary = {**took, "failed": failed, "left_out": left_out, **self._step.summary(self.rows)}
+        took_s = round(time.monotonic() - self._begun, 1)
+        counts = dict(zip(COUNTS, (len(self.rows), failed, left_out, took_s)))
+        summary = {**counts, **self._step.summary(self.rows)}
         self._write(summary)
         return summary
 
@@ -121,13 +125,17 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
     """A few lines for each step: what the run found, short enough for the end of a log."""
     lines = []
     for name, summary in summaries.items():
+        counts = ", ".join(f"{summary[key]} {key.replace('_', ' ')}" for key in COUNTS if key in summary)
+        lines.append(f"{name}: {counts}")
         for key, found in summary.items():
+            if key in COUNTS:
+                continue
             text = found
             if name == "blocks" and isinstance(found, list):
                 text = "  ".join(f"{tuple(each['block'])} {each['of_best']}" for each in found[:3])
             elif isinstance(found, dict):
                 text = "; ".join(f"{part} {value}" for part, value in found.items())
-            lines.append(f"{name:11s}  {key}: {text}"[:WIDEST])
+            lines.append(f"  {key}: {text}"[:WIDEST])
     return lines
 
 
@@ -150,14 +158,13 @@ def main() -> None:
     given.output.mkdir(parents=True, exist_ok=True)
     import torch
 
-    from attn_dispatch.machine.hardware import provenance, silicon
+    from attn_dispatch.machine.hardware import hardware, provenance, silicon
 
     if not (given.dry_run or torch.cuda.is_available()):
         sys.exit("there is no CUDA device: nothing was checked (--dry-run checks this program on a CPU)")
     device = "cpu" if given.dry_run else "cuda:0"
     head = {"silicon": silicon(device), "provenance": provenance(torch.device(device))}
-    cores = len(os.sched_getaffinity(0))
-    setup = Setup(str(given.output.resolve()), given.dry_run, cores)
+    setup = Setup(str(given.output.resolve()), given.dry_run, hardware().cpu.cores)
     steps = [name for name in STEPS if given.only is None or name in given.only]
     summaries = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -166,7 +173,11 @@ def main() -> None:
         )
         for name in steps:
             left_s = given.minutes * 60 - (time.monotonic() - start)
-            summaries[name] = run_step(name, setup, seconds_of(name, steps, left_s), environment, head)
+            try:
+                summaries[name] = run_step(name, setup, seconds_of(name, steps, left_s), environment, head)
+            except Exception as error:  # noqa: BLE001 - the other steps are worth the time that is left
+                traceback.print_exc()
+                summaries[name] = {"failed": 1, "error": one_line(error)}
     print(*table(summaries), sep="\n")
     sys.exit(any(summary["failed"] for summary in summaries.values()))
 

@@ -208,7 +208,7 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     backend: Any = importlib.import_module(f"attn_dispatch.backends.{item['backend']}")
     target, compiling = item["kernel"], item["stage"] == "compile"
     problem = _problem(item, machine, setup)
-    blocks = {**item.get("before", {}), target: item["block"]}
+    blocks: dict[str, Any] = {**item.get("before", {}), target: item["block"]}
     watched = {name: Watched(_kernel(backend, name), not compiling or name == target) for name in KERNELS}
     for name, each in watched.items():
         setattr(backend, name.upper(), each)
@@ -268,16 +268,15 @@ def _tensors(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 def _results(item: Item, backend: Any, problem: Problem) -> list[Tensor]:
     """What the kernel computes in its pass: out, dq, or dk and dv."""
     shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
-    *inputs, grad = _tensors(shape, problem.dtype, problem.device)
-    chosen = {}
-    if item["backend"] == "triton_tiles":
-        chosen = {"tile": max(item["block"][:2]), "order": "hilbert"}
-    q, k, v = (x.detach().requires_grad_(problem.needs_grad) for x in inputs)
+    drawn = _tensors(shape, problem.dtype, problem.device)
+    tiled = item["backend"] == "triton_tiles"
+    chosen: dict[str, Any] = {"tile": max(item["block"][:2]), "order": "hilbert"} if tiled else {}
+    q, k, v = (x.detach().requires_grad_(problem.needs_grad) for x in drawn[:3])
     with torch.set_grad_enabled(problem.needs_grad):
         out = backend.run(q, k, v, problem, **chosen)[0]
     if not problem.needs_grad:
         return [out]
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), drawn[3])
     return [dq] if item["kernel"] == BACKWARD_Q else [dk, dv]
 
 

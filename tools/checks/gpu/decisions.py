@@ -46,21 +46,20 @@ DRY_PROBLEMS: dict[str, tuple[tuple[int, int, int, int], Pattern, str]] = {
     "causal": ((1, 32, 2, 16), CAUSAL, "float32"),
     "longnet": ((1, 64, 2, 16), Dilated((16, 32), (1, 2)), "float32"),
 }
-LEAST_S, MOST_S = 3.0, 10.0  #: of a trial's budget
-TYPICAL_S = 4.5  #: of a trial in a run of the default length
-LATE = 3.0  #: a trial that takes so many times the most of its budget, and a process's start, is ended
+BUDGET_S, DRY_BUDGET_S = 4.2, 0.3  #: of one trial
+MOST_S = 40.0  #: of one trial, whatever its budget: then it is ended
 
 
 def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
     if number:
         return None
     items = [
-        {"problem": name, "backward": backward, "budget_s": 0.3 if setup.dry_run else TYPICAL_S}
+        {"problem": name, "backward": backward, "budget_s": DRY_BUDGET_S if setup.dry_run else BUDGET_S}
         for name in (DRY_PROBLEMS if setup.dry_run else PROBLEMS)
         for backward in (False, True)
         if not (backward and name in WITHOUT_BACKWARD)
     ]
-    return Phase([items[:3] if setup.dry_run else items], item_s=LATE * MOST_S)
+    return Phase([items[:3] if setup.dry_run else items], item_s=MOST_S)
 
 
 def measure(item: Item, machine: Machine, setup: Setup) -> Row:

@@ -94,7 +94,7 @@ def _matmul(machine: Machine, name: str, side: int) -> Row:
 
 
 def label(item: Item) -> str:
-    return " ".join(item.values())
+    return f"{item['item']} {item.get('dtype', '')}".strip()
 
 
 def line(row: Row) -> str:

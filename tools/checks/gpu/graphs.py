@@ -41,7 +41,7 @@ CAPTURING = 0.6  #: the part of the step's time for captures
 
 
 def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
-    names = ["sdpa", "manual"] if setup.dry_run else [name for name in registry.names() if name not in NOT_HERE]
+    names = ["sdpa"] if setup.dry_run else [name for name in registry.names() if name not in NOT_HERE]
     if number == 0:
         cases = DRY_CASES if setup.dry_run else CASES
         return Phase([[_item("capture", name, case) for case in cases] for name in names], setup.cores, CAPTURING)

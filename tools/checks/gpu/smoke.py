@@ -92,9 +92,9 @@ def line(row: Row) -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """By backend and dtype, how many items agree, failed and were refused."""
+    """By backend, how many items agree, failed and were refused."""
     found: dict[str, Counter[str]] = {}
     for row in rows:
         kind = "failed" if "failed" in row else "refused" if "refused" in row else "agree"
-        found.setdefault(f"{row['backend']} {row['dtype']}", Counter())[kind] += 1
+        found.setdefault(row["backend"], Counter())[kind] += 1
     return {name: ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) for name, counts in found.items()}

@@ -69,7 +69,8 @@ class Worker:
             env=environment,
             process_group=0,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already: the first row says so
             self._process.stdin.write(json.dumps(items))
@@ -77,8 +78,9 @@ class Worker:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
         self._lines.put(None)
 
     def __enter__(self) -> Worker:
@@ -88,6 +90,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join()  # the group has ended, and with it all that could write
         self._errors.close()
 
     def row(self, seconds: float) -> Row:
@@ -124,7 +127,7 @@ def command_of(step: str, setup: Setup) -> list[str]:
 def rows_of(
     items: Sequence[Item], command: Sequence[str], item_s: float, end: float, environment: dict[str, str]
 ) -> Iterator[Row]:
-    """A row for each item that is begun before `end`, a time of `time.monotonic()`."""
+    """A row for each item that is done, or has failed, before `end`, a time of `time.monotonic()`."""
     left = list(items)
     while left and time.monotonic() < end:
         with Worker(command, left, environment) as worker:
@@ -132,6 +135,8 @@ def rows_of(
             while left:
                 measured = worker.row(min(item_s + more, end - time.monotonic()))
                 ended = measured.pop("ended", False)
+                if ended and time.monotonic() >= end:
+                    return
                 yield {**left.pop(0), **measured}
                 if ended:
                     break
