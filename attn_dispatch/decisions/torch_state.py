@@ -14,8 +14,13 @@ from attn_dispatch.spec.problem import Problem
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured; nothing can be timed then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph is being captured on the device or on the current one; nothing can be timed then."""
+    if device.type != "cuda":
+        return False
+    if torch.cuda.is_current_stream_capturing():  # no device may be waited for
+        return True
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def preserved_rng(problem: Problem) -> AbstractContextManager[None]:

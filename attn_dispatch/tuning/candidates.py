@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, Refusal, orders_of
+from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.machine.environment import environment
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.machine.memory import available_bytes
@@ -180,7 +181,7 @@ class Request:
 
     def _answers(self, backend: Backend) -> tuple[tuple[str, str] | None, int, tuple[str, ...]]:
         """The status and reason of a backend's refusal or None, its workspace in bytes, and its orders."""
-        refusals = list(backend.refusals(self.problem))
+        refusals = refusals_of(backend, self.problem)
         why = status_and_reason(refusals)
         if refusals:
             return why, 0, ()
@@ -207,6 +208,12 @@ class Request:
             return None
         what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
+
+
+def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
+    """The backend's refusals, after what keeps every backend from the problem's device."""
+    why = missing_code(problem.device)
+    return [*[Refusal("device", why)] * bool(why), *backend.refusals(problem)]
 
 
 def _asked(backend: Backend, question: Callable[[], T]) -> T:
@@ -291,6 +298,34 @@ def static_choice(found: Sequence[Candidate]) -> Candidate | None:
     """The static choice: the first candidate by preference that can run, in natural order if possible."""
     able = [candidate for candidate in found if candidate.row is None]
     return min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
+
+
+def work(candidate: Candidate, problem: Problem) -> float:
+    """Floating-point operations, at least 1: the backend's count, else that of all query-key pairs."""
+    count = flops(candidate, problem)
+    pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
+    return max(1.0, float(count if count is not None else 4 * pairs * problem.head_dim))
+
+
+def flops(candidate: Candidate, problem: Problem) -> float | None:
+    """The backend's own count of floating-point operations, or None where it gives no number >= 0."""
+    return _number(getattr(candidate.backend, "flops", None), problem)
+
+
+def first_call_ms(candidate: Candidate, problem: Problem) -> float:
+    """Milliseconds of the first call beyond a later one as the backend declares them; 0 without a number >= 0."""
+    return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
+
+
+def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:
+    """A plug-in's estimate for a problem, or None where it is not a finite number >= 0."""
+    if estimate is None:
+        return None
+    try:
+        value = float(estimate(problem))  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - a plug-in may fail in any way, which must not fail the call
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
 
 
 def current_environment() -> str:

@@ -1,7 +1,8 @@
-"""Random tensors for a problem: the same values for every candidate, on every machine."""
+"""Random tensors for a problem: the same values for every candidate; drawn on a CPU, on every machine."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -58,19 +59,40 @@ def example_bytes(problem: Problem) -> int:
     return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks
 
 
-def make(problem: Problem, seed: int = 0) -> Example:
-    """Draw unit-normal q, k, v and gradient in the problem's memory order, and masks that hide part of the keys."""
+def make_timed(problem: Problem) -> tuple[Example, float]:
+    """The example of a trial, and the seconds that its budget does not include: on CUDA those of drawing it.
+
+    There they are drawn on the device, for a CPU would take a minute for the longest sequences; the first use of the
+    device, which may take seconds, falls into them.
+    """
+    start = time.perf_counter()
+    example = make(problem, on_device=True)
+    if problem.device.type != "cuda":
+        return example, 0.0
+    torch.cuda.synchronize(problem.device)
+    return example, time.perf_counter() - start
+
+
+def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example:
+    """Draw unit-normal q, k, v and gradient in the problem's memory order, and masks that hide part of the keys.
+
+    Args:
+        on_device: whether to draw q, k, v and the gradient on a CUDA device itself: other values than a CPU's.
+    """
     generator = torch.Generator().manual_seed(seed)
+    values = generator
+    if on_device and problem.device.type == "cuda":
+        values = torch.Generator(problem.device).manual_seed(seed)
     q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
     q, k, v = (
-        randn(shape, kind, problem.dtype, problem.device, generator)
+        randn(shape, kind, problem.dtype, problem.device, values)
         for shape, kind in zip((q_shape, kv_shape, kv_shape), problem.strides)
     )
     grad = None
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        grad = randn(q_shape, "bnhd", problem.dtype, problem.device, generator)
+        grad = randn(q_shape, "bnhd", problem.dtype, problem.device, values)
     masks = {}
     if problem.has_seq_lens:
         low = (problem.q_len + 1) // 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
@@ -19,10 +19,10 @@ from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, finite, static_choice
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, CudaStopwatch, HostStopwatch, Stopwatch
-from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
+from attn_dispatch.tuning.example import Example, example_bytes, make_timed
+from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, ending_on_lost_device
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, time_in_rounds
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, ending_on_failure, time_in_rounds
 
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
@@ -135,6 +135,7 @@ class Race:
             high_ms=timing.high_ms,
             fastest_ms=min(timing.samples_ms),
             first_ms=admitted.first_ms,
+            device_ms=timing.device_ms,
             host_ms=timing.host_ms,
             cold_ms=timing.cold_ms,
             rounds=len(timing.samples_ms),
@@ -187,20 +188,26 @@ class Race:
     def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Rounds:
         device = self.problem.device
         with guard.capped(device), ExitStack() as stack:
-            marked = {call: stack.enter_context(self._marker(name)) for name, call in calls.items()}
-            stopwatch: Stopwatch = (
-                CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far)
-            )
-            return time_in_rounds(
-                calls,
+            marked = {
+                call: (self.runners[name][0], stack.enter_context(self._marker(name))) for name, call in calls.items()
+            }
+            cuda = CudaStopwatch(device) if device.type == "cuda" else None
+            stopwatch = _MarkedStopwatch(cuda or HostStopwatch(reading=Load.so_far), self.request, marked)
+            failures: dict[str, Exception] = {}
+            if cuda is not None:
+                failures = _call_untimed(calls, stopwatch)
+                cuda.warm()
+            rounds = time_in_rounds(
+                {name: call for name, call in calls.items() if name not in failures},
                 budget_s=budget_s,
                 disturbed_budget_s=disturbed_s,
-                short_of_rounds=device.type != "cuda",
-                stopwatch=_MarkedStopwatch(stopwatch, marked),
+                short_of_rounds=cuda is None,
+                stopwatch=stopwatch,
                 incumbents=(self.incumbent,),
                 first_ms={name: self.runners[name][1].call_ms for name in calls},
                 extra_ms={name: self._plan_share_ms(name) for name in calls},
             )
+            return replace(rounds, failures=failures | rounds.failures)
 
     @contextmanager
     def _marker(self, name: str) -> Iterator[CrashMarker]:
@@ -218,12 +225,25 @@ class Race:
         return choice.per_call_ms(admitted.first_ms - admitted.call_ms, _expected_calls())
 
 
+def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> dict[str, Exception]:
+    """Call every candidate once; the exceptions of those that failed.
+
+    Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's.
+    """
+    failures: dict[str, Exception] = {}
+    for name, call in calls.items():
+        with ending_on_failure(name, failures):
+            stopwatch.mean_ms(call)
+    return failures
+
+
 @dataclass(frozen=True)
 class _MarkedStopwatch:
-    """A stopwatch that resumes a call's crash marker while it samples that call."""
+    """A stopwatch that resumes a candidate's crash marker while it samples the candidate's call."""
 
     stopwatch: Stopwatch
-    markers: Mapping[Callable[[], object], CrashMarker]
+    request: Request
+    marked: Mapping[Callable[[], object], tuple[Candidate, CrashMarker]]
 
     @property
     def load(self) -> Load:
@@ -233,9 +253,11 @@ class _MarkedStopwatch:
         with self._marked(call):
             return self.stopwatch.mean_ms(call, repeats)
 
+    def device_ms(self, call: Callable[[], object]) -> float | None:
+        return self.stopwatch.device_ms(call)
+
     def host_ms(self, call: Callable[[], object]) -> float | None:
-        with self._marked(call):
-            return self.stopwatch.host_ms(call)
+        return self.stopwatch.host_ms(call)
 
     def cold_ms(self, call: Callable[[], object]) -> float | None:
         with self._marked(call):
@@ -243,10 +265,11 @@ class _MarkedStopwatch:
 
     @contextmanager
     def _marked(self, call: Callable[[], object]) -> Iterator[None]:
-        marker = self.markers[call]
+        candidate, marker = self.marked[call]
         marker.resume()
         try:
-            yield
+            with ending_on_lost_device(candidate, self.request.problem, self.request.address):
+                yield
         finally:
             marker.pause()
 
@@ -266,7 +289,7 @@ def why_refuted(request: Request, name: CandidateId) -> str:
         return f"{titled(*name)} cannot run"
     try:
         with reference():
-            example = make(request.problem)
+            example, _ = make_timed(request.problem)
         gate = Gate(request.problem, request.address, example, FEW_PAIRS)
         why = "" if decided is static else _why_slower(request, gate, example, decided, static)
         rejected = None if why else gate.check_hard_cases(decided)

@@ -26,9 +26,9 @@ from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, finite, static_choice
-from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, finite, flops, static_choice
+from attn_dispatch.tuning.example import Example, example_bytes, make_timed
+from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
@@ -167,7 +167,7 @@ class _Trial:
     waiting: bool = False
     start: float = field(default_factory=time.perf_counter)
     calm: bool = field(default_factory=lambda: load.is_calm())
-    outside_s: float = 0.0  #: seconds of `prepare`
+    outside_s: float = 0.0  #: seconds of `prepare`, and of drawing an example on CUDA
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
     prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: keyed by backend
@@ -183,7 +183,7 @@ class _Trial:
     def run(self) -> None:
         """Admit, time and choose: `chosen` is None if nothing could be measured. Raises NoReference, BackendFailed."""
         with reference():
-            example = make(self.problem)
+            example, self.outside_s = make_timed(self.problem)
         gate = Gate(self.problem, self.request.address, example, FEW_PAIRS if self.waiting else PAIRS)
         for candidate in self.runners:
             if candidate.title in self.rows:

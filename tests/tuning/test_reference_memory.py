@@ -31,7 +31,7 @@ ERRORS = {
     "files": OSError(24, "Too many open files"),
 }
 PLACES = {
-    "example": (tuner, "make", 1),
+    "example": (tuner, "make_timed", 1),
     "reference": (oracle._Sample, "evaluate", 1),
     "tolerance": (oracle._Sample, "rounding_errors", 1),
     "hard cases": (hard_cases, "_case", 1),

@@ -38,6 +38,7 @@ class WorkList:
         first_tile: int32 [kinds + 1]; a kind's tiles are `tiles[first_tile[kind] : first_tile[kind + 1]]`.
         kind_of: int32 [heads], or [kv_heads] where rows are keys.
         low, high: a row at p uses columns `p + low` to `p + high`; None: no bound.
+        most_tiles: the most tiles of a kind.
     """
 
     tiles: Tensor
@@ -46,11 +47,7 @@ class WorkList:
     kind_of: Tensor
     low: int | None
     high: int | None
-
-    @property
-    def most_tiles(self) -> int:
-        """The most tiles of a kind."""
-        return int(self.first_tile.diff().max())
+    most_tiles: int
 
     def pairs(self, rows: int, columns: int) -> int:
         """Scores computed per batch row in blocks of `rows` x `columns`, unused lanes included."""
@@ -138,6 +135,7 @@ def work_list_of(problem: Problem, side: Side, block: int) -> WorkList:
         torch.tensor(first_tile, dtype=torch.int32),
         torch.tensor(kind_of, dtype=torch.int32),
         *bounds(problem, side),
+        most_tiles=max(last - first for first, last in pairwise(first_tile)),
     )
 
 
