@@ -203,6 +203,14 @@ def test_what_compiles_is_timed_after_blocks_that_compile() -> None:
     assert timed[-1]["before"] == {blocks.FORWARD: forward[1]}
 
 
+def test_only_what_an_item_needs_is_launched() -> None:
+    """Another kernel would be compiled with a block that may be too large for it."""
+    item = compiled(blocks.BACKWARD_Q, (64, 64, 4, 3))
+    assert blocks.launched(item) == {blocks.BACKWARD_Q}
+    timed = {**item, "before": {blocks.FORWARD: (64, 64, 4, 3)}}
+    assert blocks.launched(timed) == {blocks.FORWARD, blocks.BACKWARD_Q}
+
+
 def test_a_kernel_is_not_timed_where_none_before_it_compiles() -> None:
     assert blocks.timed_items([compiled(blocks.BACKWARD_KV, blocks.BLOCKS[blocks.BACKWARD_KV][64][0])]) == []
 

@@ -179,6 +179,11 @@ def _key(row: Row) -> tuple[Any, ...]:
     return (*_pass_key(row), row["kernel"], tuple(row["block"]))
 
 
+def launched(item: Item) -> set[str]:
+    """The kernels that run for an item: itself, and when it is timed those whose results it reads."""
+    return {item["kernel"], *item.get("before", ())}
+
+
 class Watched:
     """Stands for a `TritonKernel`: keeps its last launch, to repeat it, and what Triton compiled for it."""
 
@@ -208,11 +213,11 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     backend: Any = importlib.import_module(f"attn_dispatch.backends.{item['backend']}")
     target, compiling = item["kernel"], item["stage"] == "compile"
     problem = _problem(item, machine, setup)
-    blocks: dict[str, Any] = {**item.get("before", {}), target: item["block"]}
-    watched = {name: Watched(_kernel(backend, name), not compiling or name == target) for name in KERNELS}
+    blocks: dict[str, Any] = dict.fromkeys(KERNELS, item["block"]) | item.get("before", {})
+    watched = {name: Watched(_kernel(backend, name), name in launched(item)) for name in KERNELS}
     for name, each in watched.items():
         setattr(backend, name.upper(), each)
-    configs = {name: (backend.BlockConfig(*blocks.get(name, item["block"])),) for name in KERNELS}
+    configs = {name: (backend.BlockConfig(*blocks[name]),) for name in KERNELS}
     backend.block_configs = lambda each, *_: configs[next(n for n, w in watched.items() if w is each)]
     if item["precision"] is not None:
         backend.precision = lambda _: item["precision"]

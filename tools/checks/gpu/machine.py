@@ -23,15 +23,19 @@ class Machine(Protocol):
 
     def median_ms(self, call: Callable[[], Any], repeat_ms: float) -> float:
         """The median time of a call on the device, with a cold L2 cache."""
+        ...
 
     def captured(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """The result tensor of a captured call, and what computes it anew."""
+        ...
 
     def replay_us(self, replay: Callable[[], None], times: int) -> float:
         """Microseconds of one replay, of many in a row."""
+        ...
 
     def clocks(self) -> dict[str, Any]:
         """Clocks in MHz, power in W, temperature in degrees Celsius, reasons for lower clocks; None where unknown."""
+        ...
 
 
 class Cuda:
