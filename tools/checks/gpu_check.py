@@ -40,7 +40,7 @@ from tools.checks.gpu.workers import Item, Phase, Row, Setup, command_of, rows_o
 TAKES = "9 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
 #: The steps in their order, and the seconds of each in a run of nine minutes; unused ones go to later steps.
-STEPS = {"device": 20, "smoke": 95, "blocks": 205, "graphs": 55, "decisions": 105, "conformance": 60}
+STEPS = {"device": 20, "smoke": 85, "blocks": 205, "graphs": 55, "decisions": 110, "conformance": 65}
 COUNTS = ("items", "failed", "left_out", "took_s")  #: of every step's summary
 WIDEST = 240  #: characters of a line on the terminal
 

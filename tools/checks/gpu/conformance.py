@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RESULTS = "GPU_CHECK_CONFORMANCE"  #: the environment variable with the file to write
 TEST_S = 120  #: seconds of one test
-FIRST = ("triton", "sdpa")  #: tests with these in their names run first
+FIRST, LAST = ("triton", "sdpa"), "flex"  #: in the names of tests
 MOST_TEXT = 2000  #: characters of a failure that are kept
 DRY_TESTS = "tests/tuning/test_cuda_timing.py"
 
@@ -72,7 +72,7 @@ _rows: list[Row] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not any(name in item.nodeid for name in FIRST))
+    items.sort(key=lambda item: (LAST in item.nodeid, not any(name in item.nodeid for name in FIRST)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

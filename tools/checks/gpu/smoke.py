@@ -24,9 +24,10 @@ PATTERNS: dict[str, Pattern] = {
     "neighborhood": Neighborhood((32, 32), (7, 7)),
 }
 DRY_PATTERNS: dict[str, Pattern] = {"causal": Dense(is_causal=True), "longnet": Dilated((16, 32), (1, 2))}
-BATCH, LENGTH, HEADS = 2, 1024, 8
+BATCH, LENGTH, HEADS, GROUPED = 2, 1024, 8, 2  #: the last: key heads
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)
+FLEX_KINDS = {"bfloat16": ("causal", "longnet", "neighborhood"), "float16": (), "float32": ("causal",)}
 #: Backends that compile: their groups are smaller and start first.
 COMPILING = ("triton_tiles", "triton", "flex")
 NOT_HERE = ("native",)  #: refuses every CUDA device
@@ -46,11 +47,12 @@ def cases() -> list[tuple[str, str, int, str, int]]:
     names = [*COMPILING, *(name for name in registry.names() if name not in (*COMPILING, *NOT_HERE))]
     found = []
     for name, dtype in product(names, DTYPES):
-        if name == "flex":  # 10 to 30 s of compiling each
-            kinds = tuple(PATTERNS) if dtype == "bfloat16" else ("causal", "neighborhood")
-            found += [(name, dtype, 64, kind, HEADS) for kind in kinds]
-        else:
-            found += [(name, dtype, *rest) for rest in product(HEAD_DIMS, PATTERNS, (HEADS, 2))]
+        if name == "flex":  # half a minute of compiling each
+            found += [(name, dtype, 64, kind, HEADS) for kind in FLEX_KINDS[dtype]]
+            continue
+        for head_dim, kind, kv_heads in product(HEAD_DIMS, PATTERNS, (HEADS, GROUPED)):
+            if kv_heads == GROUPED or head_dim == HEAD_DIMS[0] or name not in COMPILING:
+                found.append((name, dtype, head_dim, kind, kv_heads))
     return found
 
 

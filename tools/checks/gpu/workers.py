@@ -89,8 +89,9 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._reader.join()  # the group has ended, and with it all that could write
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a lost device may stay
+            self._process.wait(END_S)
+        self._reader.join(END_S)
         self._errors.close()
 
     def row(self, seconds: float) -> Row:
