@@ -120,7 +120,7 @@ class Gate:
         """Milliseconds the backend declares to build before its first results, here and for the hard cases due."""
         here_ms = first_call_ms(candidate, self.problem)
         if not here_ms or self._has_passed(candidate):
-            return here_ms
+            return 0.0 if getattr(candidate.backend, "shares_builds", False) else here_ms
         return here_ms + sum(
             first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
         )
@@ -256,12 +256,13 @@ class Gate:
         return timeout_s() + FIRST_CALL_FACTOR * first_call_ms(candidate, problem) / 1e3
 
     def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[str]:
-        """Run the cases that the backend accepts; of those that it must compile for, `COMPILED_CASES`."""
+        """Run the cases that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
+        most = len(cases) if getattr(candidate.backend, "shares_builds", False) else COMPILED_CASES
         accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
         compiled = 0
         for case in accepted:
             compiles = first_call_ms(candidate, case.problem) > 0
-            if compiles and compiled == COMPILED_CASES:
+            if compiles and compiled == most:
                 continue
             compiled += compiles
             limit_s = self._limit_s(candidate, case.problem)
