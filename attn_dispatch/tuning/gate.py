@@ -227,11 +227,8 @@ class Gate:
 
         None where that is not known: the process did not get so far, or the candidate raised, as it would here too.
         """
-        here = {
-            registry.LAST_RESORT,
-            *(backend.name for backend in registry.registered()),
-        }  # another process lacks these
-        if candidate.name in here or available_bytes(self.problem.device) < CONTEXT_BYTES:
+        only_here = {backend.name for backend in registry.registered()} | {registry.LAST_RESORT}
+        if candidate.name in only_here or available_bytes(self.problem.device) < CONTEXT_BYTES:
             return None
         limit_s = sum(self._limit_s(candidate, spec.problem) for spec in class_key(self.problem)) + timeout_s()
         args = self.problem, self.address, candidate.name, candidate.order, candidate.version
