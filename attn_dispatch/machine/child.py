@@ -111,17 +111,24 @@ def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: 
         OSError: no process can be started.
     """
     given = pickle.dumps((module, function, args))
-    kept = _take()
-    child = kept or _Child()
-    found = child.ask(given, start_s, limit_s)
-    if kept is not None and not found.begun and found.code is not None:  # it had just ended, for lack of work
-        kept.end()
-        child = _Child()
+    waiting = _take()
+    if waiting is not None:
+        found = _asked(waiting, given, start_s, limit_s)
+        if found.begun or found.code is None:
+            return found  # else it had just ended, for lack of work
+    return _asked(_Child(), given, start_s, limit_s)
+
+
+def _asked(child: _Child, given: bytes, start_s: float, limit_s: float) -> Outcome:
+    """Ask a process, and end it unless it is to be kept."""
+    found = Outcome(False)
+    try:
         found = child.ask(given, start_s, limit_s)
-    if found.value is None or not _keeping:
-        child.end()
-    else:
-        _idle.append(child)
+    finally:
+        if found.value is None or not _keeping:
+            child.end()
+        else:
+            _idle.append(child)
     return found
 
 

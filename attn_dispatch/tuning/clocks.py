@@ -67,7 +67,7 @@ class Stopwatch(Protocol):
         ...
 
     def host_ms(self, call: Call) -> float | None:
-        """Milliseconds the host takes to enqueue one call; None where the host does the work itself."""
+        """Milliseconds the host takes to enqueue one call, likewise."""
         ...
 
     def cold_ms(self, call: Call) -> float | None:
@@ -297,7 +297,8 @@ class CudaStopwatch:
             return
         cuda = self._torch.cuda
         with suppress(RuntimeError), cuda.device(self._device):  # no memory for it, or torch's settings refuse products
-            a, b = (self._torch.ones((WARM_SIZE, WARM_SIZE), device=self._device) for _ in range(2))
+            size, kind = (WARM_SIZE, WARM_SIZE), self._torch.float32
+            a, b = (self._torch.ones(size, dtype=kind, device=self._device) for _ in range(2))
             end_s = self._clock() + WARM_S
             for _ in range(MOST_PRODUCTS):
                 self._torch.mm(a, a, out=b)

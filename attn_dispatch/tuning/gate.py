@@ -229,11 +229,8 @@ class Gate:
 
         None where that is not known: the process did not get so far, or the candidate raised, as it would here too.
         """
-        here = {
-            registry.LAST_RESORT,
-            *(backend.name for backend in registry.registered()),
-        }  # another process lacks these
-        if candidate.name in here or available_bytes(self.problem.device) < CONTEXT_BYTES:
+        only_here = {backend.name for backend in registry.registered()} | {registry.LAST_RESORT}
+        if candidate.name in only_here or available_bytes(self.problem.device) < CONTEXT_BYTES:
             return None
         limit_s = sum(self._limit_s(candidate, spec.problem) for spec in class_key(self.problem)) + timeout_s()
         args = self.problem, self.address, candidate.name, candidate.order, candidate.version
@@ -405,8 +402,8 @@ def failures_alone(
         memory.release(problem.device)
         return found, None, ""
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
-        fault = guard.device_fault(problem.device, error, timeout_s())
-        return (None, *(fault or (None, "")))
+        kind, reason = guard.device_fault(problem.device, error, timeout_s()) or (None, "")
+        return None, kind, reason
 
 
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:

@@ -337,8 +337,8 @@ def is_limit_error(error: BaseException) -> bool:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an exception reports a lack of memory, threads, processes or open files."""
-    return is_memory_error(error) or is_limit_error(error)
+    """Whether an exception reports a lack of memory, threads, processes or open files, and the device still works."""
+    return not isinstance(error, DeviceLost) and (is_memory_error(error) or is_limit_error(error))
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:

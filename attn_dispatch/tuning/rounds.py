@@ -306,7 +306,7 @@ class _RoundTimer:
         for name, candidate in self.running().items():
             with self._ending_on_failure(name):
                 candidate.device_ms = self.stopwatch.device_ms(candidate.call)
-                candidate.host_ms = self._median_of(self.stopwatch.host_ms, candidate)
+                candidate.host_ms = self.stopwatch.host_ms(candidate.call)
                 candidate.cold_ms = self._median_of(self.stopwatch.cold_ms, candidate)
 
     def _median_of(self, sample: Callable[[Callable[[], object]], float | None], candidate: _Timed) -> float | None:

@@ -28,3 +28,19 @@ def dies(begin: Begin, at: str, how: str) -> list[object]:
     os.kill(os.getpid(), getattr(signal, how))
     time.sleep(600)
     return []
+
+
+def loses_device(begin: Begin) -> list[object]:
+    """An index beyond a tensor on CUDA ends the context; what the guard makes of it."""
+    import torch
+
+    from attn_dispatch.tuning import guard
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    row, beyond = torch.ones(3, device=device), torch.tensor([99], device=device)
+    begin()
+    try:
+        row[beyond].sum().item()
+    except RuntimeError as error:
+        return [guard.device_fault(device, error, 30.0)]
+    return [None]

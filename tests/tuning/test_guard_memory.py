@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attn_dispatch.tuning.guard import (
+    DeviceLost,
     capped,
     device_lost,
     is_limit_error,
@@ -141,6 +142,13 @@ def test_limits_of_the_machine(error: BaseException) -> None:
 @pytest.mark.parametrize("error", OTHER_ERRORS.values(), ids=OTHER_ERRORS)
 def test_other_errors(error: BaseException) -> None:
     assert not is_shortage(error)
+
+
+def test_a_lost_device_lacks_no_memory() -> None:
+    """After it nothing may be freed, and no other candidate tried."""
+    lost = DeviceLost("left cuda:0 unusable")
+    lost.__cause__ = MEMORY_ERRORS["torch"]
+    assert not is_shortage(lost)
 
 
 def test_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,112 @@
+"""What a made-up device cannot show: trials on a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch import attend, explain
+from attn_dispatch.kernels import registry
+from attn_dispatch.machine.child import kept, run_alone
+from attn_dispatch.machine.devices import missing_code
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.tuning.candidates import Candidate, Request
+from attn_dispatch.tuning.clocks import CYCLES_PER_MS, CudaStopwatch
+from attn_dispatch.tuning.example import make_timed
+from attn_dispatch.tuning.gate import Gate
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+SHAPE = (2, 4096, 8, 64)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_a_lead_lasts_about_as_long_as_asked(device: torch.device) -> None:
+    cuda: Any = torch.cuda
+    CudaStopwatch(device).warm()
+    start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    cuda.synchronize()
+    start.record()
+    cuda._sleep(int(5 * CYCLES_PER_MS))
+    end.record()
+    cuda.synchronize()
+    assert 3.0 < start.elapsed_time(end) < 20.0
+
+
+def test_a_short_kernel_is_timed_without_the_host(device: torch.device) -> None:
+    """A kernel of some microseconds, whose launch takes as long."""
+    x = torch.zeros(1024, device=device)
+
+    def call() -> object:
+        return x.add_(1)
+
+    stopwatch = CudaStopwatch(device)
+    samples = [stopwatch.mean_ms(call) for _ in range(20)]
+    device_ms, host_ms = stopwatch.device_ms(call), stopwatch.host_ms(call)
+    assert device_ms is not None
+    assert host_ms is not None
+    assert device_ms < 0.05
+    assert host_ms < 0.5
+    assert min(samples) >= min(device_ms, host_ms) / 2
+
+
+def test_a_call_that_waits_is_not_charged_a_lead(device: torch.device) -> None:
+    x = torch.zeros(1024, device=device)
+    stopwatch = CudaStopwatch(device)
+    samples = sorted(stopwatch.mean_ms(lambda: x.sum().item()) for _ in range(20))
+    assert samples[10] < 1.0
+
+
+def test_an_example_is_drawn_on_the_device(device: torch.device) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        problem = problem_of(SHAPE, Dense(), dtype, device, backward=True)
+        (one, seconds), (two, _) = (make_timed(problem) for _ in range(2))
+        assert seconds > 0
+        for name in ("q", "k", "v", "grad"):
+            a, b = getattr(one, name), getattr(two, name)
+            assert torch.equal(a, b)
+            assert abs(float(a.detach().float().std()) - 1) < 0.01
+        assert not torch.equal(one.q, one.k)
+
+
+def test_the_hard_cases_run_in_another_process(device: torch.device) -> None:
+    problem = problem_of(SHAPE, Dense(is_causal=True), torch.bfloat16, device, backward=True)
+    here, backend = Request.of(problem), registry.load("sdpa")
+    assert missing_code(device) == ""
+    candidate = Candidate(backend, NATURAL, registry.version_of(backend))
+    with kept():
+        assert Gate(problem, here.address)._failures_alone(candidate) == []
+
+
+def test_a_context_lost_in_another_process_is_not_lost_here(device: torch.device) -> None:
+    found = run_alone("tests.support.alone", "loses_device", (), start_s=120.0, limit_s=60.0)
+    (fault,) = found.value
+    assert fault[0] == "died"
+    assert "lost" in fault[1]
+    assert float(torch.ones(3, device=device).sum()) == 3.0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_first_call_decides(backward: bool, device: torch.device) -> None:
+    q, k, v = (torch.randn(SHAPE, device=device, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
+    out: Any = attend(q, k, v, is_causal=True)
+    found = explain(q, k, v, is_causal=True)
+    assert out.shape == q.shape
+    assert found.source == "measured"
+    timed = [each for each in found.candidates if each.median_ms is not None]
+    assert len(timed) >= 2
+    chosen = next(each for each in timed if each.status == "chosen")
+    assert chosen.median_ms is not None
+    assert chosen.rounds is not None
+    assert chosen.median_ms < 100.0
+    assert not [each for each in found.candidates if each.status in ("failed", "incorrect", "quarantined")]
