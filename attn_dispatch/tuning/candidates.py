@@ -317,6 +317,11 @@ def first_call_ms(candidate: Candidate, problem: Problem) -> float:
     return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
 
 
+def shares_builds(candidate: Candidate) -> bool:
+    """Whether what the backend builds in a first call is kept on disk and serves other problems too."""
+    return bool(getattr(candidate.backend, "shares_builds", False))
+
+
 def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:
     """A plug-in's estimate for a problem, or None where it is not a finite number >= 0."""
     if estimate is None:

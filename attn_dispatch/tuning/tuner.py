@@ -21,12 +21,22 @@ from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import load, memory
 from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, finite, flops, static_choice
+from attn_dispatch.tuning.candidates import (
+    Candidate,
+    Request,
+    current_environment,
+    finite,
+    first_call_ms,
+    flops,
+    shares_builds,
+    static_choice,
+)
 from attn_dispatch.tuning.example import Example, example_bytes, make_timed
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
@@ -197,6 +207,8 @@ class _Trial:
             found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
+                # What is kept on disk is compiled once per machine, as by `prepare`.
+                self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * shares_builds(candidate)
             else:
                 self._reject(candidate, found)
         self._race(example)
@@ -214,7 +226,11 @@ class _Trial:
             title = self.race.choose()
             if title is not None and by_title[title] not in due:
                 due.append(by_title[title])
-            rejected = {each.title: found for each in due if (found := gate.check_hard_cases(each)) is not None}
+            rejected = {
+                each.title: found
+                for each in due
+                if (found := gate.check_hard_cases(each, waiting=self.waiting)) is not None
+            }
             due.clear()
             for name, found in rejected.items():
                 self.race.remove(name)
@@ -248,10 +264,6 @@ class _Trial:
         elif release is not None:
             release()
 
-    def _first_admitted(self) -> Candidate | None:
-        """The admitted candidate that ran first."""
-        return next((candidate for candidate in self.runners if candidate.title in self.admitted), None)
-
     def _incumbent(self) -> str | None:
         """The title of the incumbent: the prior choice, else the static choice, among the admitted."""
         admitted = [candidate for candidate in self.candidates if candidate.title in self.admitted]
@@ -280,9 +292,12 @@ class _Trial:
 
         It is skipped if its one-time work or its estimated calls would exceed the rest of the budget.
         """
-        first, remaining = self._first_admitted(), self._remaining_s()
+        first = next((each for each in self.runners if each.title in self.admitted), None)
+        remaining = self._remaining_s()
         if remaining is None or first is None:
             return "", 0.0
+        if self.waiting and first_call_ms(candidate, self.problem) and isinstance(self.problem.pattern.natural, Dense):
+            return f"compiles first: a call that {first.title} serves by one kernel does not wait for that", 0.0
         left_s = max(remaining, SHORT_S if self.waiting else 0.0)
         first_s = gate.builds_ms(candidate) / 1e3
         if first_s > left_s:
