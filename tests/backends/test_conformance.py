@@ -41,6 +41,8 @@ ELSEWHERE = {
     "sdpa_efficient": "device",
     **({} if INTERPRETED else {"triton": "device", "triton_tiles": "device"}),
 }
+#: Compiling flex takes half a minute per case: test_flex.py tests a few. native refuses every device.
+ON_CUDA = [name for name in BACKENDS if name not in ("flex", "native")]
 HERE = [name for name in BACKENDS if name not in ELSEWHERE]
 # Interpreted, a program of Triton's kernels takes 10 ms. So they run a few cases in all variants, and the others in
 # float32, forward and backward, with one batch row, without those that another case contains. On a GPU `test_on_cuda`
@@ -173,11 +175,10 @@ def test_chosen_cases_compute_everything_supported(backend: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_on_cuda(case: Case) -> None:
+@pytest.mark.parametrize("backend", ON_CUDA)
+def test_on_cuda(case: Case, backend: str) -> None:
     for dtype in DTYPES:
-        for backend in BACKENDS:
-            if backend != "flex":  # compiling takes half a minute per case: test_flex.py tests a few
-                agrees(case, dtype, backend, True, "cuda")
+        agrees(case, dtype, backend, True, "cuda")
 
 
 @pytest.mark.usefixtures("uncompiled_flex")

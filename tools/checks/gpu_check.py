@@ -41,7 +41,8 @@ TAKES = "9 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
 #: The steps in their order, and the seconds of each in a run of nine minutes; unused ones go to later steps.
 STEPS = {"device": 20, "smoke": 85, "blocks": 205, "graphs": 55, "decisions": 110, "conformance": 65}
-COUNTS = ("items", "failed", "left_out", "took_s")  #: of every step's summary
+#: Of every step's summary, and what they are called in the table.
+COUNTS = {"items": "items", "failed": "failed", "left_out": "left out", "took_s": "s"}
 WIDEST = 240  #: characters of a line on the terminal
 
 
@@ -125,7 +126,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
     """A few lines for each step: what the run found, short enough for the end of a log."""
     lines = []
     for name, summary in summaries.items():
-        counts = ", ".join(f"{summary[key]} {key.replace('_', ' ')}" for key in COUNTS if key in summary)
+        counts = ", ".join(f"{summary[key]} {word}" for key, word in COUNTS.items() if key in summary)
         lines.append(f"{name}: {counts}")
         for key, found in summary.items():
             if key in COUNTS:
