@@ -129,15 +129,16 @@ def _cuda_available(index: int) -> int:
     return max(0, min(room, int(fraction * cuda_devices()[index].total_memory) - allocated))
 
 
-def memory_fraction(device: torch.device | int) -> float | None:
-    """Torch's per-process memory fraction of a CUDA device; None of a pluggable allocator, such as RMM's.
+def memory_fraction(index: int | None) -> float | None:
+    """Torch's per-process memory fraction of a CUDA device, by default the current one; None of a pluggable allocator,
+    such as RMM's.
 
     These support neither this cap nor statistics, and raise RuntimeError where they are asked.
     """
     import torch
 
     try:
-        return float(torch.cuda.get_per_process_memory_fraction(device))
+        return float(torch.cuda.get_per_process_memory_fraction(index))
     except RuntimeError as error:
         if "support" not in str(error):  # an error of the device
             raise
@@ -208,7 +209,7 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
 def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
     cuda: Any = importlib.import_module("torch.cuda")
     cuda.init()
-    if memory_fraction(device) is None:
+    if memory_fraction(device.index) is None:
         return call(), None
     cuda.reset_peak_memory_stats(device)
     before: int = cuda.memory_allocated(device)

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attn_dispatch.machine.load import DISTURBED_PER_S, NO_LOAD, Load
@@ -190,22 +191,26 @@ class Lead:
 
     def is_valid(self, sample: CudaSample, repeats: int) -> bool:
         """Whether the lead of a sample was long enough, or there was none; notes the host's time."""
-        if 0 < WAIT_SHARE * sample.lead_ms <= sample.host_ms * repeats:
+        if 0 < WAIT_SHARE * sample.lead_ms <= sample.mean_host_ms * repeats:
             self.waits += 1
-            self.host_ms = sample.host_ms  # it may also have become slower
+            self.host_ms = sample.mean_host_ms  # it may also have become slower
             return False
         if sample.lead_ms > 0:
             self.waits = 0
-        self.host_ms = min(self.host_ms, sample.host_ms)
+        self.host_ms = min(self.host_ms, sample.mean_host_ms)
         return True
 
 
 class CudaSample(NamedTuple):
-    """Milliseconds of a call on the device and, to enqueue it, on the host; and the lead before the sample."""
+    """Milliseconds of a call on the device and, to enqueue it, on the host; and the lead before the sample.
+
+    The host's are the median of single calls, and their mean.
+    """
 
     device_ms: float
     host_ms: float
     lead_ms: float
+    mean_host_ms: float
 
 
 def cuda_sample(
@@ -230,15 +235,18 @@ def cuda_sample(
         if lead_ms > 0.0:
             cuda._sleep(int(lead_ms * CYCLES_PER_MS))
         start.record()
-        start_s = clock()
+        times = [clock()]
         for _ in range(few):
             call()
-        host_ms = (clock() - start_s) * 1e3 / few
+            times.append(clock())
         for _ in range(repeats - few):
             call()
         end.record()
         cuda.synchronize()
-        return CudaSample(start.elapsed_time(end) / repeats, host_ms, lead_ms)
+        # The first call after a wait takes the host several times as long as the next ones.
+        host_ms = statistics.median(after - before for before, after in pairwise(times)) * 1e3
+        mean_ms = (times[-1] - times[0]) * 1e3 / few
+        return CudaSample(start.elapsed_time(end) / repeats, host_ms, lead_ms, mean_ms)
 
 
 class CudaStopwatch:

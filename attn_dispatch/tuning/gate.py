@@ -153,7 +153,7 @@ class Gate:
         """Run the hard cases, unless this version has passed them on this machine; the rejection if it fails one.
 
         Where a caller waits for them on CUDA they run in this process, since to start another takes many seconds, and
-        few of those to compile for: the others are due when nobody waits. Raises as `admit`.
+        none to compile for: those are due when nobody waits. Raises as `admit`.
         """
         if self._has_passed(candidate):
             return None
@@ -256,7 +256,7 @@ class Gate:
 
     def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...], *, brief: bool = False) -> list[str]:
         """Run the cases that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
-        most = len(cases) if shares_builds(candidate) and not brief else COMPILED_CASES
+        most = (0 if brief else len(cases)) if shares_builds(candidate) else COMPILED_CASES
         accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
         compiled = 0
         for case in accepted:

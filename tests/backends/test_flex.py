@@ -344,7 +344,7 @@ CUDA_CASES = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.id)
 def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
-    of = case.problem(dtype, needs_grad=True, device="cuda")
+    of = case.problem(dtype, needs_grad=True, device="cuda:0")
     assert flex.refusals(of) == []
     gate = Oracle.of(make(of))
     gate.run(flex)

@@ -11,7 +11,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov & Gimelshein 2018, onli
 
 # Triton reads the annotations itself: no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
