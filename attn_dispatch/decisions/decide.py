@@ -267,10 +267,10 @@ class _DeviceSteps:
         """Whether a candidate that no trial of this problem has chosen passes the hard cases."""
         if self.explained or cannot_measure(self.request.problem.device):
             return True
-        from attn_dispatch.tuning import tuner  # loaded only when something is tried
+        from attn_dispatch.tuning import gate  # loaded only when something is tried
 
         with isolated(self.request.problem.device):
-            return tuner.passes_hard_cases(self.request, name)
+            return gate.passes_hard_cases(self.request, name)
 
     def static(self) -> Decision:
         return unmeasured.static_decision(self.request)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
+from attn_dispatch.store.decision import Row
+from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request
+from attn_dispatch.tuning.candidates import Candidate, Request, utc_now
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, time_in_rounds
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, sampled_in_rounds
+
+if TYPE_CHECKING:
+    import torch
 
 HOPELESS_RATIO = 4.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
@@ -38,14 +47,16 @@ class Race:
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
+    clock: Callable[[], float] = time.perf_counter
+    _stopwatch: _GuardedStopwatch | None = None
 
     @property
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self, example: Example, remaining_s: float | None, disturbed_s: float | None = None) -> None:
+    def run(self, example: Example, remaining_s: float | None, disturbed_s: float | None = None) -> Steps[None]:
         """Time the candidates round by round, within what remains of the budget (seconds); `disturbed_s` if that is
-        more, and other programs take the cores.
+        more, and other programs take the cores. Where other code runs between two steps, call `pause` before it.
         """
         self._skip_slowest(remaining_s)
         racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.skipped}
@@ -57,7 +68,15 @@ class Race:
             return
         guard.end_idle_threads()  # they would occupy cores during the timing
         calls = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
-        self.rounds = self._time(calls, remaining_s, disturbed_s)
+        try:
+            self.rounds = yield from self._time(calls, remaining_s, disturbed_s)
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """Lift the limit of memory and remove the crash markers until the next sample."""
+        if self._stopwatch is not None:
+            self._stopwatch.pause()
 
     def remove(self, name: str) -> None:
         """Take a candidate out of the choice: it was timed, and its results proved wrong."""
@@ -95,6 +114,51 @@ class Race:
         """Candidates timed by a first call only, with its ratio to the fastest one's."""
         return {**self.skipped, **{name: self.rounds.dropped[name] for name in self.rounds.short_of_time}}
 
+    def row(self, candidate: Candidate) -> Row | None:
+        """The row of a candidate that ran in this race or was left out of it; None for others."""
+        title, left_out = candidate.title, self.left_out()
+        if title in self.rounds.failures:
+            return row_of(candidate, "failed", one_line(self.rounds.failures[title]))
+        if title in self.outcomes:
+            return self._timed(candidate, self.outcomes[title], self.timing(title))
+        return self._left_out(candidate, left_out[title]) if title in left_out else None
+
+    def _timed(self, candidate: Candidate, outcome: choice.Outcome, timing: intervals.Timing) -> Row:
+        admitted = self.runners[candidate.title][1]
+        return row_of(
+            candidate,
+            outcome.status,
+            outcome.reason,
+            median_ms=timing.median_ms,
+            low_ms=timing.low_ms,
+            high_ms=timing.high_ms,
+            fastest_ms=min(timing.samples_ms),
+            first_ms=admitted.first_ms,
+            host_ms=timing.host_ms,
+            cold_ms=timing.cold_ms,
+            rounds=len(timing.samples_ms),
+            ratio=outcome.ratio,
+            ratio_low=outcome.ratio_low,
+            ratio_high=outcome.ratio_high,
+            break_even=finite(outcome.break_even),
+            open=outcome.open,
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
+        )
+
+    def _left_out(self, candidate: Candidate, ratio: float) -> Row:
+        """The row of a candidate with a first call only: it includes one-time work and is no measurement."""
+        admitted = self.runners[candidate.title][1]
+        return row_of(
+            candidate,
+            "not_measured",
+            f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
+            first_ms=admitted.first_ms,
+            open=True,
+            peak_bytes=admitted.peak_bytes,
+            error=admitted.error,
+        )
+
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         (candidate, admitted), timing = self.runners[name], self.rounds.timings[name]
         # Preemption makes any first call longer.
@@ -127,33 +191,28 @@ class Race:
                 return
             self.skipped[name] = times.pop(name) / least
 
-    def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Rounds:
+    def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Steps[Rounds]:
         device = self.problem.device
-        with guard.capped(device), ExitStack() as stack:
-            marked = {call: stack.enter_context(self._marker(name)) for name, call in calls.items()}
-            stopwatch: Stopwatch = (
-                CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far)
-            )
-            return time_in_rounds(
-                calls,
-                budget_s=budget_s,
-                disturbed_budget_s=disturbed_s,
-                short_of_rounds=device.type != "cuda",
-                stopwatch=_MarkedStopwatch(stopwatch, marked),
-                incumbents=(self.incumbent,),
-                first_ms={name: self.runners[name][1].call_ms for name in calls},
-                extra_ms={name: self._plan_share_ms(name) for name in calls},
-            )
+        stopwatch: Stopwatch = CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far)
+        markers = {call: partial(self._marker, name) for name, call in calls.items()}
+        self._stopwatch = _GuardedStopwatch(stopwatch, markers, device)
+        return sampled_in_rounds(
+            calls,
+            budget_s=budget_s,
+            disturbed_budget_s=disturbed_s,
+            short_of_rounds=device.type != "cuda",
+            clock=self.clock,
+            stopwatch=self._stopwatch,
+            incumbents=(self.incumbent,),
+            first_ms={name: self.runners[name][1].call_ms for name in calls},
+            extra_ms={name: self._plan_share_ms(name) for name in calls},
+        )
 
-    @contextmanager
-    def _marker(self, name: str) -> Iterator[CrashMarker]:
-        """A crash marker for one candidate, paused except while that candidate is being sampled."""
+    def _marker(self, name: str) -> AbstractContextManager[CrashMarker]:
         candidate = self.runners[name][0]
-        where, version = self.request.silicon, candidate.version
         title = candidate.problem_title(self.problem)
-        with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()) as marker:
-            marker.pause()
-            yield marker
+        names = (self.request.silicon, candidate.name, candidate.version, title)
+        return crash_marker(cache_folder(), *names, patience_s=timeout_s())
 
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""
@@ -161,12 +220,15 @@ class Race:
         return choice.per_call_ms(admitted.first_ms - admitted.call_ms, _expected_calls())
 
 
-@dataclass(frozen=True)
-class _MarkedStopwatch:
-    """A stopwatch that resumes a call's crash marker while it samples that call."""
+@dataclass
+class _GuardedStopwatch:
+    """A stopwatch that caps memory, and has a crash marker for each call that is paused but while it is sampled."""
 
     stopwatch: Stopwatch
-    markers: Mapping[Callable[[], object], CrashMarker]
+    make_marker: Mapping[Callable[[], object], Callable[[], AbstractContextManager[CrashMarker]]]
+    device: torch.device
+    markers: dict[Callable[[], object], CrashMarker] = field(default_factory=dict[Callable[[], object], CrashMarker])
+    entered: ExitStack = field(default_factory=ExitStack)
 
     @property
     def load(self) -> Load:
@@ -184,10 +246,20 @@ class _MarkedStopwatch:
         with self._marked(call):
             return self.stopwatch.cold_ms(call)
 
+    def pause(self) -> None:
+        """Lift the cap and remove the markers until the next sample."""
+        self.markers.clear()
+        self.entered.close()
+
     @contextmanager
     def _marked(self, call: Callable[[], object]) -> Iterator[None]:
-        marker = self.markers[call]
-        marker.resume()
+        if not self.markers:
+            self.entered.enter_context(guard.capped(self.device))
+        marker = self.markers.get(call)
+        if marker is None:
+            marker = self.markers[call] = self.entered.enter_context(self.make_marker[call]())
+        else:
+            marker.resume()
         try:
             yield
         finally:
@@ -197,3 +269,24 @@ class _MarkedStopwatch:
 def _expected_calls() -> int:
     """`settings.expected_calls` as an integer; infinity becomes 10**15."""
     return int(min(expected_calls(), 1e15))
+
+
+def row_of(candidate: Candidate, status: str, reason: str, **measured: float | bool | None) -> Row:
+    return Row(
+        backend=candidate.name,
+        order=candidate.order,
+        status=status,
+        reason=printable(reason),
+        version=candidate.version,
+        workspace_bytes=candidate.workspace_bytes,
+        measured=utc_now(),
+        **measured,  # type: ignore[arg-type]
+    )
+
+
+def milliseconds_of(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value

@@ -4,15 +4,17 @@ The incumbent is the prior decision's choice, else the static choice. It runs fi
 less work and might otherwise get no time; `choice` says what replaces it. With a prior decision only changed candidates
 are measured again, with the best unchanged one for comparison. The chosen candidate must pass the hard cases.
 
-Where a caller waits, the trial may take some tens of the problem's own calls, and everything that it does counts.
+Where a caller waits, the trial may take some tens of the problem's own calls, and everything that it does counts. A
+trial can also be taken in steps, between calls of the program: each is one call of a candidate, or some milliseconds.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -23,13 +25,13 @@ from attn_dispatch.machine import memory
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, printable
-from attn_dispatch.tuning import choice, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, utc_now
-from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, flops
-from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
-from attn_dispatch.tuning.race import Race
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
+from attn_dispatch.tuning import guard
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
+from attn_dispatch.tuning.example import Example, example_bytes, made
+from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
+from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
+from attn_dispatch.tuning.race import Race, finite, milliseconds_of, row_of
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted
 
 # Of a trial that a caller waits for.
 FIXED_S = 0.15  #: seconds that it may take for a problem of microseconds
@@ -38,12 +40,23 @@ SHORT_S = 0.02  #: seconds of a first call that are always left
 RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
 DISTURBED_FACTOR = 4  #: factor on these where other programs take the cores: samples are repeated after rests
 
-LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
+# Of a trial that is taken in steps between calls of the program.
+STEPPED_CALLS = 60  #: the same as CALLS
+STEP_S, STEP_CALLS = 0.02, 1.5  #: longest first call of a candidate: seconds, and calls of the first candidate
+CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to take
+BACKWARD_CALLS = 3.5  #: forward and backward pass in forward passes, as expected before one was timed
+
 RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
 LAST_RESORT_RATE = 0.25  #: the same for the last resort, which writes the matrix of scores to memory several times
 
 
-def run_trial(
+def run_trial(request: Request, budget_s: float | None, **options: Any) -> Decision | None:
+    """All steps of `trial_of` at once, with the same arguments; the decision, or None if nothing could be measured."""
+    trial = trial_of(request, budget_s, **options)
+    return None if trial is None else exhausted(trial.steps())
+
+
+def trial_of(
     request: Request,
     budget_s: float | None,
     *,
@@ -51,8 +64,10 @@ def run_trial(
     prior: Decision | None = None,
     changed: Collection[CandidateId] | None = None,
     first: CandidateId | None = None,
-) -> Decision | None:
-    """Measure the candidates of a problem and choose.
+    live_s: float | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Trial | None:
+    """A trial that measures the candidates of a problem and chooses; None without a candidate.
 
     Args:
         budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
@@ -62,80 +77,22 @@ def run_trial(
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
         first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
             that the budget suffices for.
-
-    Returns:
-        The decision, or None if nothing could be measured: no candidate, or no memory for a trial (warned once).
-
-    Raises:
-        BackendFailed: a candidate left the device unusable.
+        live_s: seconds of a call of the program, where the trial is taken in steps between such calls: then no
+            candidate is tried whose call takes much longer (`STEP_CALLS`).
+        clock: seconds that the trial has taken, from any start; time.perf_counter if None.
     """
     # The reference computes a few rows at a time: besides a candidate's call, only the example needs memory.
     problem = request.problem
     found = request.candidates_with(example_bytes(problem))
     first = first if prior is None else prior.chosen
-    runners = _to_measure(problem, found, prior, changed, first)
+    runners = to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    trial = _Trial(request, found, runners, budget_s, prior, waiting)
-    try:
-        trial.run()
-    except NoReference as error:
-        say_once(f"not measured, too little memory to check results: {printable(str(problem))} ({error})")
-        trial.chosen = None
-    if trial.chosen is None:
-        memory.release(problem.device)  # only here: in the handler the exception still references tensors
-    trial.release()
-    return None if trial.chosen is None else trial.decision(trial.chosen)
-
-
-def passes_hard_cases(request: Request, name: CandidateId) -> bool:
-    """Whether a candidate that no trial of this problem has chosen passed the hard cases, or passes them now.
-
-    Raises:
-        BackendFailed: it left the device unusable.
-    """
-    candidate = next((each for each in request.able if each.id == name), None)
-    try:
-        return candidate is not None and Gate(request.problem, request.address).check_hard_cases(candidate) is None
-    except NoReference:
-        return False
-
-
-def _to_measure(
-    problem: Problem,
-    found: list[Candidate],
-    prior: Decision | None,
-    changed: Collection[CandidateId] | None,
-    first: CandidateId | None,
-) -> list[Candidate]:
-    """The candidates to measure, in order: the first, then by increasing work, as less work is likely faster."""
-    able = {candidate.id: candidate for candidate in found if candidate.row is None}
-    names = set(able)
-    if prior is not None and changed is not None:
-        names &= {*changed, prior.chosen, *_best_unchanged(prior, able.keys() - set(changed))}
-    measurable = [able[name] for name in able if name in names]
-    leading = next((each for each in measurable if each.id == first), None) or static_choice(measurable)
-    rest = sorted((each for each in measurable if each is not leading), key=lambda each: flops(each, problem) or 0)
-    if prior is None and first is None and leading is not None and _has_far_less_work(rest, leading, problem):
-        leading, rest = rest[0], [leading, *rest[1:]]
-    return rest if leading is None else [leading, *rest]
-
-
-def _has_far_less_work(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
-    """Whether the least work of the others is at most 1 / `LESS_WORK_FACTOR` of the first one's."""
-    least, whole = (flops(rest[0], problem) if rest else None), flops(first, problem)
-    return bool(least and whole and least * LESS_WORK_FACTOR <= whole)
-
-
-def _best_unchanged(prior: Decision, names: Collection[CandidateId]) -> list[CandidateId]:
-    """The fastest unchanged candidate, measured again so that ratios to it are paired."""
-    timed = [row for row in prior.candidates if row.id in names and row.median_ms is not None]
-    best = min(timed, key=lambda row: (row.id != prior.chosen, row.median_ms), default=None)
-    return [] if best is None else [best.id]
+    return Trial(request, found, runners, budget_s, prior, waiting, live_s, clock or time.perf_counter)
 
 
 @dataclass
-class _Trial:
+class Trial:
     """One trial; all tables are keyed by candidate title."""
 
     request: Request
@@ -144,7 +101,9 @@ class _Trial:
     budget_s: float | None
     prior: Decision | None
     waiting: bool = False
-    start: float = field(default_factory=time.perf_counter)
+    live_s: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+    start: float = field(init=False)
     outside_s: float = 0.0  #: seconds of `prepare`
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
@@ -153,36 +112,98 @@ class _Trial:
     untried: list[str] = field(default_factory=list[str])  #: skipped for lack of time, though they may be the fastest
     race: Race | None = None
     chosen: Candidate | None = None
+    gate: Gate | None = None  #: while its example is needed
+    emptied: bool = False
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
 
     @property
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self) -> None:
-        """Admit, time and choose: `chosen` is None if nothing could be measured. Raises NoReference, BackendFailed."""
-        with reference():
-            example = make(self.problem)
-        gate = Gate(self.problem, self.request.address, example, FEW_PAIRS if self.waiting else PAIRS)
+    def steps(self) -> Steps[Decision | None]:
+        """Run the trial; the decision, or None if nothing could be measured: no memory for a trial (warned once).
+
+        Where other code runs between two steps, call `pause` before it and `resume` after it.
+
+        Raises:
+            BackendFailed: a candidate left the device unusable.
+        """
+        try:
+            yield from self._measure()
+        except NoReference as error:
+            say_once(f"not measured, too little memory to check results: {printable(str(self.problem))} ({error})")
+            self.chosen = None
+        self.gate = None
+        if self.chosen is None:
+            memory.release(self.problem.device)  # only here: in the handler the exception still references tensors
+        self._clear_all_tables()
+        return None if self.chosen is None else self._decision(self.chosen)
+
+    def pause(self, most_bytes: float) -> int:
+        """Give back what other code must not find; bytes of the tensors that stay, `most_bytes` at most."""
+        guard.end_idle_threads()
+        if self.race is not None:
+            self.race.pause()
+        if self.gate is None or self.emptied:
+            return 0
+        need = 2 * example_bytes(self.problem)  # the gradients of the reference too
+        if need <= most_bytes:
+            return need
+        self.gate.empty()
+        self.emptied = True
+        return 0
+
+    def resume(self) -> None:
+        """Make again what `pause` gave back. Raises NoReference."""
+        if self.emptied and self.gate is not None:
+            with reference():
+                self.gate.refill()
+        self.emptied = False
+
+    def _measure(self) -> Steps[None]:
+        """Admit, time and choose: `chosen` is None if nothing could be measured."""
+        example = yield from referenced(made(self.problem))
+        pairs = STEP_PAIRS if self.live_s is not None else FEW_PAIRS if self.waiting else PAIRS
+        gate = self.gate = Gate(self.problem, self.request.address, example, pairs)
+        yield from gate.evaluate()
         for candidate in self.runners:
             if candidate.title in self.rows:
                 continue
             reason, need_s = self._reason_to_skip(candidate, gate)
             if reason:
                 may_win = candidate.title in self.untried
-                need_ms = _finite(_ms(need_s))
-                self.rows[candidate.title] = _row(candidate, "not_measured", reason, need_ms=need_ms, open=may_win)
+                need_ms = finite(milliseconds_of(need_s))
+                self.rows[candidate.title] = row_of(candidate, "not_measured", reason, need_ms=need_ms, open=may_win)
                 continue
+            yield CHECK_S + self._expected_s(candidate)
             found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
             else:
                 self._reject(candidate, found)
-        self._race(example)
+        yield from self._race(example)
+        self.gate = gate.example = None
+        gate.__dict__.pop("_oracle", None)
         del example
-        self._choose(gate)
+        yield from self._choose(gate)
         self.case_problems = gate.case_problems
 
-    def _choose(self, gate: Gate) -> None:
+    def _expected_s(self, candidate: Candidate) -> float:
+        """Seconds of a candidate's call, by its work and the rate of the first one."""
+        first = self._first_admitted()
+        if first is None:
+            return (self.live_s or 0.0) * (BACKWARD_CALLS if self.problem.needs_grad else 1)
+        rate = LAST_RESORT_RATE if candidate.name == registry.LAST_RESORT else 1.0
+        return self.admitted[first.title].call_ms / 1e3 * self._work_ratio(candidate, first) / rate
+
+    def _work_ratio(self, candidate: Candidate, first: Candidate) -> float:
+        """The candidate's work relative to the first one's; 1 where it is unknown."""
+        work = [flops(each, self.problem) for each in (candidate, first)]
+        return work[0] / work[1] if work[0] is not None and work[1] else 1.0
+
+    def _choose(self, gate: Gate) -> Steps[None]:
         """Choose the best candidate that passes the hard cases; all timed ones run them if no caller waits."""
         if self.race is None:
             return
@@ -192,7 +213,11 @@ class _Trial:
             title = self.race.choose()
             if title is not None and by_title[title] not in due:
                 due.append(by_title[title])
-            rejected = {each.title: found for each in due if (found := gate.check_hard_cases(each)) is not None}
+            rejected: dict[str, Rejected] = {}
+            for each in due:
+                found = yield from gate.check_hard_cases(each)
+                if found is not None:
+                    rejected[each.title] = found
             due.clear()
             for name, found in rejected.items():
                 self.race.remove(name)
@@ -201,7 +226,7 @@ class _Trial:
                 self.chosen = None if title is None else by_title[title]
                 return
 
-    def release(self) -> None:
+    def _clear_all_tables(self) -> None:
         """Clear the backends' tables for the trial's problems, except the chosen backend's for this one."""
         for backend in {candidate.name: candidate.backend for candidate in self.runners}.values():
             try:
@@ -230,10 +255,10 @@ class _Trial:
         return None if incumbent is None else incumbent.title
 
     def _remaining_s(self) -> float | None:
-        spent = time.perf_counter() - self.start - self.outside_s
+        spent = self.clock() - self.start - self.outside_s
         most = [] if self.budget_s is None else [self.budget_s]
         if self.waiting and self.admitted:
-            most.append(FIXED_S + CALLS * self._call_s())
+            most.append(FIXED_S + (CALLS if self.live_s is None else STEPPED_CALLS) * self._call_s())
         return min(most) - spent if most else None
 
     def _call_s(self) -> float:
@@ -255,15 +280,18 @@ class _Trial:
             return "", 0.0
         left_s = max(remaining, SHORT_S if self.waiting else 0.0)
         first_s = gate.builds_ms(candidate) / 1e3
+        if self.live_s is not None:
+            reason = self._too_long(candidate, gate, first_s)
+            if reason:
+                return reason, first_s + self._expected_s(candidate) * ENOUGH_ROUNDS
         if first_s > left_s:
             return (
                 f"its first calls, the checks' too, take about {first_s:.3g} s more than later ones, with "
                 f"{left_s:.3g} s of the budget left: `attn-dispatch profile --full` measures it"
             ), first_s
-        work = [flops(each, self.problem) for each in (candidate, first)]
-        if work[0] is None or not work[1]:
+        if flops(candidate, self.problem) is None or not flops(first, self.problem):
             return "", 0.0
-        ratio = work[0] / work[1]
+        ratio = self._work_ratio(candidate, first)
         rate = RATE_FACTOR if candidate.name != registry.LAST_RESORT else LAST_RESORT_RATE
         least_s = self.admitted[first.title].call_ms / 1e3 * ratio / rate
         need_s = first_s + least_s * ENOUGH_ROUNDS
@@ -281,9 +309,24 @@ class _Trial:
             ), need_s
         return "", 0.0
 
+    def _too_long(self, candidate: Candidate, gate: Gate, first_s: float) -> str:
+        """Why a candidate is not tried between calls of the program: a single one would be delayed too long."""
+        first = self._first_admitted()
+        assert first is not None
+        most_s = STEP_S + STEP_CALLS * self.admitted[first.title].call_ms / 1e3
+        need_s, later = first_s + self._expected_s(candidate), "between calls: `attn-dispatch profile` measures it"
+        if need_s > most_s:
+            if first_s <= most_s and self._work_ratio(candidate, first) < RATE_FACTOR:
+                self.untried.append(candidate.title)
+            return f"a first call of about {need_s:.3g} s is too long to be tried {later}"
+        prepared = getattr(candidate.backend, "prepared", None)
+        if hasattr(candidate.backend, "prepare") and not (prepared is not None and prepared()):
+            return f"has to be prepared, which takes too long {later}"
+        return ""
+
     def _reject(self, candidate: Candidate, found: Rejected) -> None:
         self.admitted.pop(candidate.title, None)
-        self.rows[candidate.title] = _row(
+        self.rows[candidate.title] = row_of(
             candidate,
             "quarantined" if found.quarantined else found.status,
             found.reason,
@@ -303,34 +346,34 @@ class _Trial:
                 if self.race is not None:
                     self.race.remove(candidate.title)
                 text = f"quarantined with {culprit.title}: {reason}"
-                self.rows[candidate.title] = _row(candidate, "quarantined", text)
+                self.rows[candidate.title] = row_of(candidate, "quarantined", text)
 
     def _prepare(self, candidate: Candidate, gate: Gate) -> Rejected | None:
         """Run the backend's `prepare` once per trial, outside the budget; its rejection, if it failed."""
         prepare = getattr(candidate.backend, "prepare", None)
         if prepare is None or candidate.name in self.prepared:
             return self.prepared.get(candidate.name)
-        start = time.perf_counter()
+        start = self.clock()
         try:
             found = self.prepared[candidate.name] = gate.prepare(candidate, prepare)
         finally:
-            self.outside_s += time.perf_counter() - start
+            self.outside_s += self.clock() - start
         return found
 
-    def _race(self, example: Example) -> None:
+    def _race(self, example: Example) -> Steps[None]:
         incumbent = self._incumbent()
         if incumbent is None:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        self.race = Race(self.request, runners, incumbent)
+        self.race = Race(self.request, runners, incumbent, clock=self.clock)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s
             remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, DISTURBED_FACTOR))
-        self.race.run(example, remaining, more_s)
+        yield from self.race.run(example, remaining, more_s)
 
-    def decision(self, chosen: Candidate) -> Decision:
+    def _decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None
         provisional = self._why_provisional()
         return self.request.decision(
@@ -339,8 +382,8 @@ class _Trial:
             self._final_rows(),
             provisional=provisional,
             attempts=self.attempts + 1 if provisional else 0,
-            budget_ms=None if self.budget_s is None else _finite(self.budget_s * 1e3),
-            elapsed_ms=_ms(time.perf_counter() - self.start),
+            budget_ms=None if self.budget_s is None else finite(self.budget_s * 1e3),
+            elapsed_ms=milliseconds_of(self.clock() - self.start),
             environment=current_environment(),
         )
 
@@ -353,87 +396,18 @@ class _Trial:
     def _final_rows(self) -> Iterator[Row]:
         assert self.race is not None
         earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
-        failures, left_out = self.race.rounds.failures, self.race.left_out()
         for candidate in self.candidates:
-            title = candidate.title
-            if title in failures:
-                yield _row(candidate, "failed", one_line(failures[title]))
-            elif title in self.race.outcomes:
-                yield self._timed(candidate, self.race.outcomes[title], self.race.timing(title))
-            elif title in left_out:
-                yield self._left_out(candidate, left_out[title])
-            elif title in self.rows:
-                yield self.rows[title]
-            elif candidate.row is not None:
-                yield candidate.row
-            else:
-                yield self._earlier_row(earlier.get(candidate.id), candidate, self.race)
-
-    def _timed(self, candidate: Candidate, outcome: choice.Outcome, timing: intervals.Timing) -> Row:
-        admitted = self.admitted[candidate.title]
-        return _row(
-            candidate,
-            outcome.status,
-            outcome.reason,
-            median_ms=timing.median_ms,
-            low_ms=timing.low_ms,
-            high_ms=timing.high_ms,
-            fastest_ms=min(timing.samples_ms),
-            first_ms=admitted.first_ms,
-            host_ms=timing.host_ms,
-            cold_ms=timing.cold_ms,
-            rounds=len(timing.samples_ms),
-            ratio=outcome.ratio,
-            ratio_low=outcome.ratio_low,
-            ratio_high=outcome.ratio_high,
-            break_even=_finite(outcome.break_even),
-            open=outcome.open,
-            peak_bytes=admitted.peak_bytes,
-            error=admitted.error,
-        )
-
-    def _left_out(self, candidate: Candidate, ratio: float) -> Row:
-        """The row of a candidate with a first call only: it includes one-time work and is no measurement."""
-        admitted = self.admitted[candidate.title]
-        return _row(
-            candidate,
-            "not_measured",
-            f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
-            first_ms=admitted.first_ms,
-            open=True,
-            peak_bytes=admitted.peak_bytes,
-            error=admitted.error,
-        )
+            known = self.race.row(candidate) or self.rows.get(candidate.title) or candidate.row
+            yield known or self._earlier_row(earlier.get(candidate.id), candidate, self.race)
 
     def _earlier_row(self, row: Row | None, candidate: Candidate, race: Race) -> Row:
         """The prior row of a candidate not measured again, compared with the chosen one's times."""
         assert self.chosen is not None
         if row is None:
-            return _row(candidate, "not_measured", "was not available when the trial began")
+            return row_of(candidate, "not_measured", "was not available when the trial began")
         if row.status not in TIMED or row.low_ms is None:
             return row
         best = race.rounds.timings[self.chosen.title]
         status = "slower" if row.low_ms > best.high_ms else "tie"
         relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
         return msgspec.structs.replace(row, status=status, open=False, **relative)
-
-
-def _row(candidate: Candidate, status: str, reason: str, **measured: float | bool | None) -> Row:
-    return Row(
-        backend=candidate.name,
-        order=candidate.order,
-        status=status,
-        reason=printable(reason),
-        version=candidate.version,
-        workspace_bytes=candidate.workspace_bytes,
-        measured=utc_now(),
-        **measured,  # type: ignore[arg-type]
-    )
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
