@@ -150,3 +150,21 @@ def with_current_environment(decision: Decision) -> Decision:
     if decision.source == "measured":
         Store(cache_folder()).amend(decision, environment=now)
     return msgspec.structs.replace(decision, environment=now)
+
+
+def adjusted(stored: StoredDecision) -> Decision:
+    """The decision with the candidate that runs now as its choice, and outdated rows marked."""
+    rows = tuple(_adjusted_row(row, stored) for row in stored.decision.candidates)
+    backend, order = stored.choice or ("", "")
+    return msgspec.structs.replace(stored.decision, choice=backend, order=order, candidates=rows)
+
+
+def _adjusted_row(row: Row, stored: StoredDecision) -> Row:
+    if row.id == stored.choice:
+        row = msgspec.structs.replace(row, status="chosen")
+    elif row.status == "chosen":
+        row = msgspec.structs.replace(row, status="slower")
+    if row.id in stored.changed and row.median_ms is not None:
+        text = f"measured with version {row.version}, which has changed"
+        row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
+    return row

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
@@ -226,11 +226,11 @@ class Gate:
         if isinstance(accepted, Rejected):
             return accepted
         due = accepted[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else accepted
-        checks: list[Callable[[], list[str] | tuple[str, ...]]]
-        checks = [partial(self._case_failures, candidate, case) for case in due]
-        for check in (*checks, partial(self._second_call_failures, candidate, accepted)):
+        checks: list[Callable[[], Sequence[str]]] = [partial(self._case_failures, candidate, each) for each in due]
+        checks.append(partial(self._second_call_failures, candidate, accepted))
+        for check in checks:
             yield CASE_S
-            failures = self._tried(candidate, check)
+            failures: Sequence[str] | Rejected | None = self._tried(candidate, check)
             if isinstance(failures, Rejected):
                 return failures
             if failures:
@@ -294,7 +294,7 @@ class Gate:
     def _incorrect(
         self,
         candidate: Candidate,
-        failures: list[str] | tuple[str, ...],
+        failures: Sequence[str],
         first_ms: float | None = None,
         peak: int | None = None,
         error: float | None = None,

@@ -1,0 +1,113 @@
+"""What limits trials: state of PyTorch that they must respect (CUDA graph capture, traces, random numbers, modes), and
+the seconds per minute that attend() calls add on them, however many new problems appear.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attn_dispatch.decisions import look_up
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import CandidateId, Decision
+from attn_dispatch.tuning.candidates import Request
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured; nothing can be timed then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
+    """Restore the state of the random number generators after a trial with dropout.
+
+    Only with dropout: the generator belongs to the process, so numbers that other threads draw meanwhile repeat.
+    """
+    if not problem.dropout_p:
+        return nullcontext()
+    return torch.random.fork_rng([problem.device] if problem.device.type == "cuda" else [])
+
+
+def saving_tensors() -> bool:
+    """Whether saved-tensor hooks are set, as checkpointing does: the forward pass may be computed again."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # private
+    return top is None or top(False) is not None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    task = getattr(torch._C, "_current_graph_task_id", None)  # private
+    return task is None or task() != -1
+
+
+def cannot_measure(device: torch.device) -> bool:
+    """Whether calls are captured, traced or transformed, so that nothing can be timed."""
+    return capturing(device) or tracing.is_traced()
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Run a trial without the caller's autocast, inference mode, saved-tensor hooks (set by checkpointing), default
+    device and dispatch modes.
+    """
+
+    def identity(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with (
+        torch.autocast(device.type, enabled=False),
+        torch.inference_mode(False),
+        torch.autograd.graph.saved_tensors_hooks(identity, identity),
+        torch.device("cpu"),
+        _disable_current_modes(),
+    ):
+        yield
+
+
+def measure(
+    request: Request,
+    budget_s: float | None,
+    stored: look_up.StoredDecision | None,
+    first: CandidateId | None = None,
+    *,
+    waiting: bool = False,
+) -> Decision | None:
+    """Run a trial; with `stored`, of its changed candidates only, if any. Arguments as for `tuner.run_trial`."""
+    from attn_dispatch.tuning import tuner  # loaded only when something is measured
+
+    prior, changed = (None, None) if stored is None else (stored.decision, stored.changed or None)
+    with isolated(request.problem.device), preserved_rng(request.problem):
+        return tuner.run_trial(request, budget_s, waiting=waiting, prior=prior, changed=changed, first=first)
+
+
+WINDOW_S = 60.0  #: seconds over which trials are limited
+
+
+class RateLimit:
+    """Sums the seconds of trials within the last minute. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._trials: deque[tuple[float, float]] = deque()
+
+    def allows(self, most_s: float) -> bool:
+        """Whether trials within the last minute took less than `most_s` seconds, so that another may start."""
+        now = self._clock()
+        while self._trials and self._trials[0][0] <= now - WINDOW_S:
+            self._trials.popleft()
+        return sum(seconds for _, seconds in self._trials) < most_s
+
+    def add(self, seconds: float) -> None:
+        """Add the seconds of a trial that has just ended."""
+        self._trials.append((self._clock(), seconds))
+
+    def clear(self) -> None:
+        """Forget all trials."""
+        self._trials.clear()
