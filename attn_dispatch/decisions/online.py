@@ -42,7 +42,7 @@ from attn_dispatch.text import one_line
 from attn_dispatch.tuning.candidates import Request
 
 SLICE_S = 0.004  #: seconds that must be saved before a slice begins, so that a slice's own cost is small beside it
-SLICE_CALLS = 0.25  #: calls of the guess that a slice may take besides, before its last step
+SLICE_CALLS = 0.25  #: calls of the guess that a slice may take besides; its first step may take longer
 START_S = 0.02  #: seconds that the first slice of a trial is expected to take
 HELD_SHARE = 0.05  #: share of the free memory that trials may hold between slices
 MOST_AT_ONCE = 2  #: trials that go on at the same time, so that one ends before many have begun
@@ -101,6 +101,7 @@ class _SampledRun:
         start = time.perf_counter()
         result = run(*args, **tensors)
         trial.note(time.perf_counter() - start)
+        trial.watch_backward(result)
         return result
 
 
@@ -120,6 +121,7 @@ class _LiveTrial:
         self._live_s: deque[float] = deque(maxlen=5)
         self._events: deque[Any] = deque(maxlen=64)
         self._last_call = 0
+        self._backward_s = 0.0  # unknown before the gate ran the guess
         self._trial: Any = None
         self._steps: Any = None
         self._need_s = START_S
@@ -139,10 +141,20 @@ class _LiveTrial:
         result = run(*args, **tensors)
         end.record()
         self._events.append((start, end))
+        self.watch_backward(result)
         while self._events and self._events[0][1].query():
             first, last = self._events.popleft()
             self.note(first.elapsed_time(last) / 1e3)
         return result
+
+    def watch_backward(self, result: Any) -> None:
+        """Count the backward pass of a call's out, if it is ever run."""
+        out = result[0] if isinstance(result, tuple) else result
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+
+    def _note_backward(self, grad: torch.Tensor) -> None:
+        _account.live_s += self._backward_s
 
     def note(self, call_s: float) -> None:
         """Add the seconds of a call, and run a slice if enough is saved.
@@ -210,11 +222,14 @@ class _LiveTrial:
             while True:
                 self._need_s = next(self._steps)
                 spent_s = time.perf_counter() - self._slice_start
-                if spent_s >= most_s or _account.left_s(self._share) - spent_s < self._need_s:
+                if spent_s + self._need_s >= most_s or _account.left_s(self._share) - spent_s < self._need_s:
                     return
         except StopIteration as end:
             self._end(end.value)
         finally:
+            both_s = trial.first_call_s  # forward and backward, where gradients are needed
+            if both_s is not None:
+                self._backward_s = max(0.0, both_s - statistics.median_low(self._live_s))
             self.held_bytes = trial.pause(HELD_SHARE * available_bytes(self.problem.device) - others)
 
     def _begin(self) -> bool:

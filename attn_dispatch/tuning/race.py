@@ -18,7 +18,7 @@ from attn_dispatch.store.decision import Row
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, utc_now
-from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, CudaStopwatch, HostStopwatch, Stopwatch
+from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, RETAKES, CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.gate import Admitted
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, sampled_in_rounds
@@ -38,7 +38,7 @@ class Race:
     """One race; all tables are keyed by candidate title.
 
     `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
-    the fastest one's.
+    the fastest one's. `clock` measures the budget, in seconds; `retakes` is that of `HostStopwatch`.
     """
 
     request: Request
@@ -48,6 +48,7 @@ class Race:
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
     clock: Callable[[], float] = time.perf_counter
+    retakes: int = RETAKES
     _stopwatch: _GuardedStopwatch | None = None
 
     @property
@@ -193,7 +194,9 @@ class Race:
 
     def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Steps[Rounds]:
         device = self.problem.device
-        stopwatch: Stopwatch = CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far)
+        stopwatch: Stopwatch = (
+            CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far, retakes=self.retakes)
+        )
         markers = {call: partial(self._marker, name) for name, call in calls.items()}
         self._stopwatch = _GuardedStopwatch(stopwatch, markers, device)
         return sampled_in_rounds(

@@ -27,6 +27,7 @@ from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
+from attn_dispatch.tuning.clocks import RETAKES
 from attn_dispatch.tuning.example import Example, example_bytes, made
 from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
@@ -192,8 +193,7 @@ class Trial:
 
     def _expected_s(self, candidate: Candidate) -> float:
         """Seconds of a candidate's call, by its work and the rate of the first one."""
-        first = self._first_admitted()
-        if first is None:
+        if (first := self._first_admitted()) is None:
             return (self.live_s or 0.0) * (BACKWARD_CALLS if self.problem.needs_grad else 1)
         rate = LAST_RESORT_RATE if candidate.name == registry.LAST_RESORT else 1.0
         return self.admitted[first.title].call_ms / 1e3 * self._work_ratio(candidate, first) / rate
@@ -242,6 +242,12 @@ class Trial:
                 forget(problem)
         elif release is not None:
             release()
+
+    @property
+    def first_call_s(self) -> float | None:
+        """Seconds of a call of the first candidate, as the gate took it; None before."""
+        first = self._first_admitted()
+        return None if first is None else self.admitted[first.title].call_ms / 1e3
 
     def _first_admitted(self) -> Candidate | None:
         """The admitted candidate that ran first."""
@@ -366,7 +372,8 @@ class Trial:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        self.race = Race(self.request, runners, incumbent, clock=self.clock)
+        retakes = RETAKES if self.live_s is None else 0  # a step is one sample
+        self.race = Race(self.request, runners, incumbent, clock=self.clock, retakes=retakes)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s

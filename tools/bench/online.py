@@ -1,5 +1,5 @@
-"""What mode `online` costs: a training loop and a serving loop, in mode `off`, in mode `online` with an empty cache folder,
-and with the decisions of `profile`; the worst single call, and how far the decisions are from those of `profile`.
+"""What mode `online` costs: a training loop and a serving loop, in mode `off`, in mode `online` with an empty cache
+folder, and with the decisions of `profile`; the worst single call, and how far the decisions are from `profile`'s.
 
     python -m tools.bench.online [--quick]
 
@@ -28,7 +28,7 @@ from tools.lib.choices import Planned, judged, wait_until_calm
 from tools.lib.common import parser, write
 
 STEPS, QUICK_STEPS = 2000, 150  #: of training
-PASSES, QUICK_PASSES = 6, 1  #: over the lengths
+PASSES, QUICK_PASSES = 100, 3  #: over the lengths
 LENGTHS = 500
 JUDGED, QUICK_JUDGED = 12, 2  #: lengths whose decision is compared with that of `profile`
 PROFILED_S = 4.0  #: of each problem
@@ -147,10 +147,11 @@ def main() -> None:
     figures = {loop: compared(loop, given.quick) for loop in ("training", "serving")}
     for loop, each in figures.items():
         print(
-            f"{loop:9} trials {each['overhead']:.1%} of the loop ({MOST_OVERHEAD:.0%}); loop {each['relative_to_off']:.3f} "
-            f"times that of mode off, {each['relative_to_known']:.3f} times that with decisions; worst call "
-            f"{each['worst_beyond_ms']:+.1f} ms from {MOST_CALLS:g} calls + {MOST_MORE_MS:g} ms; decisions "
-            f"{', '.join(f'{ratio:.2f}' for ratio in each['ratios'])} times profile's ({MOST_RATIO:g})"
+            f"{loop:9} trials {each['overhead']:.1%} of the loop ({MOST_OVERHEAD:.0%}); "
+            f"loop {each['relative_to_off']:.3f} times that of mode off, "
+            f"{each['relative_to_known']:.3f} times that with decisions; "
+            f"worst call {each['worst_beyond_ms']:+.1f} ms from {MOST_CALLS:g} calls + {MOST_MORE_MS:g} ms; "
+            f"decisions {', '.join(f'{ratio:.2f}' for ratio in each['ratios'])} times profile's ({MOST_RATIO:g})"
         )
     write(given.output, {"quick": given.quick, **figures})
 
