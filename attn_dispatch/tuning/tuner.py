@@ -42,7 +42,7 @@ RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that
 DISTURBED_FACTOR = 4  #: factor on these where other programs take the cores: samples are repeated after rests
 
 # Of a trial that is taken in steps between calls of the program.
-STEPPED_CALLS = 60  #: the same as CALLS
+STEPPED_CALLS = 30  #: the same as CALLS
 STEP_S, STEP_CALLS = 0.02, 1.5  #: longest first call of a candidate: seconds, and calls of the first candidate
 CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to take
 BACKWARD_CALLS = 3.5  #: forward and backward pass in forward passes, as expected before one was timed

@@ -72,8 +72,9 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> Machine:
-    """`a` is the static choice, `b` is the fastest."""
+    """`a` is the static choice, `b` is the fastest. A large share, so that few calls pay for a trial."""
     set_mode("online")
+    monkeypatch.setenv("ATTN_DISPATCH_OVERHEAD", "0.5")
     found = Machine(monkeypatch)
     for name, takes_ms in (("a", 4), ("b", 2), ("c", 5)):
         found.add(name, takes_ms)
@@ -129,7 +130,7 @@ def test_the_decision_is_right_stored_and_used_from_then_on(machine: Machine) ->
     assert counted(loaded=1), "as another process does"
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3])
+@pytest.mark.parametrize("share", [0.1, 1.0])
 def test_overhead_never_exceeds_the_share_by_more_than_a_step(
     share: float, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +288,7 @@ def test_two_threads_measure_once(machine: Machine) -> None:
 
 
 def test_a_forked_child_keeps_the_guess(machine: Machine) -> None:
-    for _ in range(200):
+    for _ in range(8):
         attend(*qkv())
     assert online._trials
     child = os.fork()
