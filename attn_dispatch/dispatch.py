@@ -232,8 +232,10 @@ def _new_route(
     cast = autocast_dtype(q.device.type)
     cast = cast if cast is not None and q.dtype != torch.float64 else None
     transposed = layout == "bhnd"
-    run = run_function(problem, decision, traced, _drop_routes)
     with lock:
+        if not (forced or traced):
+            decision = decide.latest(problem, decision)
+        run = run_function(problem, decision, traced, _drop_routes)
         next_route = _chain(signature)
         route = Route(
             fits=fits(*tensors),

@@ -116,10 +116,11 @@ def _resolve(problem: Problem) -> ResolvedCall:
         return found
     observers.notify(problem)
     decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
-    run = run_function(problem, decision, traced, _drop_calls)
-    call = ResolvedCall(run, problem, titled(*decision.chosen))
-    if not cannot_measure(problem.device):
-        with decide.lock:
+    with decide.lock:
+        decision = decision if traced else decide.latest(problem, decision)
+        run = run_function(problem, decision, traced, _drop_calls)
+        call = ResolvedCall(run, problem, titled(*decision.chosen))
+        if not cannot_measure(problem.device):
             if len(_calls) >= MAX_CALLS:
                 _calls.clear()
             _calls[key] = call

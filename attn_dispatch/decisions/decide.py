@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation, with_current_candidates
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, measure
-from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, mode
@@ -127,6 +128,11 @@ def decision_for(problem: Problem) -> Decision:
             return _decided.get(key) or _decide(request, key)
         finally:
             _deciding.pop(key, None)
+
+
+def latest(problem: Problem, decision: Decision) -> Decision:
+    """The decision by which a route is made under `lock`: a trial may have ended since this one was taken."""
+    return _decided.get((decision.silicon, problem, None, None), decision)
 
 
 def _decide(request: Request, key: _Key) -> Decision:
@@ -355,8 +361,9 @@ def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, u
     key = guess.silicon, problem, None, None
     with lock:
         on_trial.pop((guess.silicon, problem), None)
-        if decision is None and use and not Request.of(problem).can_run(*guess.chosen):
-            _decided.pop(key, None)  # the trial has quarantined the guess
+        with suppress(InvalidInput):  # the guess is not registered any more
+            if decision is None and use and not Request.of(problem).can_run(*guess.chosen):
+                _decided.pop(key, None)  # the trial has quarantined the guess
     if decision is not None and decision.source == "measured":
         store_measured(problem, decision, use=use)
     elif decision is not None and use:
@@ -367,6 +374,7 @@ def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, u
 def replace_measured(problem: Problem, decision: Decision) -> None:
     """Like `store_measured`, and drop remembered decisions of partly forced calls, which it may change."""
     with lock:
+        on_trial.pop((decision.silicon, problem), None)
         for key in [key for key in _decided if key[:2] == (decision.silicon, problem)]:
             del _decided[key]
     store_measured(problem, decision)

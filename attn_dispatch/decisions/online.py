@@ -83,7 +83,8 @@ def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
         trial = _trials.get(key)
         if trial is None:
             trial = _trials[key] = _LiveTrial(problem, decision)
-        trial.drops.append(drop)
+        if drop not in trial.drops:
+            trial.drops.append(drop)
     return _SampledRun(run, trial)
 
 
@@ -122,7 +123,7 @@ class _LiveTrial:
         self._events: deque[Any] = deque(maxlen=64)
         self._last_call = 0
         self._backward_s = 0.0  # unknown before the gate ran the guess
-        self._trial: Any = None
+        self._trial: Any = None  # a tuner.Trial, and its steps
         self._steps: Any = None
         self._need_s = START_S
         self._worked_s = self._slice_start = 0.0
@@ -188,9 +189,13 @@ class _LiveTrial:
         """Whether a slice may run here, and the trial has begun or may begin."""
         if in_backward() or cannot_measure(self.problem.device):
             return False
-        others = (each for each in _trials.values() if each._steps is not None and each is not self)
+        for key, each in list(_trials.items()):
+            if key not in decide.on_trial:  # `profile` has decided meanwhile
+                each.abandon()
+                _trials.pop(key, None)
+        others = [each for each in list(_trials.values()) if each._steps is not None and each is not self]
         busy = sum(_account.calls - each._last_call < IDLE_CALLS for each in others)
-        return self._steps is not None or busy < MOST_AT_ONCE
+        return not self.ended and (self._steps is not None or busy < MOST_AT_ONCE)
 
     def _slice(self) -> None:
         """Take steps while they are paid for; whatever fails ends the trial, not the call."""
@@ -212,15 +217,17 @@ class _LiveTrial:
             _account.spent_s += time.perf_counter() - self._slice_start
 
     def _advance(self) -> None:
-        if self._steps is None and not self._begin():
-            return
+        if self._steps is not None or self._begin():
+            self._go_on()
+
+    def _go_on(self) -> None:
         most_s = SLICE_S + SLICE_CALLS * statistics.median_low(self._live_s)
-        others = sum(each.held_bytes for each in _trials.values() if each is not self)
-        trial = self._trial
+        others = sum(each.held_bytes for each in list(_trials.values()) if each is not self)
+        trial, steps = self._trial, self._steps
         try:
             trial.resume()
             while True:
-                self._need_s = next(self._steps)
+                self._need_s = next(steps)
                 spent_s = time.perf_counter() - self._slice_start
                 if spent_s + self._need_s >= most_s or _account.left_s(self._share) - spent_s < self._need_s:
                     return

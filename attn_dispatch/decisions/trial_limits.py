@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
 
 def saving_tensors() -> bool:
     """Whether saved-tensor hooks are set, as checkpointing does: the forward pass may be computed again."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # private
+    autograd: Any = getattr(torch._C, "_autograd", None)  # private, and so is the function
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(False) is not None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_dispatch import attend, explain, profile, register
 from attn_dispatch.backends import manual
 from attn_dispatch.decisions import decide as decisions
+from attn_dispatch.decisions import trial_limits
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
@@ -308,7 +309,7 @@ def test_a_stored_decision_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -
     attend(*qkv(24))
     forget()
     trial_begun, go_on = threading.Event(), threading.Event()
-    measure = decisions.measure
+    measure = trial_limits.measure
 
     def slow_measure(*given: Any, **named: Any) -> Any:
         trial_begun.set()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_dispatch import attend, counters, dispatch, explain
+from attn_dispatch import attend, counters, dispatch, explain, process_state, profile
 from attn_dispatch.decisions import decide, online
 from attn_dispatch.errors import BackendFailed, InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
@@ -85,7 +85,7 @@ def stored() -> list[Decision]:
     return [decision for _, decision in Store(cache_folder()).all()]
 
 
-def choice(*tensors: Tensor) -> str | None:
+def choice(tensors: tuple[Tensor, Tensor, Tensor] | None = None) -> str | None:
     return explain(*(tensors or qkv())).choice
 
 
@@ -190,7 +190,7 @@ def test_far_less_work_is_the_guess_once_it_passed_the_hard_cases(machine: Machi
     registry_calls = machine.calls()
     forget()
     attend(*qkv(24))
-    assert choice(*qkv(24)) == "b"
+    assert choice(qkv(24)) == "b"
     assert machine.calls() == registry_calls | {"b": registry_calls["b"] + 1}
 
 
@@ -211,7 +211,7 @@ def test_training_is_timed_forward_and_backward(machine: Machine) -> None:
     call_until_measured(step)
     assert stored()[0].choice == "b"
     step()
-    assert choice(*tensors) == "b"
+    assert choice(tensors) == "b"
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -233,12 +233,12 @@ def test_a_recomputation_goes_the_way_of_its_forward_pass(use_reentrant: bool, m
     step()
     assert {tuple(each) for each in ran} == {("a",)}, "every recomputation"
     if not use_reentrant:
-        assert choice(*tensors) == "a", "this process keeps the guess"
+        assert choice(tensors) == "a", "this process keeps the guess"
         assert stored()[0].choice == "b"
         assert not isinstance(next(iter(dispatch._routes.values())).run, online._SampledRun)
         forget()
         attend(*tensors)
-        assert choice(*tensors) == "b", "the next process takes the decision"
+        assert choice(tensors) == "b", "the next process takes the decision"
 
 
 @pytest.mark.parametrize("mode", ["predict", "off"])
@@ -362,3 +362,28 @@ def test_a_trial_ends_where_neighbours_are_sure_meanwhile(machine: Machine, monk
     assert choice() == "c"
     assert machine.calls()["b"] == 0
     assert counted(heuristic=1, learned=1)
+
+
+def test_profile_ends_a_trial(machine: Machine) -> None:
+    for _ in range(8):
+        attend(*qkv())
+    profile([Problem.of(*qkv())], budget_s=60.0, progress=False)
+    before = machine.calls()
+    for _ in range(100):
+        attend(*qkv())
+    assert machine.calls() == before | {"b": before["b"] + 100}
+    assert counters()["measured"] == 1
+
+
+def test_a_route_made_while_the_trial_ends_takes_its_decision(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread has taken the guess, and makes its route of it."""
+    attend(*qkv())
+    (guess,) = decide._decided.values()
+    call_until_measured()
+    process_state.forget(process_state.ROUTES)
+    monkeypatch.setattr(decide, "decision_for", lambda problem: guess)
+    before = machine.calls()
+    attend(*qkv())
+    assert machine.calls() == before | {"b": before["b"] + 1}

@@ -15,7 +15,7 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import hard_cases, oracle, tuner
+from attn_dispatch.tuning import example, gate, hard_cases, oracle
 from attn_dispatch.tuning.candidates import Request, static_choice
 from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
@@ -28,10 +28,10 @@ ERRORS = {
     "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried"),
 }
 PLACES = {
-    "example": (tuner, "make", 1),
+    "example": (example, "_drawn", 1),
     "reference": (oracle._Sample, "evaluate", 1),
     "tolerance": (oracle._Sample, "rounding_errors", 1),
-    "hard cases": (hard_cases, "_case", 1),
+    "hard cases": (gate, "hard_case", 1),
     "comparison": (oracle, "_error", 12),
     "another call": (oracle._Sample, "of", 2),
 }
@@ -56,7 +56,7 @@ def test_a_call_runs_without_memory_for_the_reference(
     place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     where, name, first = PLACES[place]
-    hard_cases._cases.cache_clear()
+    hard_cases.hard_case.cache_clear()
     calls = fail_from(monkeypatch, where, name, first, ERRORS[error])
     q, k, v = qkv(32)
     for _ in range(2):
