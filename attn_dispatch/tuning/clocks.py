@@ -68,12 +68,14 @@ class HostStopwatch:
     Args:
         reading: this process's load so far; None: disturbances are not noticed.
         rest: lets some seconds pass.
+        retakes: times that a disturbed sample is taken again at most.
     """
 
     clock: Callable[[], float] = time.perf_counter
     synchronize: Callable[[], None] = lambda: None
     reading: Callable[[], Load] | None = None
     rest: Callable[[float], None] = time.sleep
+    retakes: int = RETAKES
     load: Load = NO_LOAD
     # How often all retakes of a call were disturbed too; -inf once one was not: it can end within a slice.
     _failures: defaultdict[Call, float] = field(default_factory=lambda: defaultdict[Call, float](float))
@@ -82,7 +84,7 @@ class HostStopwatch:
         mean_ms, disturbed = self._sample(call, repeats)
         if not disturbed or self._failures[call] >= MOST_FAILURES or mean_ms * repeats > LONGEST_DISTURBED_MS:
             return mean_ms
-        for _ in range(RETAKES):
+        for _ in range(self.retakes):
             self.rest(REST_S)
             again_ms, disturbed = self._burst(call)
             mean_ms = min(mean_ms, again_ms)

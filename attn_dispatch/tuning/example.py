@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from attn_dispatch.kernels.contract import Backend, Result, runner
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.strides import randn
+from attn_dispatch.tuning.rounds import Steps, exhausted
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Example:
     v: Tensor
     grad: Tensor | None
     masks: dict[str, Tensor]
+    seed: int = 0
 
     def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
         """The call to time: forward, and backward where the problem needs gradients."""
@@ -45,6 +47,22 @@ class Example:
 
         return forward_backward if self.problem.needs_grad else forward
 
+    def empty(self) -> None:
+        """Free the memory of the tensors, the masks' excepted, until `refill`: between the steps of a trial."""
+        for each in self._tensors():
+            each.untyped_storage().resize_(0)
+
+    def refill(self) -> None:
+        """Allocate the tensors that `empty` freed and draw the same values again."""
+        with torch.no_grad():
+            for each, fresh in zip(self._tensors(), _drawn(self.problem, torch.Generator().manual_seed(self.seed))):
+                storage = fresh.untyped_storage()
+                each.untyped_storage().resize_(storage.nbytes())
+                each.untyped_storage().copy_(storage)
+
+    def _tensors(self) -> list[Tensor]:
+        return [each for each in (self.q, self.k, self.v, self.grad) if each is not None]
+
     def without_dropout(self) -> Example:
         """The same example with dropout 0, so that results can be compared."""
         return replace(self, problem=replace(self.problem, dropout_p=0.0)) if self.problem.dropout_p else self
@@ -60,17 +78,19 @@ def example_bytes(problem: Problem) -> int:
 
 def make(problem: Problem, seed: int = 0) -> Example:
     """Draw unit-normal q, k, v and gradient in the problem's memory order, and masks that hide part of the keys."""
+    return exhausted(made(problem, seed))
+
+
+def made(problem: Problem, seed: int = 0) -> Steps[Example]:
+    """`make` in steps: one for each tensor."""
     generator = torch.Generator().manual_seed(seed)
-    q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
-    kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
-    q, k, v = (
-        randn(shape, kind, problem.dtype, problem.device, generator)
-        for shape, kind in zip((q_shape, kv_shape, kv_shape), problem.strides)
-    )
-    grad = None
+    drawn = []
+    for each in _drawn(problem, generator):
+        drawn.append(each)
+        yield 0.0
+    q, k, v, *grads = drawn
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        grad = randn(q_shape, "bnhd", problem.dtype, problem.device, generator)
     masks = {}
     if problem.has_seq_lens:
         low = (problem.q_len + 1) // 2
@@ -79,4 +99,13 @@ def make(problem: Problem, seed: int = 0) -> Example:
     if problem.has_key_mask:
         visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
         masks["key_mask"] = visible.to(problem.device)
-    return Example(problem, q, k, v, grad, masks)
+    return Example(problem, q, k, v, grads[0] if grads else None, masks, seed)
+
+
+def _drawn(problem: Problem, generator: torch.Generator) -> Iterator[Tensor]:
+    """q, k, v and, where the problem needs gradients, that of out."""
+    q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
+    kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
+    shapes = ((q_shape, problem.strides[0]), (kv_shape, problem.strides[1]), (kv_shape, problem.strides[2]))
+    for shape, kind in (*shapes, *[(q_shape, "bnhd")] * problem.needs_grad):
+        yield randn(shape, kind, problem.dtype, problem.device, generator)

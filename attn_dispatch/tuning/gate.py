@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
@@ -29,17 +29,21 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker, digest
+from attn_dispatch.store.decision import CandidateId
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate
+from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms, work
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.hard_cases import HardCase, class_key, hard_cases
-from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference
+from attn_dispatch.tuning.hard_cases import HardCase, class_key, hard_case, hard_cases
+from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference, referenced
+from attn_dispatch.tuning.rounds import Steps, exhausted
 
 T = TypeVar("T")
+Check = Callable[[], Sequence[str]]  # returns what failed
 
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
+CASE_S = 0.01  #: seconds that a hard case is expected to take
 PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
 _PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
@@ -84,12 +88,14 @@ class Gate:
     Args:
         example: of the problem; None where only the hard cases are to be run.
         pairs: query-key pairs of the example that are compared with float64, at most.
+        stepped: whether other code may run between the steps of `check_hard_cases`; crash markers are then removed.
     """
 
     problem: Problem
     address: Address
     example: Example | None = None
     pairs: int = PAIRS
+    stepped: bool = False
     _marker: CrashMarker | None = field(init=False, default=None)  #: that of the candidate on trial
 
     @cached_property
@@ -102,6 +108,25 @@ class Gate:
         with reference():
             return hard_cases(self.problem)
 
+    def evaluate(self) -> Steps[None]:
+        """Evaluate the expected results of the example in steps; else the first `admit` does. Raises NoReference."""
+        assert self.example is not None
+        self.__dict__["_oracle"] = yield from referenced(Oracle.evaluated(self.example, 0, self.pairs), self.problem)
+
+    def empty(self) -> None:
+        """Free the memory of the example until `refill`."""
+        if self.example is not None:
+            self.example.empty()
+        if "_oracle" in self.__dict__:
+            self._oracle.empty()
+
+    def refill(self) -> None:
+        """Draw the example again that `empty` freed."""
+        if self.example is not None:
+            self.example.refill()
+        if "_oracle" in self.__dict__:
+            self._oracle.refill()
+
     @property
     def case_problems(self) -> tuple[Problem, ...]:
         """The problems of the hard cases that were needed."""
@@ -110,7 +135,7 @@ class Gate:
     def builds_ms(self, candidate: Candidate) -> float:
         """Milliseconds the backend declares to build before its first results, here and for the hard cases due."""
         here_ms = first_call_ms(candidate, self.problem)
-        if not here_ms or self._has_passed(candidate):
+        if not here_ms or self.has_passed(candidate):
             return here_ms
         return here_ms + sum(
             first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
@@ -141,15 +166,34 @@ class Gate:
         oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
         return self._tried(candidate, partial(self._admit, candidate, oracle))
 
-    def check_hard_cases(self, candidate: Candidate) -> Rejected | None:
+    def check_hard_cases(self, candidate: Candidate) -> Steps[Rejected | None]:
         """Run the hard cases, unless this version has passed them on this machine; the rejection if it fails one.
 
         Raises as `admit`.
         """
-        if self._has_passed(candidate):
+        if self.has_passed(candidate):
             return None
-        cases = self._cases
-        return self._tried(candidate, partial(self._check_hard_cases, candidate, cases))
+        for spec in class_key(self.problem):
+            yield CASE_S
+            with reference():
+                hard_case(spec)
+        checks = partial(self._case_checks, candidate, self._cases)
+        steps: list[Check] | Rejected = [partial(_first_failures, checks)]
+        if self.stepped:
+            steps = self._tried(candidate, checks)
+        if isinstance(steps, Rejected):
+            return steps
+        for number, check in enumerate(steps):
+            yield CASE_S
+            failures = self._tried(candidate, partial(self._failures_of, check, number))
+            if isinstance(failures, Rejected):
+                return failures
+            if failures:
+                return self._incorrect(candidate, failures)
+        key = *candidate.id, candidate.version, class_key(self.problem)
+        _passed.add(key)
+        passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
+        return None
 
     def _tried(self, candidate: Candidate, run: Callable[[], T], *, again: bool = False) -> T | Rejected:
         """Run a check of the candidate beside a crash marker; any failure becomes a rejection.
@@ -198,29 +242,32 @@ class Gate:
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
-    def _has_passed(self, candidate: Candidate) -> bool:
+    def has_passed(self, candidate: Candidate) -> bool:
+        """Whether this version has passed the hard cases of the problem's class on this machine."""
         key = *candidate.id, candidate.version, class_key(self.problem)
         return key in _passed or passed.has_passed(cache_folder(), self.address.silicon, _digest_of(key))
 
-    def _check_hard_cases(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> Rejected | None:
-        """Run the cases that the backend accepts; of one that compiles for every problem, `COMPILED_CASES`."""
+    def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[Check]:
+        """A check of each case that the backend accepts; of one that compiles for every problem, `COMPILED_CASES`."""
         accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
         due = accepted[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else accepted
-        for case in due:
-            limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
-            found = self._guarded(partial(case.run, *candidate.backend_and_order), limit_s)
-            failures = case.check(found).failures
-            if failures:
-                return self._incorrect(candidate, failures)
-        failed = self._second_call_failures(candidate, accepted)
-        if failed:
-            return self._incorrect(candidate, failed)
-        key = *candidate.id, candidate.version, class_key(self.problem)
-        _passed.add(key)
-        passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
-        return None
+        checks: list[Check] = [partial(self._case_failures, candidate, each) for each in due]
+        return [*checks, partial(self._second_call_failures, candidate, accepted)]
 
-    def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> list[str]:
+    def _failures_of(self, check: Check, earlier: int) -> Sequence[str]:
+        """Run a check; its marker says how many earlier ones there were, which had other markers."""
+        if self._marker is not None:
+            self._marker.pause()
+            self._marker.calls = earlier
+            self._marker.resume()
+        return check()
+
+    def _case_failures(self, candidate: Candidate, case: HardCase) -> Sequence[str]:
+        limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
+        found = self._guarded(partial(case.run, *candidate.backend_and_order), limit_s)
+        return case.check(found).failures
+
+    def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> Sequence[str]:
         """Call again on the same tensors with other values; failures where the first result changed or was returned."""
         if not cases:
             return []
@@ -267,7 +314,7 @@ class Gate:
     def _incorrect(
         self,
         candidate: Candidate,
-        failures: list[str] | tuple[str, ...],
+        failures: Sequence[str],
         first_ms: float | None = None,
         peak: int | None = None,
         error: float | None = None,
@@ -302,38 +349,33 @@ class Gate:
         Quarantine(cache_folder(), self.address.silicon).add(entry)
 
 
+def _first_failures(checks: Callable[[], list[Check]]) -> Sequence[str]:
+    """Run the checks up to the first that fails; its failures."""
+    return next((failures for check in checks() if (failures := check())), ())
+
+
+def passes_hard_cases(request: Request, name: CandidateId, *, run: bool = True) -> bool:
+    """Whether a candidate that no trial of this problem has chosen passed the hard cases, or passes them now if `run`.
+
+    Raises:
+        BackendFailed: it left the device unusable.
+    """
+    candidate = next((each for each in request.able if each.id == name), None)
+    gate = Gate(request.problem, request.address)
+    if candidate is None or not run:
+        return candidate is not None and gate.has_passed(candidate)
+    try:
+        return exhausted(gate.check_hard_cases(candidate)) is None
+    except Exception as error:
+        if not isinstance(error, NoReference) and not guard.is_shortage(error):
+            raise
+        return False
+
+
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:
     """Twenty digits for a version of a backend in an order and the class of problems whose hard cases it passed."""
     *names, specs = key
     return digest(_PASSED_FORMAT, *names, repr(specs))
-
-
-def work(candidate: Candidate, problem: Problem) -> float:
-    """Floating-point operations, at least 1: the backend's count, else that of all query-key pairs."""
-    count = flops(candidate, problem)
-    pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
-    return max(1.0, float(count if count is not None else 4 * pairs * problem.head_dim))
-
-
-def flops(candidate: Candidate, problem: Problem) -> float | None:
-    """The backend's own count of floating-point operations, or None where it gives no number >= 0."""
-    return _number(getattr(candidate.backend, "flops", None), problem)
-
-
-def first_call_ms(candidate: Candidate, problem: Problem) -> float:
-    """Milliseconds of the first call beyond a later one as the backend declares them; 0 without a number >= 0."""
-    return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
-
-
-def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:
-    """A plug-in's estimate for a problem, or None where it is not a finite number >= 0."""
-    if estimate is None:
-        return None
-    try:
-        value = float(estimate(problem))  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001 - a plug-in may fail in any way, which must not fail the call
-        return None
-    return value if math.isfinite(value) and value >= 0 else None
 
 
 def synchronize(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from attn_dispatch.spec.strides import randn, stride_class
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import CheckResult, Oracle
 
-CACHED_CLASSES = 8  #: classes of problems whose cases stay in memory, a few MiB each
+CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
 LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
@@ -106,7 +106,7 @@ class HardCase:
 
 def hard_cases(problem: Problem) -> tuple[HardCase, ...]:
     """The hard cases of a problem's class, evaluated once; empty where the sequence is sharded."""
-    return _cases(class_key(problem))
+    return tuple(map(hard_case, class_key(problem)))
 
 
 def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
@@ -208,12 +208,9 @@ def _whole(kind: str) -> str:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=CACHED_CLASSES)
-def _cases(specs: tuple[CaseSpec, ...]) -> tuple[HardCase, ...]:
-    return tuple(map(_case, specs))
-
-
-def _case(spec: CaseSpec) -> HardCase:
+@lru_cache(maxsize=CACHED_CASES)
+def hard_case(spec: CaseSpec) -> HardCase:
+    """A hard case of its recipe, evaluated once."""
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
