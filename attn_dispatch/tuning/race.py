@@ -5,6 +5,7 @@ And a short one, which checks another machine's choice against the static choice
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,8 @@ class Race:
     """One race; all tables are keyed by candidate title.
 
     `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
-    the fastest one's. `clock` measures the budget, in seconds; `retakes` is that of `HostStopwatch`.
+    the fastest one's. `clock` measures the budget, in seconds; `retakes` is that of `HostStopwatch`. Candidates whose
+    calls take more than `longest_ms` milliseconds are skipped.
     """
 
     request: Request
@@ -61,6 +63,7 @@ class Race:
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
     clock: Callable[[], float] = time.perf_counter
     retakes: int = RETAKES
+    longest_ms: float = math.inf
     _stopwatch: _GuardedStopwatch | None = None
 
     @property
@@ -209,7 +212,7 @@ class Race:
         )
 
     def _skip_slowest(self, remaining_s: float | None) -> None:
-        """Skip candidates that are hopeless by their first calls, where the budget is short of rounds.
+        """Skip candidates that are hopeless by their first calls, where the budget is short of rounds, or too long.
 
         Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
         times of short calls, which one-time work or, on a busy machine, preemption may have made.
@@ -224,7 +227,9 @@ class Race:
         for name in sorted(times, key=lambda name: -times[name]):
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
             factor = 1.0 if name != self.incumbent else INCUMBENT_FACTOR
-            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= doubtful_ms:
+            hopeless = rounds < ENOUGH_ROUNDS and ratio >= factor * HOPELESS_RATIO
+            too_long = times[name] > self.longest_ms and name != self.incumbent
+            if not (hopeless or too_long) or times[name] <= doubtful_ms:
                 return
             self.skipped[name] = times.pop(name) / least
 

@@ -43,7 +43,8 @@ BUSY_FACTOR = 4  #: factor on all seconds where other programs take the cores: c
 
 # Of a trial that is taken in steps between calls of the program.
 STEPPED_CALLS = 30  #: the same as CALLS
-STEP_S, STEP_CALLS = 0.02, 1.5  #: longest first call of a candidate: seconds, and calls of the first candidate
+STEP_S, STEP_SHARE = 0.02, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
+STEP_CALLS = 1.25  #: the same of long calls: calls of the first candidate
 CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to take
 BACKWARD_CALLS = 3.5  #: forward and backward pass in forward passes, as expected before one was timed
 
@@ -290,11 +291,6 @@ class Trial:
         """Seconds of a call of the fastest candidate so far."""
         return min(admitted.call_ms for admitted in self.admitted.values()) / 1e3
 
-    @property
-    def attempts(self) -> int:
-        """Earlier trials of the problem whose choice was provisional."""
-        return 0 if self.prior is None else self.prior.attempts
-
     def _reason_to_skip(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
         """Why a candidate is skipped, with the seconds it would need; empty if it is not.
 
@@ -305,10 +301,8 @@ class Trial:
             return "", 0.0
         left_s = max(remaining, SHORT_S if self.waiting else 0.0)
         first_s = gate.builds_ms(candidate) / 1e3
-        if self.live_s is not None:
-            reason = self._too_long(candidate, gate, first_s)
-            if reason:
-                return reason, first_s + self._expected_s(candidate) * ENOUGH_ROUNDS
+        if self.live_s is not None and (reason := self._too_long(candidate, first, first_s)):
+            return reason, first_s + self._expected_s(candidate) * ENOUGH_ROUNDS
         if first_s > left_s:
             return (
                 f"its first calls, the checks' too, take about {first_s:.3g} s more than later ones, with "
@@ -334,14 +328,18 @@ class Trial:
             ), need_s
         return "", 0.0
 
-    def _too_long(self, candidate: Candidate, gate: Gate, first_s: float) -> str:
+    @property
+    def _longest_s(self) -> float:
+        """Seconds of a candidate's call from which it would delay a call of the program too much."""
+        call_s = self.first_call_s
+        stepped = self.live_s is not None and call_s is not None
+        return max(STEP_S + STEP_SHARE * call_s, STEP_CALLS * call_s) if stepped and call_s else math.inf
+
+    def _too_long(self, candidate: Candidate, first: Candidate, first_s: float) -> str:
         """Why a candidate is not tried between calls of the program: a single one would be delayed too long."""
-        first = self._first_admitted()
-        assert first is not None
-        most_s = STEP_S + STEP_CALLS * self.admitted[first.title].call_ms / 1e3
         need_s, later = first_s + self._expected_s(candidate), "between calls: `attn-dispatch profile` measures it"
-        if need_s > most_s:
-            if first_s <= most_s and self._work_ratio(candidate, first) < RATE_FACTOR:
+        if need_s > self._longest_s:
+            if first_s <= self._longest_s and self._work_ratio(candidate, first) < RATE_FACTOR:
                 self.untried.append(candidate.title)
             return f"a first call of about {need_s:.3g} s is too long to be tried {later}"
         prepared = getattr(candidate.backend, "prepared", None)
@@ -392,7 +390,8 @@ class Trial:
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         retakes = RETAKES if self.live_s is None else 0  # a step is one sample
-        self.race = Race(self.request, runners, incumbent, clock=self.clock, retakes=retakes)
+        long_ms = self._longest_s * 1e3
+        self.race = Race(self.request, runners, incumbent, clock=self.clock, retakes=retakes, longest_ms=long_ms)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s
@@ -404,6 +403,7 @@ class Trial:
         untried = f"no time was left to try {', '.join(self.untried)}" if self.untried else ""
         provisional = self.race.why_provisional() or untried
         remaining, load = self._remaining_s(), self.race.rounds.load
+        earlier = 0 if self.prior is None else self.prior.attempts  # provisional ones
         if not self.waiting and not load.disturbed and (remaining is None or remaining > self.race.round_s):
             provisional = ""  # it had more time, which would tell no more
         return self.request.decision(
@@ -411,7 +411,7 @@ class Trial:
             "measured",
             self.race.all_rows(self.candidates, self.rows, self.prior, chosen),
             provisional=provisional,
-            attempts=self.attempts + 1 if provisional else 0,
+            attempts=earlier + 1 if provisional else 0,
             load=load._asdict(),
             budget_ms=None if self.budget_s is None else self.budget_s * 1e3,
             elapsed_ms=round((self.clock() - self.start) * 1e3, 3),
