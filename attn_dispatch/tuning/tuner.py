@@ -42,7 +42,6 @@ RACE_S, RACE_CALLS = 0.02, 6  #: seconds and calls of the fastest candidate that
 BUSY_FACTOR = 4  #: factor on all seconds where other programs take the cores: calls take longer, samples are repeated
 
 # Of a trial that is taken in steps between calls of the program.
-STEPPED_CALLS = 30  #: the same as CALLS
 STEP_S, STEP_SHARE = 0.02, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
 STEP_CALLS = 1.25  #: the same of long calls: calls of the first candidate
 CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to take
@@ -79,8 +78,8 @@ def trial_of(
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
         first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
             that the budget suffices for.
-        live_s: seconds of a call of the program, where the trial is taken in steps between such calls: then no
-            candidate is tried whose call takes much longer (`STEP_CALLS`).
+        live_s: seconds of a call of the program, where the trial is taken in steps between such calls: then only
+            `budget_s` limits it, and no candidate is tried whose call takes much longer (`STEP_CALLS`).
         clock: seconds that the trial has taken, from any start; time.perf_counter if None.
     """
     # The reference computes a few rows at a time: besides a candidate's call, only the example needs memory.
@@ -282,9 +281,8 @@ class Trial:
     def _remaining_s(self) -> float | None:
         spent = self.clock() - self.start - self.outside_s
         most = [] if self.budget_s is None else [self.budget_s]
-        if self.waiting and self.admitted:
-            calls = CALLS if self.live_s is None else STEPPED_CALLS
-            most.append(FIXED_S * (1 if self.calm else BUSY_FACTOR) + calls * self._call_s())
+        if self.waiting and self.admitted and self.live_s is None:
+            most.append(FIXED_S * (1 if self.calm else BUSY_FACTOR) + CALLS * self._call_s())
         return min(most) - spent if most else None
 
     def _call_s(self) -> float:

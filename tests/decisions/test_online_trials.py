@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,16 @@ def test_a_backend_still_to_be_prepared_leaves_the_choice_open(
     forget()
     attend(*qkv())
     assert (stored().choice, stored().provisional) == ("d", "")
+
+
+def test_three_percent_are_seen_as_by_profile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller waits, so that the race may go on until its comparisons are resolved."""
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "2000")
+    machine.add("b", 3.88)
+    drawn, sleep = random.Random(1), machine.clock.sleep
+    monkeypatch.setattr(machine.clock, "sleep", lambda seconds: sleep(seconds * drawn.lognormvariate(0.0, 0.03)))
+    call_until_measured()
+    assert (stored().choice, stored().provisional) == ("b", "")
 
 
 def test_a_candidate_that_proves_too_slow_for_a_step_is_called_once(machine: Machine) -> None:
