@@ -327,14 +327,16 @@ class _RoundTimer:
 
     def sample_host_and_cold_ms(self) -> Steps[None]:
         for name, candidate in self.running().items():
-            yield 0.0
             with self._ending_on_failure(name):
-                candidate.host_ms = self._median_of(self.stopwatch.host_ms, candidate)
-                candidate.cold_ms = self._median_of(self.stopwatch.cold_ms, candidate)
+                candidate.host_ms = yield from self._median_of(self.stopwatch.host_ms, candidate)
+                candidate.cold_ms = yield from self._median_of(self.stopwatch.cold_ms, candidate)
 
-    def _median_of(self, sample: Callable[[Callable[[], object]], float | None], candidate: _Timed) -> float | None:
+    def _median_of(
+        self, sample: Callable[[Callable[[], object]], float | None], candidate: _Timed
+    ) -> Steps[float | None]:
         samples: list[float] = []
         while len(samples) < _EXTRA_SAMPLES and self.clock() + candidate.sample_s() <= self.end_s:
+            yield candidate.sample_s()
             sample_ms = sample(candidate.call)
             if sample_ms is None:
                 return None
