@@ -20,20 +20,23 @@ from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.launch_order import L2Cache, launch_order_bytes, launch_order_of, offered_orders
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, next_power_of_two, precision
+from attn_dispatch.kernels.triton.launch_order import (
+    L2Cache,
+    heads_in_turn,
+    launch_order_bytes,
+    launch_order_of,
+    offered_orders,
+)
 from attn_dispatch.kernels.triton.support import (
-    SMALLEST_SIDE,
-    BlockConfig,
     TritonKernel,
     as_float32,
-    clipped,
     fitting_blocks,
     grad_or_zeros,
     kernels_of,
     launch,
-    next_power_of_two,
+    needs_wide_offsets,
     padded_head_dim,
-    precision,
 )
 from attn_dispatch.kernels.triton.work_list import (
     Side,
@@ -73,8 +76,8 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    # lse; for gradients also delta and a contiguous gradient of lse.
-    sums = (3 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
+    # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
+    sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
     launched = {(each.side, block) for each in _kernels(problem) for block in _fitting(each, problem)}
     lists = _list_bytes(problem) + sum(launch_order_bytes(problem, side, block.rows) for side, block in launched)
@@ -156,11 +159,11 @@ class _TritonPasses:
         q, k, v, out, lse = saved
         grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
         (dq,), (dk, dv) = _results("queries", self.problem, q), _results("keys", self.problem, k, v)
-        delta = torch.empty_like(lse)
+        scaled_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
         strided = (q, k, v, grad)
-        tensors = (q, k, v, out, grad, lse, grad_lse, delta, dq)
+        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
         _launch(BACKWARD_Q, self, tensors, strided, GRAD_LSE=grad_lse is not None)
-        _launch(BACKWARD_KV, self, (q, k, v, grad, lse, delta, dk, dv), strided)
+        _launch(BACKWARD_KV, self, (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
         return dq, dk, dv
 
 
@@ -182,7 +185,7 @@ def _launch(
     def start(block: BlockConfig) -> None:
         _launch_block(each, block, call, tensors, strided, constants)
 
-    launch(each.kernel, block_configs(each, call.problem), call.problem.device, start)
+    launch(each, block_configs(each, call.problem), call.problem, start)
 
 
 def _launch_block(
@@ -194,7 +197,7 @@ def _launch_block(
     constants: dict[str, bool],
 ) -> None:
     problem, mask = call.problem, call.key_mask
-    kernel, work = each.load(), _on_device(problem, each.side, block.rows)
+    kernel, work = each.load(), _on_device(problem, each.side, block, call.order)
     heads = problem.heads if each.side == "queries" else problem.kv_heads
     launches = None if call.order == NATURAL else _launched(problem, each.side, block, call.order)
     programs, repeated = (work.most_tiles, heads) if launches is None else (len(launches), 1)
@@ -213,6 +216,7 @@ def _launch_block(
         *((0, 0) if mask is None else mask.stride()),
         heads,
         programs,
+        min(_in_turn(problem, each.side)[0], problem.batch * heads),
         problem.q_len,
         problem.k_len,
         work.low or 0,
@@ -228,6 +232,7 @@ def _launch_block(
         SEQ_LENS=call.seq_lens is not None,
         KEY_MASK=mask is not None,
         PRECISION=precision(problem),
+        WIDE=needs_wide_offsets(strided),
         LISTED=launches is not None,
         num_warps=block.warps,
         num_stages=block.stages,
@@ -241,8 +246,16 @@ def _listed(problem: Problem, side: Side, rows: int) -> WorkList:
 
 
 @lru_cache(maxsize=64)
-def _on_device(problem: Problem, side: Side, rows: int) -> WorkList:
-    return _listed(problem, side, rows).to(problem.device)
+def _on_device(problem: Problem, side: Side, block: BlockConfig, order: str) -> WorkList:
+    work = _listed(problem, side, block.rows)
+    if order == NATURAL and _in_turn(problem, side)[1]:
+        work = work.longest_first(block.columns)
+    return work.to(problem.device)
+
+
+@lru_cache(maxsize=4096)
+def _in_turn(problem: Problem, side: Side) -> tuple[int, bool]:
+    return heads_in_turn(problem, side, _l2_cache(problem.device))
 
 
 @lru_cache(maxsize=64)

@@ -26,18 +26,16 @@ from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, es
 from attn_dispatch.kernels.tiles.lists import tile_lists_bytes, tile_lists_of
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables
 from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, precision
 from attn_dispatch.kernels.triton.support import (
-    SMALLEST_SIDE,
-    BlockConfig,
     TritonKernel,
     as_float32,
-    clipped,
     fitting_blocks,
     grad_or_zeros,
     kernels_of,
     launch,
+    needs_wide_offsets,
     padded_head_dim,
-    precision,
 )
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
@@ -100,8 +98,8 @@ def flops(problem: Problem, order: str = NATURAL) -> int:
 
 def workspace_bytes(problem: Problem) -> int:
     """The most bytes in any order of `orders`, lists included."""
-    # lse; for gradients also delta and a contiguous gradient of lse.
-    sums = (3 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
+    # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
+    sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
@@ -178,10 +176,10 @@ class _TritonTilePasses:
         q, k, v, out, lse = saved
         grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        delta, strided = torch.empty_like(lse), (q, k, v, grad)
-        tensors = (q, k, v, out, grad, lse, grad_lse, delta, dq)
+        scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
+        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
         _launch(BACKWARD_Q, self, tensors, strided, {"GRAD_LSE": grad_lse is not None})
-        _launch(BACKWARD_KV, self, (q, k, v, grad, lse, delta, dk, dv), strided, {})
+        _launch(BACKWARD_KV, self, (q, k, v, grad, scaled_lse, delta, dk, dv), strided, {})
         return dq, dk, dv
 
 
@@ -230,12 +228,13 @@ def _launch(
             SEQ_LENS=call.seq_lens is not None,
             KEY_MASK=mask is not None,
             PRECISION=precision(problem),
+            WIDE=needs_wide_offsets(strided),
             num_warps=block.warps,
             num_stages=block.stages,
             **constants,
         )
 
-    launch(each.kernel, block_configs(each, problem, tile), problem.device, start)
+    launch(each, block_configs(each, problem, tile), problem, start)
 
 
 def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:

@@ -19,6 +19,7 @@ from attn_dispatch.kernels.tiles import tables
 from attn_dispatch.kernels.tiles.estimates import most_pairs
 from attn_dispatch.kernels.tiles.lists import TileLists, tile_lists_bytes, tile_lists_of
 from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -175,7 +176,7 @@ SMALL = (
 )
 def test_blocks_smaller_than_tiles(case: Case, order: str, stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
-    monkeypatch.setattr(triton_tiles, "INTERPRETED", support.BlockConfig(16, 16, 4, 1))
+    monkeypatch.setattr(triton_tiles, "INTERPRETED", BlockConfig(16, 16, 4, 1))
     monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if stored else 0)
     assert failures(case, order, 32, torch.float32 if stored else torch.float16) == ()
 
@@ -242,7 +243,7 @@ def test_invalid_arguments_of_run() -> None:
         ({"device": torch.device("cpu")}, "runs on cuda, not cpu"),
         ({"pattern": Dense()}, "computes Dilated, Neighborhood, not Dense()"),
         ({"pattern": Reordered(Dense(True), "hilbert")}, "computes Dilated, Neighborhood, not Dense(causal)"),
-        ({"q_len": 2**30}, "counts up to 1073741824 queries and keys, not"),
+        ({"q_len": 2**30}, "counts up to 536870912 queries and keys, not"),
         ({"pattern": Dilated((1,) * 256, (1,) * 256)}, "takes 255 branches, not 256"),
         (
             {"pattern": Dilated((2**15,) * 2, (1, 16)), "q_len": 2**22, "k_len": 2**22},

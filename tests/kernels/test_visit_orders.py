@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_dispatch.backends import triton
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.kernels.triton.launch_order import (
     L2Cache,
     heads_together,
@@ -152,6 +152,8 @@ def test_orders_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(**facts: int) -> tuple[str, ...]:
         properties = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10, **facts)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+        triton.block_configs.cache_clear()
         return triton.orders(CUDA)
 
     assert found(L2_cache_size=50 * MIB, multi_processor_count=132) == (NATURAL, SAWTOOTH)
@@ -163,7 +165,7 @@ def test_orders_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
-SMALL = support.BlockConfig(32, 16, 4, 1)
+SMALL = BlockConfig(32, 16, 4, 1)
 CASES = (
     Case("dense", Dense(), (2, 50, 2, 16)),
     Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_dispatch.kernels.triton.blocks import HALF, WGMMA
 from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
 from attn_dispatch.spec.pattern import Dense
 from tests.support.cases import Case
@@ -25,7 +26,7 @@ compiled = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not
 
 PROBLEM = Case("compiled", Dense(), (1, 64, 2, 60)).problem(torch.bfloat16, needs_grad=True)
 POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
-POINTERS |= dict.fromkeys(("lse", "grad_lse", "delta"), "*fp32") | {"seq_lens": "*i64", "key_mask": "*u8"}
+POINTERS |= dict.fromkeys(("lse", "grad_lse", "scaled_lse", "delta"), "*fp32") | {"seq_lens": "*i64", "key_mask": "*u8"}
 
 
 def run_alone(code: str, cache: Path) -> None:
@@ -43,8 +44,8 @@ def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], m
     """
     triton: Any = import_module("triton")
     compiler: Any = import_module("triton.compiler")
-    kernel, block = each.load(), each.blocks[64][0]
-    constants: dict[str, Any] = {"ROWS": block.rows, "COLUMNS": block.columns, "PRECISION": "ieee"}
+    kernel, block = each.load(), HALF[capability // 10 in WGMMA][each.kernel][64][0]
+    constants: dict[str, Any] = {"ROWS": block.rows, "COLUMNS": block.columns, "PRECISION": "ieee", "WIDE": False}
     constants |= {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "SEQ_LENS": True, "KEY_MASK": True, **more}
     constants |= {"GRAD_LSE": True} if each.kernel == "backward_q" else {}
     # The last stride is 1 in nearly every call, and a constant then.

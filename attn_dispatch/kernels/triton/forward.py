@@ -16,36 +16,54 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov & Gimelshein 2018, onli
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from attn_dispatch.kernels.triton.parts import fold_scale, offsets, softmax_weights, store_forward
+
 TILE = tl.constexpr(5)  #: entries of a tile, see work_list.WorkList
 RUN = tl.constexpr(4)
 LAUNCH = tl.constexpr(3)  #: entries of a launch, see launch_order.launch_order_of
 
 
+#: Arguments whose values do not change the machine code.
+VARIABLE = ("heads", "programs", "together", "q_len", "k_len", "low", "high")
+
+
 @triton.jit
-def program_place(first_tile, kind_of, launches, heads, programs, LISTED: tl.constexpr):
+def program_place(first_tile, kind_of, launches, heads, programs, together, LISTED: tl.constexpr):
     """This program's batch row, head and tile, the end of the head's tiles, and whether columns go in reverse.
 
-    Programs are ordered by batch row. With LISTED the `programs` entries of `launches` give head, tile and direction;
-    otherwise each head has `programs` programs, as many as the most tiles of a head.
+    With LISTED the `programs` entries of `launches` give head, tile and direction of each batch row's programs.
+    Otherwise each head of a batch row has `programs` programs, as many as the most tiles of a head, and `together` of
+    them take turns: first all their first tiles.
     """
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     if LISTED:
         at = launches + program % programs * LAUNCH
         batch = program // programs
-        head = tl.load(at).to(tl.int64)
-        tile = tl.load(at + 1).to(tl.int64)
+        head = tl.load(at)
+        tile = tl.load(at + 1)
         last_tile = tile + 1
         backwards = tl.load(at + 2) != 0
     else:
-        head = (program // programs) % heads
+        first = program // (together * programs) * together
+        beside = tl.minimum(together, tl.num_programs(0) // programs - first)
+        nth = program - first * programs
+        batch = (first + nth % beside) // heads
+        head = (first + nth % beside) % heads
         kind = tl.load(kind_of + head)
-        tile = tl.load(first_tile + kind) + program % programs
-        batch = program // programs // heads
+        tile = tl.load(first_tile + kind) + nth // beside
         last_tile = tl.load(first_tile + kind + 1)
         backwards = program < 0
-    return batch, head, tile, last_tile, backwards
+    return batch.to(tl.int64), head.to(tl.int64), tile, last_tile, backwards
+
+
+@triton.jit
+def rows_of(tile_at, ROWS: tl.constexpr):
+    """A tile's first and last row, its number of rows, all rows, and first and end of its runs."""
+    start = tl.load(tile_at)
+    step = tl.load(tile_at + 1)
+    count = tl.load(tile_at + 2)
+    rows = start + tl.minimum(tl.arange(0, ROWS), count - 1) * step
+    return start, start + (count - 1) * step, count, rows, tl.load(tile_at + 3), tl.load(tile_at + 4)
 
 
 @triton.jit
@@ -65,9 +83,9 @@ def phases_of(
 
     Rows are positions `first` to `last`; with SEQ_LENS, columns at and past `length` are left out.
     """
-    start = tl.load(at).to(tl.int64)
-    step = tl.load(at + 1).to(tl.int64)
-    end = tl.load(at + 2).to(tl.int64)
+    start = tl.load(at)
+    step = tl.load(at + 1)
+    end = tl.load(at + 2)
     if SEQ_LENS:
         end = tl.minimum(end, tl.maximum(length - start + step - 1, 0) // step)
     unmasked = end  # a number of columns
@@ -122,6 +140,33 @@ def mirrored(at, first, last, backwards, LISTED: tl.constexpr):
 
 
 @triton.jit
+def columns_of(
+    run_start,
+    run_step,
+    n,
+    end,
+    lowest,
+    highest,
+    PHASE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """A block's columns, and which of them rows see; in an outer phase, columns past the end repeat the last one."""
+    lane = n + tl.arange(0, COLUMNS)
+    visible = tl.full([1, COLUMNS], True, tl.int1)
+    if PHASE != 1:
+        visible = (lane < end)[None, :]
+        lane = tl.minimum(lane, end - 1)
+    columns = run_start + lane * run_step
+    if PHASE != 1 and LOW:
+        visible = visible & (columns[None, :] >= lowest)
+    if PHASE != 1 and HIGH:
+        visible = visible & (columns[None, :] <= highest)
+    return columns, visible
+
+
+@triton.jit(do_not_specialize=VARIABLE)
 def forward(
     q,
     k,
@@ -151,6 +196,7 @@ def forward(
     mask_n,
     heads,
     programs,
+    together,
     q_len,
     k_len,
     low,
@@ -166,84 +212,57 @@ def forward(
     SEQ_LENS: tl.constexpr,
     KEY_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, last_tile, backwards = program_place(first_tile, kind_of, launches, heads, programs, LISTED)
+    batch, head, tile, last_tile, backwards = program_place(
+        first_tile, kind_of, launches, heads, programs, together, LISTED
+    )
     if tile >= last_tile:
         return
-    tile_at = tiles + tile * TILE
-    start = tl.load(tile_at).to(tl.int64)
-    step = tl.load(tile_at + 1).to(tl.int64)
-    count = tl.load(tile_at + 2).to(tl.int64)
-    lane = tl.arange(0, ROWS).to(tl.int64)
-    rows = start + tl.minimum(lane, count - 1) * step
-    last = start + (count - 1) * step
+    first, last, count, rows, first_run, end_run = rows_of(tiles + tile * TILE, ROWS)
     lowest = (rows + low)[:, None]
     highest = (rows + high)[:, None]
-    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    d = tl.arange(0, BLOCK_D)[None, :]
     d_valid = tl.full([1, BLOCK_D], True, tl.int1)
     if HEAD_DIM < BLOCK_D:
         d_valid = d < HEAD_DIM
     length = k_len
     if SEQ_LENS:
-        length = tl.load(seq_lens + batch).to(tl.int64)
-    k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
-    v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
-    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=d_valid, other=0.0)
-    lane_n = tl.arange(0, COLUMNS).to(tl.int64)
-    slope = scale * LOG2_E
+        length = tl.load(seq_lens + batch).to(tl.int32)
+    k_head = k + batch * k_b + head // GROUP * k_h
+    v_head = v + batch * v_b + head // GROUP * v_h
+    query = tl.load(q + batch * q_b + head * q_h + offsets(rows, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
+    query, slope = fold_scale(query, scale)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    first_run = tl.load(tile_at + 3)
-    end_run = tl.load(tile_at + 4)
     for nth_run in range(first_run, end_run):
         run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
         run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
-            runs + run * RUN, start, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
+            runs + run * RUN, first, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
-        run_lane = run_start + lane_n * run_step
-        run_end = run_start + end * run_step
         for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
             n_from, n_to, n_last = span_of(begin, unmasked_begin, unmasked_end, end, backwards, phase, COLUMNS, LISTED)
             for nth in range(n_from, n_to, COLUMNS):
                 n = mirrored(nth, n_from, n_last, backwards, LISTED)
-                columns = run_lane + n * run_step
+                columns, visible = columns_of(run_start, run_step, n, end, lowest, highest, phase, COLUMNS, LOW, HIGH)
                 seen = d_valid
-                if phase != 1:
-                    seen = (columns < run_end)[:, None] & d_valid
                 if KEY_MASK:
-                    key_allowed = (
-                        tl.load(key_mask + batch * mask_b + columns * mask_n, mask=columns < run_end, other=0) != 0
-                    )
-                    seen = seen & key_allowed[:, None]
-                key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
-                s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
-                if phase != 1:
-                    visible = (columns < run_end)[None, :]
-                    if LOW:
-                        visible = visible & (columns[None, :] >= lowest)
-                    if HIGH:
-                        visible = visible & (columns[None, :] <= highest)
+                    key_allowed = tl.load(key_mask + batch * mask_b + columns * mask_n) != 0
+                    visible = visible & key_allowed[None, :]
+                    seen = key_allowed[:, None] & d_valid
+                key = tl.load(k_head + offsets(columns, k_n, d, k_d, WIDE), mask=d_valid, other=0.0)
+                s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+                if phase != 1 or KEY_MASK:
                     s = tl.where(visible, s, float("-inf"))
-                if KEY_MASK:
-                    s = tl.where(key_allowed[None, :], s, float("-inf"))  # pyright: ignore[reportPossiblyUnboundVariable]
-                new_max = tl.maximum(row_max, tl.max(s, 1))
-                # For rows without a key so far -inf - -inf would be NaN.
-                safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-                p = tl.exp2(s - safe[:, None])
-                shrink = tl.exp2(row_max - safe)
+                p, shrink, row_max = softmax_weights(s, slope, row_max)
                 total = total * shrink + tl.sum(p, 1)
-                value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
+                value = tl.load(v_head + offsets(columns, v_n, d, v_d, WIDE), mask=seen, other=0.0)
                 acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-                row_max = new_max
     has_keys = total > 0
     if SEQ_LENS:
         has_keys = has_keys & (rows < length)
-    divisor = tl.where(has_keys, total, 1.0)
-    result = tl.where(has_keys[:, None], acc / divisor[:, None], 0.0).to(out.dtype.element_ty)
-    out_at = out + ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
-    tl.store(out_at, result, mask=(lane < count)[:, None] & d_valid)
-    result_lse = tl.where(has_keys, row_max * LN_2 + tl.log(divisor), float("-inf"))
-    tl.store(lse + (batch * heads + head) * q_len + rows, result_lse, mask=lane < count)
+    stored = tl.arange(0, ROWS) < count
+    store_forward(out, lse, acc, total, row_max, has_keys, batch, head, rows, d, stored, heads, q_len, HEAD_DIM)

@@ -83,6 +83,21 @@ def heads_together(problem: Problem, side: Side, order: str, cache: L2Cache) -> 
     return share * max(1, min(problem.kv_heads, cache.l2_bytes // max(1, columns_bytes(problem, side))))
 
 
+def heads_in_turn(problem: Problem, side: Side, cache: L2Cache) -> tuple[int, bool]:
+    """The number of heads, of any batch rows, whose programs take turns in natural order, and whether longest first.
+
+    As many heads as half of the L2 cache holds the columns of, and at least those that share columns. A head's tiles
+    may start in any order if it holds all columns, or if all tiles read about the same.
+    """
+    share, columns = (
+        (problem.heads // problem.kv_heads, problem.k_len)
+        if side == "queries"
+        else (1, problem.q_len * problem.heads // problem.kv_heads)
+    )
+    fitting = cache.l2_bytes // 2 // max(1, 2 * columns * problem.head_dim * problem.dtype.itemsize)
+    return share * max(1, fitting), bool(fitting) or not isinstance(problem.pattern, Dilated)
+
+
 def columns_bytes(problem: Problem, side: Side) -> int:
     """Bytes that a tile reads per key head: keys and values, or queries and gradients of all its query heads."""
     columns = problem.k_len if side == "queries" else problem.q_len

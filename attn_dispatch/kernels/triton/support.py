@@ -6,19 +6,32 @@ thousands of times slower, to check results.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_dispatch import process_state
 from attn_dispatch.kernels.contract import Refusal, refuse_dropout, refuse_dtype, refuse_pattern, refuse_ranks
+from attn_dispatch.kernels.triton.blocks import (
+    HEAD_DIM_LIMIT,
+    BlockConfig,
+    Blocks,
+    Kernel,
+    blocks_for,
+    padded,
+    shared_limit,
+)
 from attn_dispatch.kernels.triton.work_list import Side
 from attn_dispatch.log import logger
 from attn_dispatch.spec.pattern import Pattern
@@ -27,28 +40,11 @@ from attn_dispatch.spec.problem import Problem
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: not bfloat16: the interpreter uses numpy, which lacks it
 LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies
-LEAST_SHARED = 99 * 2**10  #: bytes of shared memory per thread block on every device from capability 8.0 on
-HEAD_DIM_LIMIT = 256  #: of a larger one no block's sums fit into registers
-POSITION_LIMIT = 2**30  #: queries plus keys; sums of positions are 32-bit
-SMALLEST_SIDE = 16  #: of a block, and head_dim: the least for tl.dot
+POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
+OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
 
-
-@dataclass(frozen=True, slots=True)
-class BlockConfig:
-    """Rows and columns of a block of scores, and Triton's launch options."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-# Exact float32 products run without tensor cores and hold their operands in registers.
-SINGLE = {
-    64: (BlockConfig(32, 32, 4, 2),),
-    128: (BlockConfig(32, 32, 8, 2), BlockConfig(32, 16, 8, 2)),
-    256: (BlockConfig(32, 16, 8, 1), BlockConfig(16, 16, 4, 1)),
-}
+_too_large: set[tuple[object, ...]] = set()  #: blocks of a kernel that turned out to need more than the GPU has
+process_state.register(process_state.FACTS, _too_large.clear)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,17 +56,15 @@ class TritonKernel:
         side: whether rows are queries or keys.
         row_operands: tensors of rows held in shared memory.
         products: matrix products per block of scores.
-        blocks, single: for 16-bit dtypes, and for float32: by largest head_dim, the block sizes in order of preference.
-            The first are the largest that, as ptxas reports, fit the registers of 8.0 and 9.0 with little spilling.
+        single: for float32, blocks other than those of `blocks`.
     """
 
-    kernel: str
+    kernel: Kernel
     module: str
     side: Side
     row_operands: int
     products: int
-    blocks: dict[int, tuple[BlockConfig, ...]]
-    single: dict[int, tuple[BlockConfig, ...]]
+    single: Blocks | None = None
 
     def load(self) -> Any:
         """The kernel; imports triton."""
@@ -78,54 +72,27 @@ class TritonKernel:
 
 
 def kernels_of(
-    kernels: str, gradients: str, single: dict[int, tuple[BlockConfig, ...]] = SINGLE
+    kernels: str, gradients: str, single: Blocks | None = None
 ) -> tuple[TritonKernel, TritonKernel, TritonKernel]:
     """`forward` of one module, `backward_q` and `backward_kv` of another."""
     return (
-        TritonKernel(
-            "forward",
-            kernels,
-            "queries",
-            row_operands=1,
-            products=2,
-            blocks={
-                64: (BlockConfig(128, 64, 8, 3), BlockConfig(64, 64, 4, 3)),
-                128: (BlockConfig(128, 64, 8, 3), BlockConfig(128, 32, 8, 2), BlockConfig(64, 32, 4, 2)),
-                256: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 8, 2), BlockConfig(32, 32, 4, 2)),
-            },
-            single=single,
-        ),
-        TritonKernel(
-            "backward_q",
-            gradients,
-            "queries",
-            row_operands=2,
-            products=3,
-            blocks={
-                64: (BlockConfig(128, 64, 8, 3), BlockConfig(64, 64, 4, 3)),
-                128: (BlockConfig(128, 64, 8, 2), BlockConfig(128, 32, 8, 2), BlockConfig(64, 32, 4, 2)),
-                256: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 8, 2), BlockConfig(32, 32, 4, 2)),
-            },
-            single=single,
-        ),
-        TritonKernel(
-            "backward_kv",
-            gradients,
-            "keys",
-            row_operands=2,
-            products=4,
-            blocks={
-                64: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 4, 2)),
-                128: (BlockConfig(64, 64, 8, 2), BlockConfig(64, 32, 8, 2)),
-                256: (BlockConfig(32, 64, 8, 2), BlockConfig(32, 32, 8, 2)),
-            },
-            single=single,
-        ),
+        TritonKernel("forward", kernels, "queries", row_operands=1, products=2, single=single),
+        TritonKernel("backward_q", gradients, "queries", row_operands=2, products=3, single=single),
+        TritonKernel("backward_kv", gradients, "keys", row_operands=2, products=4, single=single),
     )
 
 
 def version() -> str:
-    return metadata.version("triton")
+    """Triton's version, and a digest of the kernels: decisions about other kernels do not hold for these."""
+    return f"{metadata.version('triton')} {_digest()}"
+
+
+@cache
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def interpreting() -> bool:
@@ -162,14 +129,12 @@ def _refuse_device(problem: Problem) -> list[Refusal]:
 
 def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory on CUDA, in order of preference; the smallest if none fits."""
-    table = each.single if problem.dtype == torch.float32 else each.blocks
-    listed = table[min(limit for limit in table if limit >= problem.head_dim)]
-    limit = _shared_limit(problem.device)
+    if each.single is not None and problem.dtype == torch.float32:
+        listed = each.single[min(most for most in each.single if most >= problem.head_dim)]
+    else:
+        listed = blocks_for(each.kernel, problem)
+    limit = shared_limit(problem.device)
     return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]
-
-
-def _shared_limit(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
 
 
 def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> int:
@@ -180,47 +145,41 @@ def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> in
     )
 
 
-def clipped(block: BlockConfig, rows: int, columns: int | None = None) -> BlockConfig:
-    """The block limited to `rows` and `columns`; with 4 warps if that reduces its rows."""
-    across = block.columns if columns is None else min(block.columns, columns)
-    return BlockConfig(min(block.rows, rows), across, block.warps if block.rows <= rows else 4, block.stages)
-
-
 def grad_or_zeros(grad: Tensor | None, out: Tensor) -> Tensor:
     """The gradient of out; where None, zeros expanded from one element."""
     return torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if grad is None else grad
 
 
 def launch(
-    kernel: str, blocks: Sequence[BlockConfig], device: torch.device, start: Callable[[BlockConfig], None]
+    each: TritonKernel, blocks: Sequence[BlockConfig], problem: Problem, start: Callable[[BlockConfig], None]
 ) -> None:
     """Start a kernel with the first block whose resources fit."""
     errors: Any = import_module("triton.runtime.errors")
-    *first, last = blocks
+    device = problem.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for block in first:
+        for block in blocks[:-1]:
+            tried = (each.module, each.kernel, block, problem.dtype, padded_head_dim(problem), device)
+            if tried in _too_large:
+                continue
             # Triton may need more than estimated, and raises after compiling.
             try:
                 start(block)
             except errors.OutOfResources as error:
-                logger.debug("%s with %s: %s", kernel, block, error)
+                logger.debug("%s with %s: %s", each.kernel, block, error)
+                _too_large.add(tried)
             else:
                 return
-        start(last)
+        start(blocks[-1])
+
+
+def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:
+    """Whether offsets within a head of a tensor [batch, len, heads, head_dim] need 64 bits."""
+    return any((x.shape[1] - 1) * x.stride(1) + padded(x.shape[3]) * x.stride(3) >= OFFSET_LIMIT for x in tensors)
 
 
 def padded_head_dim(problem: Problem) -> int:
     """head_dim rounded up to a power of two, at least SMALLEST_SIDE."""
-    return max(SMALLEST_SIDE, next_power_of_two(problem.head_dim))
-
-
-def next_power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length() if least else 0
-
-
-def precision(problem: Problem) -> str:
-    """`input_precision` of float32 products."""
-    return "ieee" if problem.matmul_precision == "highest" else "tf32"
+    return padded(problem.head_dim)
 
 
 def as_float32(scale: float) -> float:

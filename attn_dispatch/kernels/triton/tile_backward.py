@@ -13,10 +13,11 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.tile_forward import LOG2_E, PAIR, SPAN, program_place, tile_multiplicity
+from attn_dispatch.kernels.triton.parts import fold_scale, offsets, row_sums
+from attn_dispatch.kernels.triton.tile_forward import PAIR, SPAN, VARIABLE, program_place, tile_multiplicity
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def backward_q(
     q,
     k,
@@ -25,6 +26,7 @@ def backward_q(
     grad,
     lse,
     grad_lse,
+    scaled_lse,
     delta,
     dq,
     seq_lens,
@@ -72,34 +74,31 @@ def backward_q(
     KEY_MASK: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """dq as out, and delta [batch, heads, q_len], `rowsum(grad * out) - grad_lse`; rows are queries, columns keys."""
     batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
-    rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
-    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    d_valid = d < HEAD_DIM
+    rows = tl.load(q_pos + tile * TILE + lane)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
+    if HEAD_DIM < BLOCK_D:
+        d_valid = d < HEAD_DIM
     length = k_len
     if SEQ_LENS:
-        length = tl.load(seq_lens + batch)
-    k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
-    v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
-    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=d_valid, other=0.0)
-    grad_at = grad + batch * grad_b + head * grad_h + d * grad_d + (rows * grad_n)[:, None]
-    d_out = tl.load(grad_at, mask=d_valid, other=0.0)
+        length = tl.load(seq_lens + batch).to(tl.int32)
+    k_head = k + batch * k_b + head // GROUP * k_h
+    v_head = v + batch * v_b + head // GROUP * v_h
+    query = tl.load(q + batch * q_b + head * q_h + offsets(rows, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
+    grad_head = grad + batch * grad_b + head * grad_h
+    d_out = tl.load(grad_head + offsets(rows, grad_n, d, grad_d, WIDE), mask=d_valid, other=0.0)
+    query, slope = fold_scale(query, scale)
     at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
     scalar_at = (batch * heads + head) * q_len + rows
-    row_lse = tl.load(lse + scalar_at)
-    has_keys = row_lse > float("-inf")
-    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + at, mask=d_valid, other=0.0).to(tl.float32), 1)
-    if GRAD_LSE:
-        row_delta -= tl.load(grad_lse + scalar_at)
-    # Rows without keys have weight exp(s - inf) = 0.
-    row_delta = tl.where(has_keys, row_delta, 0.0)
-    row_lse = tl.where(has_keys, row_lse * LOG2_E, float("inf"))
     stored = tile * TILE + lane < q_len
-    tl.store(delta + scalar_at, row_delta, mask=stored)
-    slope = scale * LOG2_E
+    row_lse, row_delta, has_keys = row_sums(
+        out, d_out, lse, grad_lse, scaled_lse, delta, at, scalar_at, d_valid, stored, GRAD_LSE
+    )
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     PARTS: tl.constexpr = TILE // COLUMNS
     span = spans + (kind * q_tiles + tile) * SPAN
@@ -107,17 +106,19 @@ def backward_q(
         for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
             listed = nth // PARTS
             pair = pairs + listed * PAIR
-            k_tile = tl.load(pair).to(tl.int64)
+            k_tile = tl.load(pair)
             k_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
-            columns = tl.load(k_pos + k_tile * TILE + k_lane).to(tl.int64)
-            key_allowed = columns < length
+            columns = tl.load(k_pos + k_tile * TILE + k_lane)
+            key_allowed = tl.full([COLUMNS], True, tl.int1)
+            if SEQ_LENS:
+                key_allowed = columns < length
             if KEY_MASK:
                 key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
             seen = d_valid
             if SEQ_LENS or KEY_MASK:
                 seen = key_allowed[:, None] & d_valid
-            key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
+            key = tl.load(k_head + offsets(columns, k_n, d, k_d, WIDE), mask=seen, other=0.0)
+            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
             if SEQ_LENS or KEY_MASK:
                 s = tl.where(key_allowed[None, :], s, float("-inf"))
             if phase == 0:
@@ -127,23 +128,23 @@ def backward_q(
                     masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                 )
                 # For a hidden key exp(s - lse) may be inf, and 0 * inf is NaN.
-                p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) - row_lse[:, None])
+                p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) * slope - row_lse[:, None])
             else:
-                p = tl.exp2(s - row_lse[:, None])
-            value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
+                p = tl.exp2(s * slope - row_lse[:, None])
+            value = tl.load(v_head + offsets(columns, v_n, d, v_d, WIDE), mask=seen, other=0.0)
             ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
     result = tl.where(has_keys[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
     tl.store(dq + at, result, mask=stored[:, None] & d_valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def backward_kv(
     q,
     k,
     v,
     grad,
-    lse,
+    scaled_lse,
     delta,
     dk,
     dv,
@@ -191,60 +192,65 @@ def backward_kv(
     SEQ_LENS: tl.constexpr,
     KEY_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
     batch, head, tile, lane = program_place(heads, k_tiles, TILE, ROWS)
-    rows = tl.load(k_pos + tile * TILE + lane).to(tl.int64)
-    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    d_valid = d < HEAD_DIM
+    rows = tl.load(k_pos + tile * TILE + lane)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
+    if HEAD_DIM < BLOCK_D:
+        d_valid = d < HEAD_DIM
     length = q_len
     if SEQ_LENS:
-        length = tl.load(seq_lens + batch)
-    key = tl.load(k + batch * k_b + head * k_h + d * k_d + (rows * k_n)[:, None], mask=d_valid, other=0.0)
-    value = tl.load(v + batch * v_b + head * v_h + d * v_d + (rows * v_n)[:, None], mask=d_valid, other=0.0)
+        length = tl.load(seq_lens + batch).to(tl.int32)
+    key = tl.load(k + batch * k_b + head * k_h + offsets(rows, k_n, d, k_d, WIDE), mask=d_valid, other=0.0)
+    value = tl.load(v + batch * v_b + head * v_h + offsets(rows, v_n, d, v_d, WIDE), mask=d_valid, other=0.0)
     key_allowed = rows < k_len
     if SEQ_LENS:
         key_allowed = key_allowed & (rows < length)
     if KEY_MASK:
         key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
-    slope = scale * LOG2_E
+    key, slope = fold_scale(key, scale)
     acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     PARTS: tl.constexpr = TILE // COLUMNS
     for member in range(GROUP):
         q_head = head * GROUP + member
-        q_row = q + batch * q_b + q_head * q_h + d * q_d
-        grad_row = grad + batch * grad_b + q_head * grad_h + d * grad_d
-        scalar_row = (batch * heads * GROUP + q_head) * q_len
+        query_head = q + batch * q_b + q_head * q_h
+        grad_head = grad + batch * grad_b + q_head * grad_h
+        scalars = (batch * heads * GROUP + q_head) * q_len
         kind = tl.load(kind_of + q_head).to(tl.int64)
         span = spans + (kind * k_tiles + tile) * SPAN
         for phase in tl.static_range(2):
             for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
                 listed = nth // PARTS
                 pair = pairs + listed * PAIR
-                q_tile = tl.load(pair).to(tl.int64)
+                q_tile = tl.load(pair)
                 q_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
-                columns = tl.load(q_pos + q_tile * TILE + q_lane).to(tl.int64)
-                valid_query = (q_tile * TILE + q_lane < q_len) & (columns < length)
-                seen = valid_query[:, None] & d_valid
-                query = tl.load(q_row + (columns * q_n)[:, None], mask=seen, other=0.0)
-                s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * slope
+                columns = tl.load(q_pos + q_tile * TILE + q_lane)
+                valid_query = q_tile * TILE + q_lane < q_len
+                seen = d_valid
+                if SEQ_LENS:
+                    valid_query = valid_query & (columns < length)
+                    seen = valid_query[:, None] & d_valid
+                query = tl.load(query_head + offsets(columns, q_n, d, q_d, WIDE), mask=seen, other=0.0)
+                s = tl.dot(key, tl.trans(query), input_precision=PRECISION)
                 if SEQ_LENS or KEY_MASK:
                     s = tl.where(key_allowed[:, None], s, float("-inf"))
-                # Repeated queries, and queries without keys, have weight exp(s - inf) = 0.
-                column_lse = tl.load(lse + scalar_row + columns, mask=valid_query, other=float("-inf"))
-                column_lse = tl.where(column_lse == float("-inf"), float("inf"), column_lse * LOG2_E)
-                column_delta = tl.load(delta + scalar_row + columns, mask=valid_query, other=0.0)
+                # Repeated queries have weight exp2(s - inf) = 0.
+                column_lse = tl.load(scaled_lse + scalars + columns, mask=valid_query, other=float("inf"))
+                column_delta = tl.load(delta + scalars + columns, mask=valid_query, other=0.0)
                 if phase == 0:
                     mask = tl.load(pair + 1)
                     q_lane, k_lane = q_lane[None, :], lane[:, None]
                     count = tile_multiplicity(
                         masks, reach, mask, kind, q_tile, tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                     )
-                    p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) - column_lse[None, :])
+                    p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) * slope - column_lse[None, :])
                 else:
-                    p = tl.exp2(s - column_lse[None, :])
-                d_out = tl.load(grad_row + (columns * grad_n)[:, None], mask=seen, other=0.0)
+                    p = tl.exp2(s * slope - column_lse[None, :])
+                d_out = tl.load(grad_head + offsets(columns, grad_n, d, grad_d, WIDE), mask=seen, other=0.0)
                 acc_v = tl.dot(p.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
                 ds = p * (tl.dot(value, tl.trans(d_out), input_precision=PRECISION) - column_delta[None, :])
                 acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)

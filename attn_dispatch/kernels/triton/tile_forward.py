@@ -17,8 +17,8 @@ Source: Dao 2023, FlashAttention-2, algorithms 1 and 2; Milakov & Gimelshein 201
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from attn_dispatch.kernels.triton.parts import fold_scale, offsets, softmax_weights, store_forward
+
 SPAN = tl.constexpr(3)  #: entries of a span and of a pair, see tiles.lists.PairLists
 PAIR = tl.constexpr(2)
 
@@ -26,11 +26,11 @@ PAIR = tl.constexpr(2)
 @triton.jit
 def program_place(heads, tiles, TILE: tl.constexpr, ROWS: tl.constexpr):
     """This program's batch row, head, tile, and rows as lanes of the tile; programs are ordered by head."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     parts = tiles * (TILE // ROWS)
     start = program % parts * ROWS
-    lane = (start % TILE).to(tl.int32) + tl.arange(0, ROWS)
-    return program // parts // heads, program // parts % heads, start // TILE, lane
+    lane = start % TILE + tl.arange(0, ROWS)
+    return (program // parts // heads).to(tl.int64), (program // parts % heads).to(tl.int64), start // TILE, lane
 
 
 @triton.jit
@@ -69,7 +69,11 @@ def tile_multiplicity(
     return found.to(tl.float32)
 
 
-@triton.jit
+#: Arguments whose values do not change the machine code.
+VARIABLE = ("heads", "q_tiles", "k_tiles", "q_len", "k_len")
+
+
+@triton.jit(do_not_specialize=VARIABLE)
 def forward(
     q,
     k,
@@ -116,20 +120,23 @@ def forward(
     SEQ_LENS: tl.constexpr,
     KEY_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
     batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
-    rows = tl.load(q_pos + tile * TILE + lane).to(tl.int64)
-    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    d_valid = d < HEAD_DIM
+    rows = tl.load(q_pos + tile * TILE + lane)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
+    if HEAD_DIM < BLOCK_D:
+        d_valid = d < HEAD_DIM
     length = k_len
     if SEQ_LENS:
-        length = tl.load(seq_lens + batch)
-    k_row = k + batch * k_b + head // GROUP * k_h + d * k_d
-    v_row = v + batch * v_b + head // GROUP * v_h + d * v_d
-    query = tl.load(q + batch * q_b + head * q_h + d * q_d + (rows * q_n)[:, None], mask=d_valid, other=0.0)
-    slope = scale * LOG2_E
+        length = tl.load(seq_lens + batch).to(tl.int32)
+    k_head = k + batch * k_b + head // GROUP * k_h
+    v_head = v + batch * v_b + head // GROUP * v_h
+    query = tl.load(q + batch * q_b + head * q_h + offsets(rows, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
+    query, slope = fold_scale(query, scale)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
@@ -139,17 +146,19 @@ def forward(
         for nth in range(tl.load(span + phase) * PARTS, tl.load(span + phase + 1) * PARTS):
             listed = nth // PARTS
             pair = pairs + listed * PAIR
-            k_tile = tl.load(pair).to(tl.int64)
+            k_tile = tl.load(pair)
             k_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
-            columns = tl.load(k_pos + k_tile * TILE + k_lane).to(tl.int64)
-            key_allowed = columns < length
+            columns = tl.load(k_pos + k_tile * TILE + k_lane)
+            key_allowed = tl.full([COLUMNS], True, tl.int1)
+            if SEQ_LENS:
+                key_allowed = columns < length
             if KEY_MASK:
                 key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
             seen = d_valid
             if SEQ_LENS or KEY_MASK:
                 seen = key_allowed[:, None] & d_valid
-            key = tl.load(k_row + (columns * k_n)[:, None], mask=seen, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * slope
+            key = tl.load(k_head + offsets(columns, k_n, d, k_d, WIDE), mask=d_valid, other=0.0)
+            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
             if SEQ_LENS or KEY_MASK:
                 s = tl.where(key_allowed[None, :], s, float("-inf"))
             count = 1.0
@@ -160,24 +169,14 @@ def forward(
                     masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                 )
                 s = tl.where(count > 0, s, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(s, 1))
-            # For rows without a key so far -inf - -inf would be NaN.
-            safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2(s - safe[:, None])
+            p, shrink, row_max = softmax_weights(s, slope, row_max)
             if phase == 0:
                 p *= count
-            shrink = tl.exp2(row_max - safe)
             total = total * shrink + tl.sum(p, 1)
-            value = tl.load(v_row + (columns * v_n)[:, None], mask=seen, other=0.0)
+            value = tl.load(v_head + offsets(columns, v_n, d, v_d, WIDE), mask=seen, other=0.0)
             acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-            row_max = new_max
     has_keys = total > 0
     if SEQ_LENS:
         has_keys = has_keys & (rows < length)
-    divisor = tl.where(has_keys, total, 1.0)
-    result = tl.where(has_keys[:, None], acc / divisor[:, None], 0.0).to(out.dtype.element_ty)
     stored = tile * TILE + lane < q_len
-    out_at = out + ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
-    tl.store(out_at, result, mask=stored[:, None] & d_valid)
-    result_lse = tl.where(has_keys, row_max * LN_2 + tl.log(divisor), float("-inf"))
-    tl.store(lse + (batch * heads + head) * q_len + rows, result_lse, mask=stored)
+    store_forward(out, lse, acc, total, row_max, has_keys, batch, head, rows, d, stored, heads, q_len, HEAD_DIM)

@@ -1,0 +1,154 @@
+"""Block sizes of the Triton kernels by GPU, dtype and head_dim, and the shared memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from attn_dispatch.spec.problem import Problem
+
+Kernel = Literal["forward", "backward_q", "backward_kv"]
+
+LEAST_SHARED = 99 * 2**10  #: bytes of shared memory per thread block on every device from capability 8.0 on
+SMALLEST_SIDE = 16  #: of a block, and head_dim: the least for tl.dot
+HEAD_DIM_LIMIT = 256  #: of a larger one no block's sums fit into registers
+
+#: Capabilities whose tensor cores multiply tf32 at several times the rate of exact float32. On the others (GeForce and
+#: the like) three products of tf32 take longer than an exact one.
+TF32_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """Rows and columns of a block of scores, and Triton's launch options."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+#: Block sizes in order of preference, by the largest head_dim they are for.
+Blocks = dict[int, tuple[BlockConfig, ...]]
+
+
+def _listed(sizes: dict[int, Iterable[tuple[int, int, int, int]]]) -> Blocks:
+    return {head_dim: tuple(BlockConfig(*each) for each in listed) for head_dim, listed in sizes.items()}
+
+
+WGMMA = (9, 10)  #: major capabilities whose warp groups multiply from shared memory
+
+#: 16-bit dtypes. On WGMMA capabilities: the fastest of those that `tools.checks.gpu_check` times on an H100, by the
+#: geometric mean over dense, causal and dilated attention. On others: the largest that, as ptxas reports, fit the
+#: registers with little spilling; not measured.
+HALF: dict[bool, dict[Kernel, Blocks]] = {
+    True: {
+        "forward": _listed(
+            {
+                64: [(64, 128, 4, 3), (64, 64, 4, 3)],
+                128: [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
+                256: [(128, 32, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2)],
+            }
+        ),
+        "backward_q": _listed(
+            {
+                64: [(64, 64, 4, 3), (64, 64, 4, 2)],
+                128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
+                256: [(128, 32, 8, 2), (64, 32, 4, 3), (32, 32, 4, 2)],
+            }
+        ),
+        "backward_kv": _listed(
+            {
+                64: [(64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
+                128: [(64, 64, 4, 2), (64, 32, 4, 3)],
+                256: [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)],
+            }
+        ),
+    },
+    False: {
+        "forward": _listed(
+            {
+                64: [(128, 64, 4, 3), (64, 64, 4, 3)],
+                128: [(128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)],
+                256: [(64, 32, 4, 2), (32, 32, 4, 2)],
+            }
+        ),
+        "backward_q": _listed(
+            {
+                64: [(128, 32, 4, 3), (64, 64, 4, 3)],
+                128: [(128, 32, 4, 2), (64, 32, 4, 2)],
+                256: [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
+            }
+        ),
+        "backward_kv": _listed(
+            {
+                64: [(128, 32, 4, 2), (64, 32, 4, 2)],
+                128: [(64, 64, 8, 2), (64, 32, 8, 2)],
+                256: [(32, 64, 8, 2), (32, 32, 8, 2)],
+            }
+        ),
+    },
+}
+
+#: float32, by `input_precision`: exact products hold their operands in registers. tf32 and tf32x3 are timed on an H100.
+_EXACT = _listed(
+    {
+        64: [(32, 32, 4, 2)],
+        128: [(32, 32, 8, 2), (32, 16, 8, 2)],
+        256: [(32, 16, 8, 1), (16, 16, 4, 1)],
+    }
+)
+_TF32 = _listed(
+    {
+        64: [(128, 64, 8, 2), (64, 64, 4, 2), (32, 32, 4, 2)],
+        128: [(32, 32, 4, 2), (32, 16, 4, 2)],
+        256: [(32, 16, 8, 1), (16, 16, 4, 1)],
+    }
+)
+SINGLE: dict[str, dict[Kernel, Blocks]] = {
+    "ieee": dict.fromkeys(("forward", "backward_q", "backward_kv"), _EXACT),
+    "tf32": dict.fromkeys(("forward", "backward_q", "backward_kv"), _TF32),
+    "tf32x3": dict.fromkeys(("forward", "backward_q", "backward_kv"), _TF32),
+}
+
+
+def precision(problem: Problem) -> str:
+    """`input_precision` of float32 products.
+
+    tf32x3 adds three products of tf32 numbers to about float32's error.
+    """
+    if problem.matmul_precision != "highest":
+        return "tf32"
+    exact = problem.device.type != "cuda" or torch.cuda.get_device_capability(problem.device) not in TF32_CAPABILITIES
+    return "ieee" if exact else "tf32x3"
+
+
+def blocks_for(kernel: Kernel, problem: Problem) -> tuple[BlockConfig, ...]:
+    """The blocks of a kernel on the problem's GPU, in order of preference."""
+    if problem.dtype == torch.float32:
+        table = SINGLE[precision(problem)][kernel]
+    else:
+        table = HALF[torch.cuda.get_device_capability(problem.device)[0] in WGMMA][kernel]
+    return table[min(limit for limit in table if limit >= problem.head_dim)]
+
+
+def shared_limit(device: torch.device) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
+
+
+def clipped(block: BlockConfig, rows: int, columns: int | None = None) -> BlockConfig:
+    """The block limited to `rows` and `columns`; with 4 warps if that reduces its rows."""
+    across = block.columns if columns is None else min(block.columns, columns)
+    return BlockConfig(min(block.rows, rows), across, block.warps if block.rows <= rows else 4, block.stages)
+
+
+def padded(head_dim: int) -> int:
+    """head_dim rounded up to a power of two, at least SMALLEST_SIDE."""
+    return max(SMALLEST_SIDE, next_power_of_two(head_dim))
+
+
+def next_power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length() if least else 0
