@@ -35,7 +35,7 @@ from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms, work
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.hard_cases import HardCase, class_key, hard_case, hard_cases
+from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
 from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference, referenced
 from attn_dispatch.tuning.rounds import Steps, exhausted
 
@@ -175,8 +175,7 @@ class Gate:
             return None
         for spec in class_key(self.problem):
             yield CASE_S
-            with reference():
-                hard_case(spec)
+            yield from case_of(spec)
         checks = partial(self._case_checks, candidate, self._cases)
         steps: list[Check] | Rejected = [partial(_first_failures, checks)]
         if self.stepped:

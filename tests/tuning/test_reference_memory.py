@@ -34,7 +34,7 @@ PLACES = {
     "example": (example, "_drawn", 1),
     "reference": (oracle._Sample, "evaluate", 1),
     "tolerance": (oracle._Sample, "rounding_errors", 1),
-    "hard cases": (gate, "hard_case", 1),
+    "hard cases": (gate, "case_of", 1),
     "comparison": (oracle, "_error", 12),
     "another call": (oracle._Sample, "of", 2),
     "race": (race.Race, "run", 1),
@@ -63,7 +63,7 @@ def test_a_call_runs_without_memory_for_a_trial(
     place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     where, name, first = PLACES[place]
-    hard_cases.hard_case.cache_clear()
+    hard_cases._cases.clear()
     gate._passed.clear()
     calls = fail_from(monkeypatch, where, name, first, ERRORS[error])
     q, k, v = qkv(32)
