@@ -254,8 +254,8 @@ class Gate:
         return [*checks, partial(self._second_call_failures, candidate, accepted)]
 
     def _failures_of(self, check: Check, earlier: int) -> Sequence[str]:
-        """Run a check; its marker says how many earlier ones there were, which had other markers."""
-        if self._marker is not None:
+        """Run a check; in steps, its marker says how many earlier ones there were, which had other markers."""
+        if self.stepped and self._marker is not None:
             self._marker.pause()
             self._marker.calls = earlier
             self._marker.resume()
