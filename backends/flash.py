@@ -8,24 +8,30 @@ and of 0251105 (2026-08), and flash-attn-4 4.0.0b36.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import math
+import os
+import stat
 from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import platformdirs
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
-from attn_dispatch.kernels.branches.plan import BranchPlan
+from attn_dispatch.kernels import compiled
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
 from attn_dispatch.kernels.dense import Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 
-TILE = 128  #: rows; backward passes round lengths up to multiples of at most this
+COMPILE_MS = 60_000.0  #: of flash-attn 4: four or five kernels for a case
+CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 4
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 Sides = tuple[int | None, int | None]
 
@@ -68,12 +74,26 @@ class Generation(Kernel):
         scale: float,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._aligned_backward(grad, None, q, k, v, out, lse, is_causal, scale)
+
+    def _aligned_backward(
+        self,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         d = q.shape[-1]
         if self.window != (None, None):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
         grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out))
         # The kernels assume contiguous lse.
-        dq, dk, dv = self._backward(grad, q, k, v, out, lse.contiguous(), is_causal, scale)
+        dq, dk, dv = self._backward(grad, q, k, v, out, lse.contiguous(), grad_lse, is_causal, scale)
         return dq[..., :d], dk[..., :d], dv[..., :d]
 
     @abstractmethod
@@ -81,8 +101,19 @@ class Generation(Kernel):
 
     @abstractmethod
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`grad_lse` is None where the generation has no `backward_of_both`."""
+        ...
 
     def _sides(self) -> tuple[int, int]:
         left, right = (-1 if side is None else side for side in self.window)
@@ -93,7 +124,7 @@ class Flash2(Generation):
     """flash-attn 2."""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        library: Any = importlib.import_module("flash_attn.flash_attn_interface")
+        library = PACKAGE2.load()
         left, right = self._sides()
         out, lse, *_ = library._wrapped_flash_attn_forward(
             q, k, v, 0.0, scale, is_causal, left, right, 0.0, None, False
@@ -101,9 +132,18 @@ class Flash2(Generation):
         return out, lse
 
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        is_causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        library: Any = importlib.import_module("flash_attn.flash_attn_interface")
+        library = PACKAGE2.load()
         left, right = self._sides()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         library._wrapped_flash_attn_backward(
@@ -129,7 +169,16 @@ class Flash3(Generation):
         return out, lse
 
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        is_causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         left, right = self._sides()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -145,61 +194,102 @@ class Flash3(Generation):
 
 
 class Flash4(Generation):
-    """flash-attn 4; an open window side is None."""
+    """flash-attn 4; an open window side is None. It launches on the current device, wherever its tensors are."""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        library: Any = importlib.import_module("flash_attn.cute.interface")
         left, right = self.window
-        out, lse, *_ = library._flash_attn_fwd(
-            *(q, k, v),
-            softmax_scale=scale,
-            causal=is_causal,
-            window_size_left=left,
-            window_size_right=right,
-            return_lse=True,
-        )
+        with current_device(q.device):
+            out, lse, *_ = library4()._flash_attn_fwd(
+                *(q, k, v),
+                softmax_scale=scale,
+                causal=is_causal,
+                window_size_left=left,
+                window_size_right=right,
+                return_lse=True,
+            )
         return out, lse
 
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        is_causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        library: Any = importlib.import_module("flash_attn.cute.interface")
         left, right = self.window
-        dq, dk, dv, *_ = library._flash_attn_bwd(
-            *(q, k, v, out, grad, lse),
-            softmax_scale=scale,
-            causal=is_causal,
-            window_size_left=left,
-            window_size_right=right,
-            deterministic=self.deterministic,
-        )
+        with current_device(q.device):
+            dq, dk, dv, *_ = library4()._flash_attn_bwd(
+                *(q, k, v, out, grad, lse),
+                softmax_scale=scale,
+                causal=is_causal,
+                window_size_left=left,
+                window_size_right=right,
+                deterministic=self.deterministic,
+                **({} if grad_lse is None else {"dlse": grad_lse.contiguous()}),
+            )
         return dq, dk, dv
 
 
-def scratch_bytes(problem: Problem, plan: BranchPlan) -> int:
-    """Bytes that the kernels allocate: float32 sums, of gradients with padded lengths and of split forward passes."""
-    processors = _processors(problem.device)
-    d = -(-(problem.head_dim + 1) // 64) * 64
-    if not problem.needs_grad:
-        return 2 * processors * TILE * d * 4
-    batch = min(plan.batch_step, problem.batch)
-    return max(
-        _piece_bytes(batch * piece.q.segments, problem, piece.q.rows, piece.k.rows, processors) * d
-        for block in plan.blocks
-        for piece in block.pieces
-    )
+class Flash4OfBoth(Flash4):
+    """flash-attn 4 where its backward pass takes the gradient of lse."""
+
+    def backward_of_both(
+        self,
+        grad: Tensor,
+        grad_lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `backward`, with the gradient of lse [batch, heads, q_len]."""
+        return self._aligned_backward(grad, grad_lse, q, k, v, out, lse, is_causal, scale)
 
 
-def _piece_bytes(batch: int, problem: Problem, q_len: int, k_len: int, processors: int) -> int:
-    """Bytes per column of head_dim of one call with `batch` batch rows."""
-    q_len, k_len = (-(-length // TILE) * TILE for length in (q_len, k_len))
-    rows = batch * problem.heads
-    sums = (rows + processors) * q_len if problem.deterministic else rows * q_len
-    return 4 * (sums + 2 * rows * k_len * (problem.heads != problem.kv_heads))
+def library4() -> Any:
+    """flash-attn 4, ready for the current device: it remembers the compute capability of the first one."""
+    library = PACKAGE4.load()
+    if _devices_differ():
+        library._get_device_arch.cache_clear()
+    return library
 
 
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+@cache
+def _devices_differ() -> bool:
+    """Whether this machine has GPUs of several compute capabilities."""
+    return len({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}) > 1
+
+
+def compile_cache() -> dict[str, str]:
+    """Environment variables for a cache of compiled kernels on disk, which flash-attn 4 does without by default.
+
+    Its files are executed: they are in a folder that only this user can write to, beside the code of `native`. The
+    library's own choice is a folder in /tmp with a predictable name.
+    """
+    if CACHE_ENABLED in os.environ:
+        return {}
+    try:
+        folder = platformdirs.user_cache_path("attn-dispatch", appauthor=False) / "flash-attn-4"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = os.lstat(folder)
+    except (OSError, RuntimeError):  # no home folder, or one that cannot be written
+        return {}
+    if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & OTHERS_WRITE:
+        return {}
+    return {CACHE_ENABLED: "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
@@ -212,15 +302,25 @@ FLASH3 = Limits(
     most_rows=LARGEST_GRID,
 )
 FLASH4_HOPPER = Limits(
-    "cuda", dict.fromkeys(HALF, (9, 0)), highest=(9, 0), head_dim=256, most_rows=LARGEST_GRID, platforms=("linux",)
+    "cuda",
+    dict.fromkeys(HALF, (9, 0)),
+    highest=(9, 0),
+    head_dim=256,
+    grad_lse=True,
+    most_rows=LARGEST_GRID,
+    platforms=("linux",),
 )
-FLASH4_BLACKWELL = Limits(
-    "cuda", dict.fromkeys(HALF, (10, 0)), highest=(11, 0), head_dim=128, most_rows=LARGEST_GRID, platforms=("linux",)
-)
+FLASH4_BLACKWELL = FLASH4_HOPPER._replace(dtypes=dict.fromkeys(HALF, (10, 0)), highest=(11, 0), head_dim=128)
+# Kernels of their own; the backward pass has neither windows nor a gradient of lse.
+FLASH4_BLACKWELL_256 = FLASH4_BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False)
+# Those of Ampere, in less shared memory.
+FLASH4_GEFORCE = FLASH4_BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
 
 PACKAGE2 = Package("flash-attn", "pip install 'attn-dispatch[flash]'", "flash_attn.flash_attn_interface", (2, 7))
 PACKAGE3 = Package("flash_attn_3", "it is built from flash-attention's hopper folder", "flash_attn_3._C", (3,))
-PACKAGE4 = Package("flash-attn-4", "pip install 'attn-dispatch[flash4]'", "flash_attn.cute.interface", (4,))
+PACKAGE4 = Package(
+    "flash-attn-4", "pip install 'attn-dispatch[flash4]'", "flash_attn.cute.interface", (4,), environment=compile_cache
+)
 
 
 def version() -> str:
@@ -245,13 +345,35 @@ _PATTERNS = (Dense, Dilated, Window)
 BACKEND = Branched(
     "flash",
     (
-        Variant(FLASH4_BLACKWELL, Flash4.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS, scratch_bytes),
-        Variant(FLASH4_HOPPER, Flash4.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS, scratch_bytes),
-        Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS, scratch_bytes),
-        Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS, scratch_bytes),
+        Variant(FLASH4_BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS, flash_scratch),
+        Variant(
+            FLASH4_BLACKWELL_256,
+            Flash4.of,
+            "flash-attn 4 on Blackwell with head_dim 256",
+            PACKAGE4,
+            scratch=flash_scratch,
+        ),
+        Variant(FLASH4_HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS, flash_scratch),
+        Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS, flash_scratch),
+        Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS, flash_scratch),
+        # Last: flash-attn 2 has kernels built for these devices.
+        Variant(FLASH4_GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", PACKAGE4, _PATTERNS, flash_scratch),
     ),
     version,
 )
 
 name, refusals = BACKEND.name, BACKEND.refusals
-flops, workspace_bytes, run, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run, BACKEND.partial
+flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
+shares_builds = True
+
+
+def first_call_ms(problem: Problem) -> float:
+    """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
+    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not compiled.is_noted(name, problem)
+    return COMPILE_MS if compiles else 0.0
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    found = BACKEND.run(q, k, v, problem, **tensors)
+    compiled.note(name, problem)
+    return found

@@ -33,7 +33,7 @@ LIMITS = Limits(
 class Cudnn:
     """`_scaled_dot_product_cudnn_attention`."""
 
-    grouped = False
+    grouped = True  # PyTorch's op hands its plan the heads of k and v
     masks = False
     stats_axes = 4  #: axes of the op's lse: [batch, heads, q_len, 1]; before PyTorch 2.9 without the 1
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
@@ -52,6 +53,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
 name = "triton"
+shares_builds = True
 all_orders = (NATURAL, *VISIT_ORDERS)
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
@@ -92,6 +94,13 @@ def flops(problem: Problem) -> int:
     return total * problem.batch * problem.head_dim * 2
 
 
+def first_call_ms(problem: Problem) -> float:
+    """Estimated compile time with an empty cache; 0 if this process has such kernels."""
+    if problem.device.type == "cpu" or compiled.is_noted(name, problem, _blocks(problem)):
+        return 0.0
+    return support.COMPILE_MS * len(_kernels(problem))
+
+
 def orders(problem: Problem) -> tuple[str, ...]:
     """The visit orders that may change the speed, natural order first."""
     return offered_orders(
@@ -109,9 +118,9 @@ def run(
         problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
     )
     call = Hidden.of(problem).around(kernels)
-    if problem.needs_grad:
-        return differentiable(q, k, v, call)
-    return call.forward(q, k, v)
+    found = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    compiled.note(name, problem, _blocks(problem))
+    return found
 
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
@@ -131,6 +140,11 @@ def block_configs(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ..
     """The blocks that fit into shared memory, in order of preference, clipped to the largest row group."""
     most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side)))
     return tuple(dict.fromkeys(clipped(block, most) for block in _fitting(each, problem)))
+
+
+@lru_cache(maxsize=4096)
+def _blocks(problem: Problem) -> tuple[tuple[BlockConfig, ...], ...]:
+    return tuple(block_configs(each, problem) for each in _kernels(problem))
 
 
 def _fitting(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.heads import head_classes
@@ -42,6 +43,7 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 name = "triton_tiles"
+shares_builds = True
 all_orders = TOKEN_ORDERS
 
 PATTERNS = (Dilated, Neighborhood)  #: also within Reordered
@@ -96,6 +98,13 @@ def flops(problem: Problem, order: str = NATURAL) -> int:
     return products * problem.batch * problem.heads * problem.head_dim * 2
 
 
+def first_call_ms(problem: Problem) -> float:
+    """Estimated compile time with an empty cache; 0 if this process has such kernels."""
+    if problem.device.type == "cpu" or compiled.is_noted(name, problem, tile_size(problem, NATURAL)):
+        return 0.0
+    return support.COMPILE_MS * len(_kernels(problem))
+
+
 def workspace_bytes(problem: Problem) -> int:
     """The most bytes in any order of `orders`, lists included."""
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
@@ -127,7 +136,9 @@ def run(
     key_mask = tensors.get("key_mask")
     hidden = tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
-    return differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    found = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    compiled.note(name, problem, tile)
+    return found
 
 
 def forget(problem: Problem) -> None:

@@ -35,7 +35,7 @@ class MemoryEfficient:
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         d, q_len = q.shape[-1], q.shape[1]
-        ops = _library()
+        ops = PACKAGE.load()
         out, lse = ops.memory_efficient_attention_forward_requires_grad(
             vector_aligned(q), vector_aligned(k), vector_aligned(v), _bias(ops, is_causal), 0.0, scale
         )
@@ -55,7 +55,7 @@ class MemoryEfficient:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d = q.shape[-1]
-        ops = _library()
+        ops = PACKAGE.load()
         # Its kernels ignore the row strides of lse and out and assume contiguous rows.
         grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out.contiguous()))
         grads = ops.memory_efficient_attention_backward(
@@ -65,20 +65,19 @@ class MemoryEfficient:
         return dq, dk, dv
 
 
-def _library() -> Any:
-    return importlib.import_module("xformers.ops")
-
-
 def _bias(ops: Any, is_causal: bool) -> Any:
     # It aligns the first query with the first key; causal pieces are square, so the last ones are aligned too.
     return ops.LowerTriangularMask() if is_causal else None
 
 
-def not_built(module: Any) -> str:
-    return "" if getattr(module, "_has_cpp_library", True) else "its compiled part does not fit this PyTorch"
+def not_built(ops: Any) -> str:
+    """Without its compiled part every kernel refuses CUDA, those too that are PyTorch's own (ops/fmha/common.py)."""
+    built = getattr(importlib.import_module("xformers"), "_has_cpp_library", True)
+    return "" if built else "its compiled part does not fit this PyTorch, and without it no kernel runs on CUDA"
 
 
-PACKAGE = Package("xformers", "pip install 'attn-dispatch[xformers]'", "xformers", (0, 0, 29), not_built)
+# xformers.ops: it may fail to import where xformers does not, as beside another release of flash-attn.
+PACKAGE = Package("xformers", "pip install 'attn-dispatch[xformers]'", "xformers.ops", (0, 0, 29), not_built)
 
 
 def version() -> str:

@@ -23,7 +23,7 @@ from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation, with_current_candidates
 from attn_dispatch.decisions.modes import decide_by_mode
-from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, measure
+from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, measure, passes_hard_cases
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
@@ -281,15 +281,12 @@ class _DeviceSteps:
 
     def _may_run(self, name: CandidateId) -> bool:
         """Whether a candidate that no trial of this problem has chosen passes the hard cases."""
-        from attn_dispatch.tuning import gate  # loaded only when something is tried
-
         if mode() == "online":  # nothing is run before the first call
             first = static_choice(self.request.candidates)
-            return (first is not None and first.id == name) or gate.passes_hard_cases(self.request, name, run=False)
+            return (first is not None and first.id == name) or passes_hard_cases(self.request, name, run=False)
         if self.explained or cannot_measure(self.request.problem.device):
             return True
-        with isolated(self.request.problem.device):
-            return gate.passes_hard_cases(self.request, name)
+        return passes_hard_cases(self.request, name, run=True)
 
     def static(self) -> Decision:
         """The static choice; in online mode a candidate with far less work if that has passed the hard cases."""

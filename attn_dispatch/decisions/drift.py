@@ -15,14 +15,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
+from attn_dispatch.decisions.trial_limits import capturing
 from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, sentinel_share
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Drift, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.text import titled
+from attn_dispatch.tuning.clocks import Lead, cuda_sample
 from attn_dispatch.tuning.intervals import median_interval
 
 SAMPLES = 25  #: latest timed calls that are compared
@@ -49,16 +49,31 @@ class _SampledRun:
         self._samples_ms: deque[float] = deque(maxlen=SAMPLES)
         self._warmup_left = WARMUP_CALLS
         self._marked = decision.drift is not None
+        self._lead = Lead()  # on CUDA
 
     def __call__(self, *args: Any, **tensors: Any) -> Any:
-        if self._marked or self._random.random() >= self._share or self._capturing():
+        device = self._problem.device
+        if self._marked or self._random.random() >= self._share or capturing(device):
             return self._run(*args, **tensors)
-        self._synchronize()
+        if device.type == "cuda":
+            return self._sampled_on_cuda(args, tensors)
         start = time.perf_counter()
         result = self._run(*args, **tensors)
-        self._synchronize()
         self._note((time.perf_counter() - start) * 1e3)
         return result
+
+    def _sampled_on_cuda(self, args: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
+        """Run the call as a trial samples it: by events, behind a lead."""
+        results: list[Any] = []
+        sample = cuda_sample(
+            self._problem.device,
+            lambda: results.append(self._run(*args, **tensors)),
+            lead_ms=self._lead.for_calls(1),
+            clock=time.perf_counter,
+        )
+        if self._lead.is_valid(sample, 1):
+            self._note(max(sample.device_ms, sample.host_ms))
+        return results[0]
 
     def _note(self, call_ms: float) -> None:
         if self._warmup_left:
@@ -87,13 +102,6 @@ class _SampledRun:
             self._problem,
         )
         Store(cache_folder()).amend(self._decision, drift=drift)
-
-    def _capturing(self) -> bool:
-        return self._problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _synchronize(self) -> None:
-        if self._problem.device.type == "cuda":
-            torch.cuda.synchronize(self._problem.device)
 
 
 def drifted(samples_ms: list[float], row: Row) -> bool:

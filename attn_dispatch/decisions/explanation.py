@@ -28,7 +28,8 @@ class CandidateReport:
     work (plans, masks, kernels). `error` is the largest absolute error of out against float64 for unit-normal inputs.
     `ratio` is the time / the chosen one's, paired by round, `ratio_low` and `ratio_high` its 99 % interval;
     `break_even` the calls after which a more expensive first call is recovered; `cold_ms` the time with a cold L2
-    cache, `host_ms` the host's time to launch the work, both on CUDA only. `status` is one of `chosen, slower, tie,
+    cache, `device_ms` and `host_ms` the device's time and the host's to launch the work, of which the median has the
+    longer, all three on CUDA only. `status` is one of `chosen, slower, tie,
     not_installed, unsupported, over_memory, failed, incorrect, quarantined, not_measured`; `reason` says why.
     """
 
@@ -47,6 +48,7 @@ class CandidateReport:
     ratio_high: float | None = None
     break_even: float | None = None
     cold_ms: float | None = None
+    device_ms: float | None = None
     host_ms: float | None = None
     rounds: int | None = None
     version: str | None = None

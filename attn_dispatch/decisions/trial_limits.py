@@ -18,14 +18,19 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import Decision
+from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning.candidates import Request
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured; nothing can be timed then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph is being captured on the device or on the current one; nothing can be timed then."""
+    if device.type != "cuda":
+        return False
+    if torch.cuda.is_current_stream_capturing():  # no device may be waited for
+        return True
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
@@ -90,6 +95,27 @@ def measure(request: Request, budget_s: float | None, **options: Any) -> Decisio
             raise
         say_once(f"not measured, too little memory: {printable(str(request.problem))} ({one_line(error)})")
         return None
+
+
+def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool:
+    """Whether a candidate that no trial of this problem has chosen passed the hard cases, or passes them now if `run`.
+
+    Raises:
+        BackendFailed: it left the device unusable.
+    """
+    from attn_dispatch.tuning import gate, guard, oracle, rounds  # loaded only when something is tried
+
+    candidate = next((each for each in request.able if each.id == name), None)
+    checks = gate.Gate(request.problem, request.address)
+    if candidate is None or not run:
+        return candidate is not None and checks.has_passed(candidate)
+    try:
+        with isolated(request.problem.device):
+            return rounds.exhausted(checks.check_hard_cases(candidate)) is None
+    except Exception as error:
+        if not isinstance(error, oracle.NoReference) and not guard.is_shortage(error):
+            raise
+        return False
 
 
 WINDOW_S = 60.0  #: seconds over which trials are limited

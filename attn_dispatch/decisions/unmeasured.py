@@ -21,7 +21,7 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
-from attn_dispatch.tuning.candidates import Candidate, Request, ruled_out, static_choice, status_and_reason
+from attn_dispatch.tuning.candidates import Candidate, Request, refusals_of, ruled_out, static_choice, status_and_reason
 
 _UNTRACEABLE = "a graph traced from it would not be valid for other inputs"
 
@@ -118,7 +118,7 @@ def _backend_candidates(problem: Problem, name: str, order: str | None) -> tuple
     """The candidates of one backend, in the forced order or the orders that it offers."""
     backend = registry.load(name)
     try:
-        refusals = list(backend.refusals(problem))
+        refusals = refusals_of(backend, problem)
         if refusals:
             return [ruled_out(backend, order or NATURAL, *status_and_reason(refusals))], None
         offered = orders_of(backend, problem) or (NATURAL,)

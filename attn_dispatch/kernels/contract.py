@@ -41,6 +41,9 @@ class Backend(Protocol):
       started.
     * `first_call_ms(problem) -> float`: estimated extra milliseconds of the first call, such as compiling; 0 if already
       compiled. A trial is not started if this alone exceeds the budget.
+    * `shares_builds: bool`: what `first_call_ms` counts is kept on disk and serves other problems too. It is not held
+      against the budget where the hard cases of the problem's class have passed on this machine. Without it, a backend
+      with `first_call_ms` is taken for one of torch.compile, whose tracing must not find NaN in new memory.
     * `prepare()`: work done once per machine for all problems, such as compiling a library. Called before the first
       trial, outside its budget; if it raises, the candidate fails.
     * `prepared() -> bool`: whether `prepare` would return at once; by default it would not. A trial that is taken

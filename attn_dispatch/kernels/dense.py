@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Limits
+from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
 from attn_dispatch.spec.problem import DTYPES, Problem
 
 aten = torch.ops.aten
@@ -28,7 +28,14 @@ EFFICIENT_LSE_ALIGN = 32  #: rows; the memory-efficient backward reads lse in wh
 
 # Source: PyTorch's own checks, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 CPU_FLASH = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
-CUDA_FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID, rocm=True)
+CUDA_FLASH = Limits(
+    "cuda",
+    dict.fromkeys(HALF, (8, 0)),
+    head_dim=256,
+    gap=Gap(192, 224, (((8, 6), (8, 9)), ((12, 0), (12, 1)))),
+    most_rows=LARGEST_GRID,
+    rocm=True,
+)
 CUDA_EFFICIENT = Limits(
     "cuda",
     {torch.float16: (5, 0), torch.float32: (5, 0), torch.bfloat16: (8, 0)},
@@ -41,7 +48,8 @@ CUDA_EFFICIENT = Limits(
 class Kernel(Protocol):
     """Dense attention on [batch, len, heads, head_dim] tensors with any strides and no empty axis.
 
-    `grouped`: takes fewer key and value heads than query heads. `masks`: takes an additive mask.
+    `grouped`: takes fewer key and value heads than query heads. `masks`: takes an additive mask. One may also have
+    `backward_of_both`, as `backward` with the gradient of lse [batch, heads, q_len] after that of out.
     """
 
     grouped: bool
@@ -108,7 +116,7 @@ class CpuFlash:
 class CudaFlash:
     """`_scaled_dot_product_flash_attention`: float16 and bfloat16, capability 8.0 and newer, no mask."""
 
-    grouped = False
+    grouped = torch.version.hip is None  # by flash_api.cpp of CUDA builds
     masks = False
 
     def forward(

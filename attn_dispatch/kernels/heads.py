@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 from attn_dispatch.spec.pattern import Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Offsets
+
+if TYPE_CHECKING:
+    import torch
 
 Kind = tuple[Offsets, ...]  #: offsets of one query head, or of all query heads of one key head
 
@@ -55,6 +61,34 @@ def kv_heads_of(heads: range, problem: Problem, grouped: bool) -> slice | tuple[
     if regular and (grouped or share == 1):
         return slice(distinct[0], distinct[-1] + 1, step)
     return tuple(read)
+
+
+def kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
+    """The key head of each of these query heads, int64 on the device, cached. Nothing is copied from host memory, which
+    would wait for the device and cannot be captured in a CUDA graph.
+    """
+    import torch
+
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _kv_head_index(heads, group, device)  # not cached: the graph fills it at each replay, in its own memory
+    return _cached_kv_head_index(heads, group, device)
+
+
+@lru_cache(maxsize=1024)
+def _cached_kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    with torch.inference_mode(False):  # the next call may be in another mode
+        found = _kv_head_index(heads, group, device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # another stream may read it next
+    return found
+
+
+def _kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.arange(heads.start, heads.stop, heads.step, device=device) // group
 
 
 def head_classes(pattern: Pattern, heads: int, which: range | None = None) -> list[tuple[range, Offsets]]:

@@ -18,6 +18,18 @@ HALF = (torch.float16, torch.bfloat16)
 LARGEST_GRID = 65535  #: CUDA blocks along the second and third axis of a grid
 
 
+class Gap(NamedTuple):
+    """Head_dims above `above`, up to `upto`, that have no backward pass on some compute capabilities.
+
+    Args:
+        on: the lowest and the highest compute capability of each range.
+    """
+
+    above: int
+    upto: int
+    on: tuple[tuple[Capability, Capability], ...]
+
+
 class Limits(NamedTuple):
     """The limits of one kernel on one type of device.
 
@@ -26,6 +38,9 @@ class Limits(NamedTuple):
         dtypes: supported dtypes, each with its lowest compute capability.
         highest: the newest supported compute capability.
         head_dim: the largest, in elements; `grad_head_dim` where gradients are needed, if smaller.
+        least_head_dim: the smallest.
+        gap: head_dims without a backward pass on some devices.
+        grad_lse: whether its backward pass takes a gradient of lse; others need one more column of head_dim.
         repeatable_head_dim: the largest with a bitwise deterministic backward pass; 0: none.
         masks: whether it supports `seq_lens` and `key_mask`.
         gradients: whether it has a backward pass.
@@ -39,7 +54,10 @@ class Limits(NamedTuple):
     dtypes: Mapping[torch.dtype, Capability]
     highest: Capability | None = None
     head_dim: int | None = None
+    least_head_dim: int = 1
     grad_head_dim: int | None = None
+    gap: Gap | None = None
+    grad_lse: bool = False
     repeatable_head_dim: int | None = None
     masks: bool = False
     gradients: bool = True
@@ -98,12 +116,25 @@ class Limits(NamedTuple):
         largest, grad = self.head_dim, ""
         if problem.needs_grad and self.grad_head_dim is not None:
             largest, grad = self.grad_head_dim, " where gradients are needed"
-        # A gradient through lse needs one more column (see dense.with_lse_column).
-        column = problem.needs_grad and problem.return_lse
-        if largest is None or problem.head_dim + column <= largest:
+        if problem.head_dim < self.least_head_dim:
+            return [Refusal("head_dim", f"takes a head_dim of {self.least_head_dim} or more, not {problem.head_dim}")]
+        more = ", and one more for the gradient of lse" if self._column(problem) else ""
+        if largest is not None and problem.head_dim + self._column(problem) > largest:
+            return [Refusal("head_dim", f"takes a head_dim up to {largest}{grad}, not {problem.head_dim}{more}")]
+        return self._in_gap(problem, more)
+
+    def _column(self, problem: Problem) -> int:
+        """1 where a gradient through lse needs one more column (see dense.with_lse_column)."""
+        return int(problem.needs_grad and problem.return_lse and not self.grad_lse)
+
+    def _in_gap(self, problem: Problem, more: str) -> list[Refusal]:
+        has = capability(problem.device) if self.gap is not None and problem.needs_grad else None
+        if self.gap is None or has is None or not any(low <= has <= high for low, high in self.gap.on):
             return []
-        more = ", and one more for the gradient of lse" if column else ""
-        return [Refusal("head_dim", f"takes a head_dim up to {largest}{grad}, not {problem.head_dim}{more}")]
+        if not self.gap.above < problem.head_dim + self._column(problem) <= self.gap.upto:
+            return []
+        text = f"has no backward pass for a head_dim of {self.gap.above + 1} to {self.gap.upto} on compute capability"
+        return [Refusal("head_dim", f"{text} {dotted(has)}, asked for {problem.head_dim}{more}")]
 
     def _gradients(self, problem: Problem) -> list[Refusal]:
         if not problem.needs_grad:
@@ -111,7 +142,7 @@ class Limits(NamedTuple):
         if not self.gradients:
             return [Refusal("gradients", "has no backward pass")]
         largest = self.repeatable_head_dim
-        if not problem.deterministic or largest is None or problem.head_dim + problem.return_lse <= largest:
+        if not problem.deterministic or largest is None or problem.head_dim + self._column(problem) <= largest:
             return []
         where = f" past a head_dim of {largest}" if largest else ""
         return [Refusal("deterministic", f"has no deterministic backward pass{where}")]

@@ -1,4 +1,4 @@
-"""This machine: processors, devices, available memory, installed software.
+"""This machine: processors, devices, available memory, installed software; processes of its own.
 
 Imports the base modules only.
 Public: hardware.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from attn_dispatch.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
+
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")  # of torch.cuda.get_arch_list
 
 
 def resolve(device: torch.device | str) -> torch.device:
@@ -49,6 +52,39 @@ def cuda_identity(index: int) -> tuple[str | None, bool]:
     bare = getattr(props, "uuid", None)
     uuid = ask_nvml("nvmlDeviceGetUUID", handle) or (None if bare is None else str(bare))
     return uuid, " MIG " in props.name or _in_mig_mode(handle)
+
+
+def missing_code(device: torch.device) -> str:
+    """Why no kernel of this torch runs on a CUDA device: it was built without code for it; empty where it has some."""
+    return _missing_code(resolve(device).index) if device.type == "cuda" and cuda_devices() else ""
+
+
+@cache
+def _missing_code(index: int) -> str:
+    """Compare what torch was built for with the device's capability.
+
+    A GPU runs the machine code (sm) of its major capability up to its own minor one, and compiles the code of any
+    older one (compute) itself. The suffix "a" is for one capability alone, "f" for its family.
+    """
+    import torch
+
+    props, built_for = cuda_devices()[index], torch.cuda.get_arch_list()
+    known = [found for each in built_for if (found := _ARCHITECTURE.fullmatch(each)) is not None]
+    here = props.major, props.minor
+    if not known or any(_runs(each, here) for each in known):
+        return ""
+    return (
+        f"torch {torch.__version__} has no code for {props.name} (sm_{props.major}{props.minor}), only for "
+        f"{' '.join(built_for)}: install a build for another CUDA version"
+    )
+
+
+def _runs(code: re.Match[str], here: tuple[int, int]) -> bool:
+    kind, major, minor, suffix = code.groups()
+    built_for = int(major), int(minor)
+    if suffix == "a":
+        return here == built_for
+    return here >= built_for and (here[0] == built_for[0] or (kind == "compute" and not suffix))
 
 
 def _nvml_handle(props: Any) -> Any | None:

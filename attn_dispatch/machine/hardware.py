@@ -151,8 +151,9 @@ def silicon(device: torch.device | str) -> str:
 def silicon_of(item: Cpu | Gpu) -> str:
     """The fingerprint within which timings compare: a slug of [a-z0-9._-], about 100 characters at most.
 
-    ``cuda-sm90-132sm-50mib-l2-80gib`` or ``cpu-<model>-<widest instruction sets>-<cores>c-<threads>t``. GPU memory
-    is rounded up to an eighth of a power of two, so that boards of one kind agree whatever the driver reserves.
+    ``cuda-sm90-132sm-50mib-l2-80gib-<name>`` or ``cpu-<model>-<widest instruction sets>-<cores>c-<threads>t``. GPU
+    memory is rounded up to an eighth of a power of two, so that boards of one kind agree whatever the driver reserves.
+    The name tells boards apart that agree in the rest but not in clocks or tensor rate, such as L40 and L40S.
     """
     if isinstance(item, Cpu):
         return _cpu_silicon(Chip(item.model, item.instruction_sets, item.cores), item.threads)
@@ -160,7 +161,7 @@ def silicon_of(item: Cpu | Gpu) -> str:
     l2 = "unknown" if item.l2_bytes is None else f"{item.l2_bytes / _MIB:g}mib"
     step = 1 << max(0, item.total_bytes.bit_length() - 4)
     memory = math.ceil(item.total_bytes / step) * step / _GIB
-    return f"cuda-{chip}-{l2}-l2-{memory:g}gib{'-mig' if item.mig else ''}"
+    return f"cuda-{chip}-{l2}-l2-{memory:g}gib{'-mig' if item.mig else ''}-{_slug(item.name)}"
 
 
 @cache

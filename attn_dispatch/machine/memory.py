@@ -15,7 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from attn_dispatch.log import say_once
 from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, resolve
+from attn_dispatch.text import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +38,8 @@ def available_bytes(device: torch.device | str) -> int:
     """Bytes that a trial could allocate on ``device`` now, read on every call.
 
     On the CPU the least of free RAM and the room in every enclosing cgroup and under ``RLIMIT_AS``; on CUDA the free
-    memory by the driver (or else NVML) plus torch's idle cache, within torch's per-process memory fraction.
+    memory by the driver (or else NVML) plus torch's idle cache, within torch's per-process memory fraction. Of a
+    pluggable allocator, which tells neither, the free memory alone.
 
     Raises:
         InvalidInput: this machine lacks the device.
@@ -118,10 +121,28 @@ def cgroup_levels(controller: str, root: Path, proc: Path) -> Iterator[Path]:
 def _cuda_available(index: int) -> int:
     import torch
 
+    fraction = memory_fraction(index)
+    if fraction is None:
+        return _cuda_free(index)
     allocated = torch.cuda.memory_allocated(index)
     room = _cuda_free(index) + torch.cuda.memory_reserved(index) - allocated
-    allowed = int(torch.cuda.get_per_process_memory_fraction(index) * cuda_devices()[index].total_memory)
-    return max(0, min(room, allowed - allocated))
+    return max(0, min(room, int(fraction * cuda_devices()[index].total_memory) - allocated))
+
+
+def memory_fraction(device: torch.device | int) -> float | None:
+    """Torch's per-process memory fraction of a CUDA device; None of a pluggable allocator, such as RMM's.
+
+    These support neither this cap nor statistics, and raise RuntimeError where they are asked.
+    """
+    import torch
+
+    try:
+        return float(torch.cuda.get_per_process_memory_fraction(device))
+    except RuntimeError as error:
+        if "support" not in str(error):  # an error of the device
+            raise
+        say_once(f"memory of candidates on CUDA is neither capped nor measured: {one_line(error)}")
+        return None
 
 
 def _cuda_free(index: int) -> int:
@@ -174,7 +195,8 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
     CUDA: by the caching allocator's statistics of the device, whose peak is reset. CPU: the rise of the process's
     resident memory, by Linux's high-water mark, which is reset. It includes scratch memory of libraries, allocations of
     other threads and freed blocks that the C library retains, not pages that were never touched; below a few hundred
-    KiB it is noise. None for other devices, or where the mark cannot be reset. Exceptions of ``call`` propagate.
+    KiB it is noise. None for other devices, for a pluggable CUDA allocator, or where the mark cannot be reset.
+    Exceptions of ``call`` propagate.
     """
     if device.type == "cuda":
         return _cuda_peak(call, device)
@@ -183,9 +205,11 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
     return result, None if before is None else max(0, _status_bytes("VmHWM") - before)
 
 
-def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
+def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
     cuda: Any = importlib.import_module("torch.cuda")
     cuda.init()
+    if memory_fraction(device) is None:
+        return call(), None
     cuda.reset_peak_memory_stats(device)
     before: int = cuda.memory_allocated(device)
     result = call()

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import json
 import os
+import pickle
 import socket
 import threading
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed, GroupMismatch, InvalidInput
-from attn_dispatch.ring.engine.exchange import Transport, lost
+from attn_dispatch.ring.engine.exchange import Transport, current_device, lost
 from attn_dispatch.text import one_line
 
 T = TypeVar("T")
@@ -32,10 +33,25 @@ TIMEOUT = timedelta(days=1)  #: time-out of the groups of `world`
 MAX_LINKS = 16  #: groups that have a Link; the oldest is dropped first
 
 _links: OrderedDict[Any, Link] = OrderedDict()
+_connections: dict[Any, Connection] = {}  #: by group
 _lock = threading.Lock()
 
 DIGEST_SIZE = 4  #: int64 numbers
 LENGTH, NO_ERROR, DECISION = range(DIGEST_SIZE, DIGEST_SIZE + 3)  #: columns after the digest
+
+
+@dataclass(eq=False)
+class Connection:
+    """What the ranks of a group have set up together. Kept as long as the group: ranks that drop a `Link` at different
+    times would set it up again at different times, and wait.
+
+    Args:
+        control: a group of the same ranks for CPU tensors; None until it is needed.
+        on_cuda: whether all ranks have taken part in a collective with CUDA tensors.
+    """
+
+    control: Any = None
+    on_cuda: bool = False
 
 
 @dataclass(eq=False)
@@ -48,6 +64,7 @@ class Link:
 
     group: Any
     transport: Transport
+    connection: Connection = field(default_factory=Connection)
     decisions: OrderedDict[Any, Any] = field(default_factory=OrderedDict[Any, Any])
 
     @property
@@ -67,13 +84,27 @@ class Link:
         pairs = (part.split(":") for part in config.split(","))
         return tuple(kind for kind, way in pairs if (kind, way) != ("cuda", "gloo"))
 
-    @cached_property
+    @property
     def control(self) -> Any:
-        """A gloo group for CPU tensors: reading them does not stall a GPU, and gloo reports a lost peer at once."""
+        """A group for CPU tensors: reading those does not stall a GPU, and gloo reports a lost peer at once."""
         if "cpu" in self.devices:
             return self.group
-        ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        if self.connection.control is None:
+            self.connection.control = _gloo_beside(self.group)
+        return self.connection.control
+
+    def connect(self, device: torch.device) -> None:
+        """Before the first messages between CUDA devices: a collective of all ranks, which makes NCCL's communicator.
+
+        Point-to-point messages would make it too, but wait for ranks that have none to send. Raises as
+        `all_gather_int64`.
+        """
+        if device.type != "cuda" or self.connection.on_cuda:
+            return
+        with current_device(device):
+            one = torch.ones(1, device=device)
+            self._raising_rank_lost(lambda: dist.all_reduce(one, group=self.group))
+        self.connection.on_cuda = True
 
     def all_gather_int64(self, values: Tensor) -> Tensor:
         """Gather int64 [count] on the CPU from every rank, as [ranks, count].
@@ -81,14 +112,20 @@ class Link:
         Raises:
             RankLost: a rank has exited, or did not answer within the group's time-out.
         """
-        found = values.new_empty(self.size, len(values))
-        self._raising_rank_lost(lambda: dist.all_gather(list(found.unbind()), values, group=self.control))
-        return found
+        return self._all_gather(values)
 
     def all_gather_objects(self, value: T) -> list[T]:
         """Gather an object from every rank, by rank. Raises as `all_gather_int64`."""
-        found: list[Any] = [None] * self.size
-        self._raising_rank_lost(lambda: dist.all_gather_object(found, value, group=self.control))
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self._all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
+        found = self._all_gather(torch.nn.functional.pad(data, (0, max(lengths) - len(data))))
+        return [pickle.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths)]
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        """Gather a tensor [count] on the CPU from every rank, as [ranks, count]."""
+        found = values.new_empty(self.size, len(values))
+        # Called on the group itself: the functions of torch.distributed take registered groups only.
+        self._raising_rank_lost(lambda: self.control.allgather([list(found.unbind())], [values]).wait())
         return found
 
     def all_gather_ragged(self, shard: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
@@ -97,7 +134,8 @@ class Link:
         padded = shard.new_zeros(*shard.shape[:-1], longest)
         padded[..., : shard.shape[-1]] = shard
         found = [torch.empty_like(padded) for _ in lengths]
-        self._raising_rank_lost(lambda: dist.all_gather(found, padded, group=self.group))
+        with current_device(padded.device):
+            self._raising_rank_lost(lambda: dist.all_gather(found, padded, group=self.group))
         return [x[..., :length] for x, length in zip(found, lengths)]
 
     def raise_if_any_failed(self, error: Exception | None) -> None:
@@ -107,7 +145,8 @@ class Link:
             Exception: `error`, if given. BackendFailed: only other ranks have an error. RankLost: as
                 `all_gather_int64`.
         """
-        no_error = self.all_gather_int64(torch.tensor([error is None], dtype=torch.int64)).flatten().tolist()
+        own = torch.tensor([error is None], dtype=torch.int64, device="cpu")
+        no_error = self.all_gather_int64(own).flatten().tolist()
         if error is not None:
             raise error
         if not all(no_error):
@@ -116,7 +155,7 @@ class Link:
 
     def barrier(self) -> None:
         """Wait until every rank has called this. Raises as `all_gather_int64`."""
-        self._raising_rank_lost(lambda: dist.barrier(group=self.control))
+        self.all_gather_int64(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def _raising_rank_lost(self, call: Callable[[], object]) -> None:
         try:
@@ -141,7 +180,9 @@ def link_of(mesh: object) -> Link:
         if found is None:
             _drop([each for each in _links if _ended(each)])
             _drop(list(_links)[: max(0, len(_links) + 1 - MAX_LINKS)])
-            found = _links[group] = Link(group, Transport(group))
+            for ended in [each for each in _connections if _ended(each)]:
+                del _connections[ended]
+            found = _links[group] = Link(group, Transport(group), _connections.setdefault(group, Connection()))
     return found
 
 
@@ -174,6 +215,26 @@ def _drop_all() -> None:
     """Drop all groups before the interpreter ends: their threads would abort the process later (SIGABRT)."""
     with _lock:
         _drop(list(_links))
+        _connections.clear()
+
+
+def _gloo_beside(group: Any) -> Any:
+    """A gloo group of a group's ranks, under the group's own name.
+
+    `new_group` would number it: ranks that are in different numbers of groups would wait for different ones.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    name = f"attn_dispatch/{group.group_name}/{digest_of(ranks)[0]}"
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(name, c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), _timeout_of(group))
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """The time-out of a group of CUDA tensors; the default one where its backend does not tell."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    found: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return found
 
 
 def _group(mesh: object) -> Any:

@@ -17,7 +17,7 @@ from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import positions_of, traffic_of
+from attn_dispatch.ring.rows.traffic import put_tokens, tokens_of, traffic_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
@@ -78,6 +78,8 @@ class ShardedProblem:
         Raises:
             RankLost: a rank has exited, or did not answer in time. Errors of kernels are raised as they are.
         """
+        if exchange != LOCAL:
+            self.link.connect(self.problem.device)
         whole_mask = None if key_mask is None else self._whole(key_mask)
         if exchange == ULYSSES:
             return self._by_heads(q, k, v, seq_lens, whole_mask)
@@ -100,15 +102,14 @@ class ShardedProblem:
         if seq_lens is not None:
             past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
             seen = ~past if seen is None else seen & ~past
-            padding = past.index_select(1, positions_of(self.layout, self.link.rank).to(past.device))
+            padding = tokens_of(past, self.layout, self.link.rank)
         steps = steps[:1] if exchange == LOCAL else steps
         return RingCall(problem, steps, self.link.transport, seen, padding, self.link.raise_if_any_failed)
 
     def _hidden(self, call: RingCall) -> Hidden:
         """This rank's hidden rows. They are zeroed before they are sent, so that no other rank has to hide them."""
-        own = positions_of(self.layout, self.link.rank).to(call.problem.device)
         whole = Hidden.of(call.problem, key_mask=call.seen)
-        keys = None if whole.keys is None else whole.keys.index_select(1, own)
+        keys = None if whole.keys is None else tokens_of(whole.keys, self.layout, self.link.rank)
         return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])
 
     def _by_heads(
@@ -147,7 +148,7 @@ class ShardedProblem:
         parts = self.link.all_gather_ragged(key_mask.to(torch.uint8), self.layout.lengths)
         whole = key_mask.new_empty(key_mask.shape[0], self.layout.tokens)
         for rank, part in enumerate(parts):
-            whole[:, positions_of(self.layout, rank).to(whole.device)] = part.bool()
+            put_tokens(whole, part.bool(), self.layout, rank)
         return whole
 
 

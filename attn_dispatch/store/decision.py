@@ -40,10 +40,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of the
     median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
     interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
-    `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `host_ms` the host's share
-    of a call, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of measuring where the budget did not allow
-    it, `measured` the time of measuring in UTC, `failures` how many trials in a row a failed candidate has failed;
-    `open`: it may be much faster than the chosen one, as far as is known.
+    `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `device_ms` a call's time on
+    a CUDA device, `host_ms` the host's to enqueue it, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of
+    measuring where the budget did not allow it, `measured` the time of measuring in UTC, `failures` how many trials in
+    a row a failed candidate has failed; `open`: it may be much faster than the chosen one, as far as is known.
     `origin` is "imported" or "shipped" where another machine measured it, and empty where this one did.
     """
 
@@ -57,6 +57,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     high_ms: float | None = None
     fastest_ms: float | None = None
     first_ms: float | None = None
+    device_ms: float | None = None
     host_ms: float | None = None
     cold_ms: float | None = None
     rounds: int | None = None

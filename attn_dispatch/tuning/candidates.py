@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, Refusal, orders_of
+from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.machine.environment import environment
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.machine.memory import available_bytes
@@ -26,7 +28,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.store.quarantine import Entry, Quarantine, until
+from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, until
 from attn_dispatch.text import gib, one_line, printable, titled
 from attn_dispatch.tuning import guard
 
@@ -182,7 +184,7 @@ class Request:
 
     def _answers(self, backend: Backend) -> tuple[tuple[str, str] | None, int, tuple[str, ...]]:
         """The status and reason of a backend's refusal or None, its workspace in bytes, and its orders."""
-        refusals = list(backend.refusals(self.problem))
+        refusals = refusals_of(backend, self.problem)
         why = status_and_reason(refusals)
         if refusals:
             return why, 0, ()
@@ -211,6 +213,12 @@ class Request:
         return f"{what}; `attn-dispatch doctor` lifts it"
 
 
+def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
+    """The backend's refusals, after what keeps every backend from the problem's device."""
+    why = missing_code(problem.device)
+    return [*[Refusal("device", why)] * bool(why), *backend.refusals(problem)]
+
+
 def _asked(backend: Backend, question: Callable[[], T]) -> T:
     """A backend's answer; a plug-in's within the time limit. Raises TimedOut, and what the backend raises."""
     return question() if registry.is_built_in(backend.name) else guard.run_guarded(question, timeout_s())
@@ -234,6 +242,43 @@ def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
 def _add_hang(where: str, name: str, version: str | None, reason: str, title: str) -> None:
     entry = Entry(backend=name, version=version, silicon=where, kind="hung", reason=reason, title=title)
     Quarantine(cache_folder(), where).add(entry)
+
+
+def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str, scope: str = "") -> None:
+    """Exclude the candidate's version, for a group's problems or all; never that of the last resort."""
+    if candidate.name == registry.LAST_RESORT:
+        return
+    entry = Entry(
+        backend=candidate.name,
+        version=candidate.version,
+        silicon=address.silicon,
+        kind=kind,
+        scope=scope,
+        reason=why,
+        title=candidate.problem_title(problem),
+    )
+    Quarantine(cache_folder(), address.silicon).add(entry)
+
+
+@contextmanager
+def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Address) -> Iterator[None]:
+    """Quarantine a candidate that hangs on a CUDA device or destroys its context, before anything else is done.
+
+    Raises:
+        DeviceLost: so it was.
+    """
+    from attn_dispatch.tuning.oracle import NoReference  # with torch
+
+    try:
+        yield
+    except NoReference:
+        raise
+    except Exception as error:
+        fault = guard.device_fault(problem.device, error, timeout_s())
+        if fault is None:
+            raise
+        quarantine(candidate, problem, address, *fault)
+        raise guard.DeviceLost(f"{candidate.title} left {problem.device} unusable: {one_line(error)}") from error
 
 
 def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:

@@ -1,9 +1,9 @@
 """Times calls by the host's clock, or by events on a CUDA device's stream.
 
-An event is a time stamp taken by the device, so a sample includes neither the host's clock nor waiting for it. Where
-the host enqueues more slowly than the device works, a sample includes the gaps, as a user's call does; `host_ms` is
-their share. Samples have a warm cache by default, since q, k and v are usually just written when attention is called;
-`cold_ms` has a flushed L2 cache, as in Triton's `do_bench` and CUTLASS's profiler.
+An event is a time stamp taken by the device. On CUDA the calls of a sample are enqueued while the device is busy with
+something else, so that they follow one another as in a model whose queue is ahead; what the host needs to enqueue them
+is timed apart, and the longer time counts. Samples have a warm cache by default, since q, k and v are usually just
+written when attention is called; `cold_ms` has a flushed L2 cache, as in Triton's `do_bench` and CUTLASS's profiler.
 
 On a CPU that other programs use too, a short call is sampled again after a rest, for then the scheduler lets this
 process's threads run undisturbed for a few milliseconds. Longer calls are all slowed down alike.
@@ -14,12 +14,13 @@ from __future__ import annotations
 import gc
 import importlib
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attn_dispatch.machine.load import DISTURBED_PER_S, NO_LOAD, Load
 
@@ -39,6 +40,15 @@ LONGEST_DISTURBED_MS = 40.0  #: milliseconds that preemption may make of a call 
 
 #: Calls per sample of the host's time: few, because the host waits for the device once the driver's queue is full.
 HOST_REPEATS = 8
+CYCLES_PER_MS = 2.0e6  #: of a device at its highest clock; at a lower one a lead is longer
+LEAD_FACTOR = 2.0  #: ratio of a lead to the host's time
+LONGEST_LEAD_MS = 40.0  #: past it there is none, and the device waits for the host between kernels
+WAIT_SHARE = 0.8  #: share of a lead from which the host seems to have waited for its end
+MOST_WAITS = 3  #: such samples in a row, after which a call gets no lead
+PAUSE_S = 0.1  #: seconds without work after which a device's clocks may have fallen
+WARM_S = 0.06  #: seconds of matrix products that raise them
+WARM_SIZE = 2048  #: rows and columns of such a matrix
+MOST_PRODUCTS = 1000  #: whatever the clock says
 UNKNOWN_L2_BYTES = 128 * 2**20  #: L2 size assumed where PyTorch gives none; more than any device has today
 
 
@@ -50,6 +60,10 @@ class Stopwatch(Protocol):
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
         """Milliseconds per call over ``repeats`` calls in a row: the sample that candidates are compared by."""
+        ...
+
+    def device_ms(self, call: Call) -> float | None:
+        """Milliseconds of one call on the device, of the samples so far; None where the host does the work itself."""
         ...
 
     def host_ms(self, call: Call) -> float | None:
@@ -124,6 +138,9 @@ class HostStopwatch:
         self.load = self.load.plus(beside)
         return mean_ms, beside.switches > DISTURBED_PER_S * beside.cpu_s
 
+    def device_ms(self, call: Call) -> float | None:
+        return None
+
     def host_ms(self, call: Call) -> float | None:
         return None
 
@@ -154,8 +171,83 @@ def calibrate(stopwatch: Stopwatch, call: Call) -> tuple[int, float]:
     return repeats, mean_ms
 
 
+@dataclass
+class Lead:
+    """How long a CUDA device is kept busy before a sample of one call, so that the host enqueues the call meanwhile.
+
+    A call that waits for the device itself cannot be enqueued meanwhile: it gets no lead once that is certain.
+
+    Args:
+        host_ms: milliseconds the host needs to enqueue a call. Unknown, there is no lead.
+        waits: samples in a row in which the host seems to have waited for the device.
+    """
+
+    host_ms: float = math.inf
+    waits: int = 0
+
+    def for_calls(self, repeats: int) -> float:
+        """Milliseconds of the lead of a sample of ``repeats`` calls; 0 where that would be long."""
+        lead_ms = LEAD_FACTOR * self.host_ms * repeats
+        return lead_ms if lead_ms <= LONGEST_LEAD_MS and self.waits < MOST_WAITS else 0.0
+
+    def is_valid(self, sample: CudaSample, repeats: int) -> bool:
+        """Whether the lead of a sample was long enough, or there was none; notes the host's time."""
+        if 0 < WAIT_SHARE * sample.lead_ms <= sample.host_ms * repeats:
+            self.waits += 1
+            self.host_ms = sample.host_ms  # it may also have become slower
+            return False
+        if sample.lead_ms > 0:
+            self.waits = 0
+        self.host_ms = min(self.host_ms, sample.host_ms)
+        return True
+
+
+class CudaSample(NamedTuple):
+    """Milliseconds of a call on the device and, to enqueue it, on the host; and the lead before the sample."""
+
+    device_ms: float
+    host_ms: float
+    lead_ms: float
+
+
+def cuda_sample(
+    device: torch.device,
+    call: Call,
+    repeats: int = 1,
+    lead_ms: float = 0.0,
+    before: Call = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CudaSample:
+    """Time ``repeats`` calls on the current stream, by events of the device and by the host's clock.
+
+    Where the device is idle it waits for the host between kernels, which a model whose queue is ahead does not: a lead
+    of ``lead_ms`` milliseconds keeps it busy while the calls are enqueued. ``before`` runs ahead of it.
+    """
+    cuda: Any = importlib.import_module("torch.cuda")
+    few = min(repeats, HOST_REPEATS)
+    with collector_off(), cuda.device(device):
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        cuda.synchronize()
+        before()
+        if lead_ms > 0.0:
+            cuda._sleep(int(lead_ms * CYCLES_PER_MS))
+        start.record()
+        start_s = clock()
+        for _ in range(few):
+            call()
+        host_ms = (clock() - start_s) * 1e3 / few
+        for _ in range(repeats - few):
+            call()
+        end.record()
+        cuda.synchronize()
+        return CudaSample(start.elapsed_time(end) / repeats, host_ms, lead_ms)
+
+
 class CudaStopwatch:
     """A :class:`~attn_dispatch.tuning.clocks.Stopwatch` by CUDA events on the device's current stream.
+
+    A sample is the longer of the device's and the host's time: either may be what a program waits for. Before the
+    first sample, and after a pause, the device multiplies matrices until its clocks are those of work.
 
     Allocates a buffer of twice the L2 cache at the first :meth:`cold_ms` and keeps it.
     """
@@ -167,44 +259,67 @@ class CudaStopwatch:
         self._clock = clock
         self._torch: Any = importlib.import_module("torch")
         self._buffer: Any = None
+        self._worked_s = -math.inf  # when the device last worked
+        self._leads: defaultdict[Call, Lead] = defaultdict(Lead)
+        self._samples: defaultdict[Call, list[CudaSample]] = defaultdict(list)
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
-        """Milliseconds per call between two events around ``repeats`` calls."""
-        return self._between_events(call, repeats, lambda: None)
+        """Milliseconds per call: the longer of the device's time between two events and the host's time."""
+        sample = self._sample(call, repeats)
+        self._samples[call].append(sample)
+        return max(sample.device_ms, sample.host_ms)
+
+    def device_ms(self, call: Call) -> float | None:
+        """Milliseconds of one call on the device, the median of the samples so far; None without any."""
+        return self._median(call, "device_ms")
 
     def host_ms(self, call: Call) -> float | None:
-        """Milliseconds to enqueue one call, the mean of :data:`HOST_REPEATS` calls that start on an idle device."""
-        cuda = self._torch.cuda
-        with collector_off(), cuda.device(self._device):
-            cuda.synchronize()
-            start_s = self._clock()
-            for _ in range(HOST_REPEATS):
-                call()
-            elapsed_s = self._clock() - start_s
-            cuda.synchronize()
-        return elapsed_s * 1e3 / HOST_REPEATS
+        """Milliseconds to enqueue one call, likewise, of up to :data:`HOST_REPEATS` calls in a sample."""
+        return self._median(call, "host_ms")
 
     def cold_ms(self, call: Call) -> float | None:
-        """Milliseconds of one call after overwriting a buffer of twice the L2 cache; None without memory for it."""
+        """Milliseconds of one call on the device after overwriting a buffer of twice the L2 cache; None without memory
+        for it.
+        """
         if self._buffer is None:
             with suppress(self._torch.OutOfMemoryError):
                 size = 2 * self._l2_bytes()
                 self._buffer = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
-        return None if self._buffer is None else self._between_events(call, 1, self._buffer.zero_)
+        return None if self._buffer is None else self._sample(call, 1, self._buffer.zero_).device_ms
 
-    def _between_events(self, call: Call, repeats: int, before: Call) -> float:
+    def warm(self) -> None:
+        """Let the device multiply matrices for `WARM_S` seconds, unless it worked in the last `PAUSE_S`.
+
+        Idle devices lower their clocks, by up to five times, and take some ten milliseconds to raise them.
+        """
+        if self._clock() - self._worked_s <= PAUSE_S:
+            return
         cuda = self._torch.cuda
-        with collector_off(), cuda.device(self._device):
-            start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-            cuda.synchronize()
-            before()
-            start.record()
-            for _ in range(repeats):
-                call()
-            end.record()
-            cuda.synchronize()
-            elapsed_ms: float = start.elapsed_time(end)
-        return elapsed_ms / repeats
+        with suppress(RuntimeError), cuda.device(self._device):  # no memory for it, or torch's settings refuse products
+            a, b = (self._torch.ones((WARM_SIZE, WARM_SIZE), device=self._device) for _ in range(2))
+            end_s = self._clock() + WARM_S
+            for _ in range(MOST_PRODUCTS):
+                self._torch.mm(a, a, out=b)
+                cuda.synchronize()
+                if self._clock() >= end_s:
+                    break
+        self._worked_s = self._clock()
+
+    def _sample(self, call: Call, repeats: int, before: Call = lambda: None) -> CudaSample:
+        lead = self._leads[call]
+        while True:
+            self.warm()
+            found = cuda_sample(self._device, call, repeats, lead.for_calls(repeats), before, self._clock)
+            idle = found.host_ms * repeats > PAUSE_S * 1e3  # the host compiled or planned meanwhile
+            self._worked_s = -math.inf if idle else self._clock()
+            if lead.is_valid(found, repeats):
+                return found
+
+    def _median(self, call: Call, name: str) -> float | None:
+        """Of one number of a call's samples; without the first, which may hold one-time work, if there are others."""
+        found = self._samples[call]
+        times = [getattr(sample, name) for sample in found[1:] or found]
+        return statistics.median(times) if times else None
 
     def _l2_bytes(self) -> int:
         known = getattr(self._torch.cuda.get_device_properties(self._device), "L2_cache_size", 0)

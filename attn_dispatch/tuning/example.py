@@ -1,7 +1,8 @@
-"""Random tensors for a problem: the same values for every candidate, on every machine."""
+"""Random tensors for a problem: the same values for every candidate; drawn on a CPU, on every machine."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ class Example:
     grad: Tensor | None
     masks: dict[str, Tensor]
     seed: int = 0
+    on_device: bool = False  #: as for `make`, with `seed`
 
     def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
         """The call to time: forward, and backward where the problem needs gradients."""
@@ -55,7 +57,10 @@ class Example:
     def refill(self) -> None:
         """Allocate the tensors that `empty` freed and draw the same values again."""
         with torch.no_grad():
-            for each, fresh in zip(self._tensors(), _drawn(self.problem, torch.Generator().manual_seed(self.seed))):
+            device = self.problem.device if self.on_device else "cpu"
+            for each, fresh in zip(
+                self._tensors(), _drawn(self.problem, torch.Generator(device).manual_seed(self.seed))
+            ):
                 storage = fresh.untyped_storage()
                 each.untyped_storage().resize_(storage.nbytes())
                 each.untyped_storage().copy_(storage)
@@ -76,16 +81,41 @@ def example_bytes(problem: Problem) -> int:
     return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks
 
 
-def make(problem: Problem, seed: int = 0) -> Example:
-    """Draw unit-normal q, k, v and gradient in the problem's memory order, and masks that hide part of the keys."""
-    return exhausted(made(problem, seed))
+def make_timed(problem: Problem) -> tuple[Example, float]:
+    """All steps of `made_timed` at once."""
+    return exhausted(made_timed(problem, time.perf_counter))
 
 
-def made(problem: Problem, seed: int = 0) -> Steps[Example]:
+def made_timed(problem: Problem, clock: Callable[[], float]) -> Steps[tuple[Example, float]]:
+    """The example of a trial, and the seconds that its budget does not include: on CUDA those of drawing it.
+
+    There they are drawn on the device, for a CPU would take a minute for the longest sequences; the first use of the
+    device, which may take seconds, falls into them.
+    """
+    start = clock()
+    example = yield from made(problem, on_device=True)
+    if problem.device.type != "cuda":
+        return example, 0.0
+    torch.cuda.synchronize(problem.device)
+    return example, clock() - start
+
+
+def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example:
+    """Draw unit-normal q, k, v and gradient in the problem's memory order, and masks that hide part of the keys.
+
+    Args:
+        on_device: whether to draw q, k, v and the gradient on a CUDA device itself: other values than a CPU's.
+    """
+    return exhausted(made(problem, seed, on_device=on_device))
+
+
+def made(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Steps[Example]:
     """`make` in steps: one for each tensor."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = []
-    for each in _drawn(problem, generator):
+    generator, drawn = torch.Generator().manual_seed(seed), []
+    values = (
+        torch.Generator(problem.device).manual_seed(seed) if on_device and problem.device.type == "cuda" else generator
+    )
+    for each in _drawn(problem, values):
         drawn.append(each)
         yield 0.0
     q, k, v, *grads = drawn
@@ -99,7 +129,7 @@ def made(problem: Problem, seed: int = 0) -> Steps[Example]:
     if problem.has_key_mask:
         visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
         masks["key_mask"] = visible.to(problem.device)
-    return Example(problem, q, k, v, grads[0] if grads else None, masks, seed)
+    return Example(problem, q, k, v, grads[0] if grads else None, masks, seed, on_device)
 
 
 def _drawn(problem: Problem, generator: torch.Generator) -> Iterator[Tensor]:

@@ -9,9 +9,11 @@ must not run again, a quarantine.
 from __future__ import annotations
 
 import math
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
@@ -19,25 +21,26 @@ from typing import TypeVar
 import torch
 
 from attn_dispatch import process_state
-from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
+from attn_dispatch.machine.child import end_idle, run_alone
+from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker, digest
-from attn_dispatch.store.decision import CandidateId
-from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
+from attn_dispatch.store.quarantine import Kind
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms, work
+from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, quarantine, work
+from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
 from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference, referenced
-from attn_dispatch.tuning.rounds import Steps, exhausted
+from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
 Check = Callable[[], Sequence[str]]  # returns what failed
@@ -45,40 +48,18 @@ Check = Callable[[], Sequence[str]]  # returns what failed
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 CASE_S = 0.01  #: seconds that a hard case is expected to take
 PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
+FIRST_CALL_FACTOR = 10.0  #: factor on the time that a backend declares for a first call, before it counts as hung
+START_S = 120.0  #: seconds in which a process of its own must have loaded PyTorch and evaluated the hard cases
+CONTEXT_BYTES = 2 << 30  #: free memory on a device that another process needs to use it
+#: Exit codes by which a process of its own crashed; others, such as SIGKILL's, may come from outside.
+CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 _PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
+LOADING_MS = 2000.0  #: milliseconds of a first call on CUDA, of which a share that matters may be one-time work
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
 # Hard cases passed in this process: (backend, order, version, class of problems).
 _passed: set[tuple[str, str, str | None, object]] = set()
 process_state.register(process_state.FACTS, _passed.clear)
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """The candidate may race.
-
-    `first_ms` is its first call, `call_ms` the call that was checked, `error` the largest absolute error of out.
-    """
-
-    first_ms: float
-    call_ms: float
-    peak_bytes: int | None
-    error: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """The candidate may not race: its status (`failed` or `incorrect`) and the reason.
-
-    `quarantined` is whether the backend's version is quarantined for all problems.
-    """
-
-    status: str
-    reason: str
-    first_ms: float | None = None
-    peak_bytes: int | None = None
-    error: float | None = None
-    quarantined: bool = False
 
 
 @dataclass
@@ -136,7 +117,7 @@ class Gate:
         """Milliseconds the backend declares to build before its first results, here and for the hard cases due."""
         here_ms = first_call_ms(candidate, self.problem)
         if not here_ms or self.has_passed(candidate):
-            return here_ms
+            return 0.0 if getattr(candidate.backend, "shares_builds", False) else here_ms
         return here_ms + sum(
             first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
         )
@@ -160,7 +141,7 @@ class Gate:
         """Run the candidate on the problem itself, under guard, and check its results.
 
         Raises:
-            BackendFailed: the device is lost, and no other candidate can run in this process.
+            DeviceLost: the device is lost, and no other candidate can run in this process.
             NoReference: there is too little memory to evaluate the expected results.
         """
         oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
@@ -173,22 +154,16 @@ class Gate:
         """
         if self.has_passed(candidate):
             return None
-        for spec in class_key(self.problem):
-            yield CASE_S
-            yield from case_of(spec)
-        checks = partial(self._case_checks, candidate, self._cases)
-        steps: list[Check] | Rejected = [partial(_first_failures, checks)]
-        if self.stepped:
-            steps = self._tried(candidate, checks)
-        if isinstance(steps, Rejected):
-            return steps
-        for number, check in enumerate(steps):
-            yield CASE_S
-            failures = self._tried(candidate, partial(self._failures_of, check, number))
-            if isinstance(failures, Rejected):
-                return failures
-            if failures:
-                return self._incorrect(candidate, failures)
+        found = (yield from self._failures_alone(candidate)) if self.problem.device.type == "cuda" else None
+        if found is None:
+            for spec in class_key(self.problem):  # outside of the candidate's trial, as in `admit`
+                yield CASE_S
+                yield from case_of(spec)
+            found = yield from self._failures_here(candidate, self._cases)
+        if isinstance(found, Rejected):
+            return found
+        if found:
+            return self._incorrect(candidate, found)
         key = *candidate.id, candidate.version, class_key(self.problem)
         _passed.add(key)
         passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
@@ -202,33 +177,34 @@ class Gate:
         version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)
         free_before = available_bytes(self.problem.device)
         try:
-            with crash_marker(cache_folder(), where, candidate.name, version, title) as self._marker:
+            with (
+                crash_marker(cache_folder(), where, candidate.name, version, title) as self._marker,
+                ending_on_lost_device(candidate, self.problem, self.address),
+            ):
                 return run()
-        except NoReference:
+        except (NoReference, guard.DeviceLost):
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text = one_line(error)
             kind = self._kind_of(error, candidate.needed_bytes, free_before)
+            if kind is not None and (again or kind != "memory"):
+                self._quarantine(candidate, kind, text, self.address.group if kind == "memory" else "")
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
-            if kind != "hung" and guard.device_lost(self.problem.device):
-                self._quarantine(candidate, "died", f"the device was lost: {text}")
-                raise BackendFailed(f"{candidate.title} left {self.problem.device} unusable: {text}") from error
             if kind == "memory" and not again:
                 return self._tried(candidate, run, again=True)
-            if kind is not None:
-                self._quarantine(candidate, kind, text)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
 
     def _admit(self, candidate: Candidate, oracle: Oracle) -> Admitted | Rejected:
         needed = candidate.needed_bytes
-        limit_s = timeout_s() + 10 * first_call_ms(candidate, self.problem) / 1e3
-        limit_s += SLOWEST_RATE * work(candidate, self.problem)
+        limit_s = self._limit_s(candidate, self.problem) + SLOWEST_RATE * work(candidate, self.problem)
         builds = first_call_ms(candidate, self.problem) > 0
         result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
-        # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured.
-        if builds or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
+        # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured. Any
+        # first call on CUDA may load kernels and make plans.
+        lazy = self.problem.device.type == "cuda" and first_ms < LOADING_MS
+        if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)
         checked = oracle.check(result)
@@ -237,7 +213,7 @@ class Gate:
             return self._incorrect(candidate, checked.failures, first_ms, peak, error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
-            self._quarantine(candidate, "memory", excess)
+            self._quarantine(candidate, "memory", excess, self.address.group)
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
@@ -246,25 +222,84 @@ class Gate:
         key = *candidate.id, candidate.version, class_key(self.problem)
         return key in _passed or passed.has_passed(cache_folder(), self.address.silicon, _digest_of(key))
 
-    def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[Check]:
-        """A check of each case that the backend accepts; of one that compiles for every problem, `COMPILED_CASES`."""
-        accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
-        due = accepted[:COMPILED_CASES] if hasattr(candidate.backend, "first_call_ms") else accepted
-        checks: list[Check] = [partial(self._case_failures, candidate, each) for each in due]
-        return [*checks, partial(self._second_call_failures, candidate, accepted)]
+    def _failures_alone(self, candidate: Candidate) -> Steps[Sequence[str] | Rejected | None]:
+        """What the hard cases showed in a process of their own: a CUDA context does not survive an illegal access.
+
+        None where that is not known: the process did not get so far, or the candidate raised, as it would here too.
+        """
+        here = {
+            registry.LAST_RESORT,
+            *(backend.name for backend in registry.registered()),
+        }  # another process lacks these
+        if candidate.name in here or available_bytes(self.problem.device) < CONTEXT_BYTES:
+            return None
+        limit_s = sum(self._limit_s(candidate, spec.problem) for spec in class_key(self.problem)) + timeout_s()
+        args = self.problem, self.address, candidate.name, candidate.order, candidate.version
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                run = pool.submit(run_alone, __name__, "failures_alone", args, start_s=START_S, limit_s=limit_s)
+                while self.stepped and not run.done():
+                    yield CASE_S
+                ended = run.result()
+        except OSError:
+            return None
+        known, kind, reason = ended.value or (None, None, "")
+        if ended.begun and ended.value is None and ended.code is None:
+            kind, reason = "hung", f"did not return within {limit_s:g} s"
+        elif ended.begun and ended.code in CRASHES:
+            kind, reason = "died", f"ended by signal {-ended.code}"
+        if kind is None:
+            return known
+        end_idle()  # its device is unusable
+        reason = f"its hard cases, in a process of their own: {reason}"
+        self._quarantine(candidate, kind, reason)
+        return Rejected("failed", reason, quarantined=True)
+
+    def _failures_here(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> Steps[Sequence[str] | Rejected]:
+        """What the hard cases showed: all at once, or in steps, each beside a crash marker of its own."""
+        if not self.stepped:
+            return self._tried(candidate, partial(self._case_failures, candidate, cases))
+        checks = self._tried(candidate, partial(self._case_checks, candidate, cases))
+        for number, check in enumerate(() if isinstance(checks, Rejected) else checks):
+            yield CASE_S
+            if found := self._tried(candidate, partial(self._failures_of, check, number)):
+                return found
+        return checks if isinstance(checks, Rejected) else ()
 
     def _failures_of(self, check: Check, earlier: int) -> Sequence[str]:
-        """Run a check; in steps, its marker says how many earlier ones there were, which had other markers."""
-        if self.stepped and self._marker is not None:
+        """Run a check; its marker says how many earlier ones there were, which had other markers."""
+        if self._marker is not None:
             self._marker.pause()
             self._marker.calls = earlier
             self._marker.resume()
         return check()
 
-    def _case_failures(self, candidate: Candidate, case: HardCase) -> Sequence[str]:
-        limit_s = timeout_s() + 10 * first_call_ms(candidate, case.problem) / 1e3
-        found = self._guarded(partial(case.run, *candidate.backend_and_order), limit_s)
-        return case.check(found).failures
+    def _limit_s(self, candidate: Candidate, problem: Problem) -> float:
+        """Seconds that a call may take, with what the backend declares of a first one."""
+        return timeout_s() + FIRST_CALL_FACTOR * first_call_ms(candidate, problem) / 1e3
+
+    def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[str]:
+        """Run the checks up to the first that fails; its failures."""
+        checks = self._case_checks(candidate, cases)
+        return next((list(failures) for check in checks if (failures := check())), [])
+
+    def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[Check]:
+        """A check of each case that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
+        most = len(cases) if getattr(candidate.backend, "shares_builds", False) else COMPILED_CASES
+        accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
+        compiled: set[str] = set()
+
+        def check(case: HardCase) -> Sequence[str]:
+            if first_call_ms(candidate, case.problem) > 0:
+                if len(compiled) == most:
+                    return ()
+                compiled.add(case.name)
+            found = self._guarded(
+                partial(case.run, *candidate.backend_and_order), self._limit_s(candidate, case.problem)
+            )
+            return case.check(found).failures
+
+        return [*(partial(check, case) for case in accepted), partial(self._second_call_failures, candidate, accepted)]
 
     def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> Sequence[str]:
         """Call again on the same tensors with other values; failures where the first result changed or was returned."""
@@ -272,7 +307,7 @@ class Gate:
             return []
         with reference():
             oracle = Oracle.of(make(cases[min(1, len(cases) - 1)].problem))
-        limit_s = timeout_s() + 10 * first_call_ms(candidate, oracle.example.problem) / 1e3
+        limit_s = self._limit_s(candidate, oracle.example.problem)
         first = self._guarded(partial(oracle.run, *candidate.backend_and_order), limit_s)["out"]
         known = first.clone()
         with torch.no_grad():
@@ -303,9 +338,15 @@ class Gate:
         marker = self._marker
         if marker is not None:
             marker.begin(limit_s)
+
+        def run() -> T:
+            found = call()
+            synchronize(self.problem.device)  # on CUDA the call has only been enqueued
+            return found
+
         try:
             with guard.capped(self.problem.device):
-                return guard.run_guarded(call, limit_s)
+                return guard.run_guarded(run, limit_s)
         finally:
             if marker is not None:
                 marker.begin(math.inf)  # what follows, such as a comparison, is not the backend's call
@@ -334,41 +375,30 @@ class Gate:
         return "memory" if is_free else None
 
     def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
-        if candidate.name == registry.LAST_RESORT:
-            return  # there is nothing else to fall back on
-        entry = Entry(
-            backend=candidate.name,
-            version=candidate.version,
-            silicon=self.address.silicon,
-            kind=kind,
-            scope=scope,
-            reason=reason,
-            title=candidate.problem_title(self.problem),
-        )
-        Quarantine(cache_folder(), self.address.silicon).add(entry)
+        quarantine(candidate, self.problem, self.address, kind, reason, scope)
 
 
-def _first_failures(checks: Callable[[], list[Check]]) -> Sequence[str]:
-    """Run the checks up to the first that fails; its failures."""
-    return next((failures for check in checks() if (failures := check())), ())
-
-
-def passes_hard_cases(request: Request, name: CandidateId, *, run: bool = True) -> bool:
-    """Whether a candidate that no trial of this problem has chosen passed the hard cases, or passes them now if `run`.
-
-    Raises:
-        BackendFailed: it left the device unusable.
+def failures_alone(
+    begin: Callable[[], object], problem: Problem, address: Address, name: str, order: str, version: str | None
+) -> tuple[list[str] | None, Kind | None, str]:
+    """In a process of its own: run the hard cases. Their failures, or None; the kind of quarantine and the reason where
+    the candidate destroyed or blocked the device.
     """
-    candidate = next((each for each in request.able if each.id == name), None)
-    gate = Gate(request.problem, request.address)
-    if candidate is None or not run:
-        return candidate is not None and gate.has_passed(candidate)
+    torch.use_deterministic_algorithms(problem.deterministic, warn_only=True)
+    torch.set_float32_matmul_precision(problem.matmul_precision)
+    backend = registry.load(name)
+    candidate, gate = Candidate(backend, order, version), Gate(problem, address)
+    cases = gate._cases
+    if (registry.version_of(backend), silicon(problem.device)) != (version, address.silicon):
+        return None, None, ""
+    begin()
     try:
-        return exhausted(gate.check_hard_cases(candidate)) is None
-    except Exception as error:
-        if not isinstance(error, NoReference) and not guard.is_shortage(error):
-            raise
-        return False
+        found = gate._case_failures(candidate, cases)
+        memory.release(problem.device)
+        return found, None, ""
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
+        fault = guard.device_fault(problem.device, error, timeout_s())
+        return (None, *(fault or (None, "")))
 
 
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:

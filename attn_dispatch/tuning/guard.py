@@ -17,11 +17,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
+from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
 from attn_dispatch.machine.devices import cuda_devices, resolve
-from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.machine.memory import available_bytes, memory_fraction
 from attn_dispatch.text import gib, one_line
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class TimedOut(Exception):
         super().__init__(f"did not return within {seconds:g} s")
         self.seconds = seconds
         self.stopped = stopped
+
+
+class DeviceLost(BackendFailed):
+    """A call under trial left its device unusable for this process: no other candidate can run."""
 
 
 class _Stop(BaseException):
@@ -269,7 +274,7 @@ class _TorchState:
 
 @contextmanager
 def capped(device: torch.device) -> Iterator[None]:
-    """Cap the allocations of torch's CUDA allocator at `memory.available_bytes`; on a CPU there is no cap.
+    """Cap the allocations of torch's CUDA allocator at `memory.available_bytes`; others and a CPU have no cap.
 
     Enter this outside of `run_guarded`: an abandoned thread never leaves a block.
     """
@@ -283,14 +288,22 @@ def _capped_allocator(device: torch.device) -> Iterator[None]:
 
     cuda: Any = torch.cuda
     index = resolve(device).index
-    before = cuda.get_per_process_memory_fraction(index)
+    before = memory_fraction(index)
+    if before is None:
+        yield
+        return
     room = cuda.memory_allocated(index) + available_bytes(device)
+    abandoned = False
     try:
         cuda.set_per_process_memory_fraction(min(before, room / cuda_devices()[index].total_memory), index)
         yield
+    except TimedOut as error:
+        abandoned = not error.stopped  # that call may hold the allocator's lock for ever
+        raise
     finally:
-        with suppress(RuntimeError):  # a lost device accepts no settings
-            cuda.set_per_process_memory_fraction(before, index)
+        if not abandoned:
+            with suppress(RuntimeError):  # a lost device accepts no settings
+                cuda.set_per_process_memory_fraction(before, index)
 
 
 def memory_excess(peak_bytes: int | None, declared_bytes: int, kind: str) -> str | None:
@@ -340,6 +353,39 @@ def _chain(error: BaseException) -> list[BaseException]:
         seen.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return seen
+
+
+def device_fault(
+    device: torch.device, error: BaseException, limit_s: float
+) -> tuple[Literal["hung", "died"], str] | None:
+    """What a call that ended with ``error`` did to a CUDA device that nothing can use now, as a kind of quarantine and
+    a reason; None where the device works.
+
+    After a hang nothing of the device is touched that waits for it: even freeing memory does. Otherwise its queue may
+    take ``limit_s`` seconds to end.
+    """
+    if device.type != "cuda":
+        return None
+    text = one_line(error)
+    if isinstance(error, TimedOut):
+        return None if error.stopped and _is_idle(device) else ("hung", text)
+    try:
+        lost = run_guarded(lambda: device_lost(device), limit_s)
+    except TimedOut:
+        return "hung", f"the device is still at work {limit_s:g} s after: {text}"
+    except RuntimeError:  # not even another thread can select it
+        lost = True
+    return ("died", f"the device was lost: {text}") if lost else None
+
+
+def _is_idle(device: torch.device) -> bool:
+    """Whether a call's streams have no work left; does not wait. Streams that a kernel made itself are not seen."""
+    import torch
+
+    try:
+        return all(get(device).query() for get in (torch.cuda.current_stream, torch.cuda.default_stream))
+    except RuntimeError:
+        return False
 
 
 def device_lost(device: torch.device) -> bool:

@@ -84,13 +84,14 @@ class HardCase:
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
         """Run the backend in memory full of NaN; its tensors by name. The backend's exceptions propagate.
 
-        A backend that compiles is traced without NaN in new tensors; it gets NaN from freed memory only.
+        A backend of torch.compile is traced without NaN in new tensors; it gets NaN from freed memory only.
 
         Raises:
             RuntimeError: the backend wrote into its inputs, or to memory beside them.
         """
         try:
-            with nan_memory(self.problem, in_torch=not hasattr(backend, "first_call_ms")):
+            traced = hasattr(backend, "first_call_ms") and not getattr(backend, "shares_builds", False)
+            with nan_memory(self.problem, in_torch=not traced):
                 found = self.oracle.run(backend, order)
         finally:
             # The next backend gets the same tensors, and must get them unchanged.

@@ -44,7 +44,8 @@ class Timing:
 
     ``samples_ms[i]`` was taken in round ``i``, next to sample ``i`` of every other candidate of the same
     :func:`time_in_rounds`. ``first_ms`` is the very first call, which may include planning and compilation. ``host_ms``
-    is the host's time to enqueue one call, ``cold_ms`` a call with a flushed L2 cache; both None where unknown.
+    is the host's time to enqueue one call, ``device_ms`` the device's time of one, ``cold_ms`` the same with a flushed
+    L2 cache; None where unknown.
 
     Raises:
         ValueError: there are no samples, or one is NaN.
@@ -54,6 +55,7 @@ class Timing:
     first_ms: float
     host_ms: float | None = None
     cold_ms: float | None = None
+    device_ms: float | None = None
 
     def __post_init__(self) -> None:
         if not self.samples_ms or any(map(math.isnan, self.samples_ms)):

@@ -9,10 +9,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -24,15 +22,13 @@ from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, static_choice
+from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, static_choice
+from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, RETAKES, CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
+from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, exhausted, sampled_in_rounds
-
-if TYPE_CHECKING:
-    import torch
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, exhausted, sampled_in_rounds
 
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
@@ -51,20 +47,20 @@ class Race:
     """One race; all tables are keyed by candidate title.
 
     `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
-    the fastest one's. `clock` measures the budget, in seconds; `retakes` is that of `HostStopwatch`. Candidates whose
-    calls take more than `longest_ms` milliseconds are skipped.
+    the fastest one's. `clock` measures the budget, in seconds; `stepped` is whether other code runs between two steps.
+    Candidates whose calls take more than `longest_ms` milliseconds are skipped.
     """
 
     request: Request
     runners: dict[str, tuple[Candidate, Admitted]]
     incumbent: str
+    clock: Callable[[], float] = time.perf_counter
+    stepped: bool = False
+    longest_ms: float = math.inf
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
-    clock: Callable[[], float] = time.perf_counter
-    retakes: int = RETAKES
-    longest_ms: float = math.inf
-    _stopwatch: _GuardedStopwatch | None = None
+    _stopwatch: _MarkedStopwatch | None = None
 
     @property
     def problem(self) -> Problem:
@@ -182,6 +178,7 @@ class Race:
             high_ms=timing.high_ms,
             fastest_ms=min(timing.samples_ms),
             first_ms=admitted.first_ms,
+            device_ms=timing.device_ms,
             host_ms=timing.host_ms,
             cold_ms=timing.cold_ms,
             rounds=len(timing.samples_ms),
@@ -235,28 +232,26 @@ class Race:
 
     def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Steps[Rounds]:
         device = self.problem.device
-        stopwatch: Stopwatch = (
-            CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(reading=Load.so_far, retakes=self.retakes)
-        )
-        markers = {call: partial(self._marker, name) for name, call in calls.items()}
-        self._stopwatch = _GuardedStopwatch(stopwatch, markers, device)
-        return sampled_in_rounds(
-            calls,
+        cuda = CudaStopwatch(device) if device.type == "cuda" else None
+        host = HostStopwatch(reading=Load.so_far, retakes=0 if self.stepped else RETAKES)  # a step is one sample
+        candidates = {call: self.runners[name][0] for name, call in calls.items()}
+        stopwatch = self._stopwatch = _MarkedStopwatch(cuda or host, self.request, candidates)
+        failures: dict[str, Exception] = {}
+        if cuda is not None:
+            failures = yield from _call_untimed(calls, stopwatch)
+            cuda.warm()
+        rounds = yield from sampled_in_rounds(
+            {name: call for name, call in calls.items() if name not in failures},
             budget_s=budget_s,
             disturbed_budget_s=disturbed_s,
-            short_of_rounds=device.type != "cuda",
+            short_of_rounds=cuda is None,
             clock=self.clock,
-            stopwatch=self._stopwatch,
+            stopwatch=stopwatch,
             incumbents=(self.incumbent,),
             first_ms={name: self.runners[name][1].call_ms for name in calls},
             extra_ms={name: self._plan_share_ms(name) for name in calls},
         )
-
-    def _marker(self, name: str) -> AbstractContextManager[CrashMarker]:
-        candidate = self.runners[name][0]
-        title = candidate.problem_title(self.problem)
-        names = (self.request.silicon, candidate.name, candidate.version, title)
-        return crash_marker(cache_folder(), *names, patience_s=timeout_s())
+        return replace(rounds, failures=failures | rounds.failures)
 
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""
@@ -264,13 +259,26 @@ class Race:
         return choice.per_call_ms(admitted.first_ms - admitted.call_ms, _expected_calls())
 
 
+def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> Steps[dict[str, Exception]]:
+    """Call every candidate once; the exceptions of those that failed.
+
+    Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's.
+    """
+    failures: dict[str, Exception] = {}
+    for name, call in calls.items():
+        yield 0.0
+        with ending_on_failure(name, failures):
+            stopwatch.mean_ms(call)
+    return failures
+
+
 @dataclass
-class _GuardedStopwatch:
+class _MarkedStopwatch:
     """A stopwatch that caps memory, and has a crash marker for each call that is paused but while it is sampled."""
 
     stopwatch: Stopwatch
-    make_marker: Mapping[Callable[[], object], Callable[[], AbstractContextManager[CrashMarker]]]
-    device: torch.device
+    request: Request
+    candidates: Mapping[Callable[[], object], Candidate]
     markers: dict[Callable[[], object], CrashMarker] = field(default_factory=dict[Callable[[], object], CrashMarker])
     entered: ExitStack = field(default_factory=ExitStack)
     samples: Counter[Callable[[], object]] = field(default_factory=Counter[Callable[[], object]])
@@ -283,9 +291,11 @@ class _GuardedStopwatch:
         with self._marked(call):
             return self.stopwatch.mean_ms(call, repeats)
 
+    def device_ms(self, call: Callable[[], object]) -> float | None:
+        return self.stopwatch.device_ms(call)
+
     def host_ms(self, call: Callable[[], object]) -> float | None:
-        with self._marked(call):
-            return self.stopwatch.host_ms(call)
+        return self.stopwatch.host_ms(call)
 
     def cold_ms(self, call: Callable[[], object]) -> float | None:
         with self._marked(call):
@@ -298,17 +308,21 @@ class _GuardedStopwatch:
 
     @contextmanager
     def _marked(self, call: Callable[[], object]) -> Iterator[None]:
+        candidate, problem = self.candidates[call], self.request.problem
         if not self.markers:
-            self.entered.enter_context(guard.capped(self.device))
+            self.entered.enter_context(guard.capped(problem.device))
         marker = self.markers.get(call)
         if marker is None:
-            marker = self.markers[call] = self.entered.enter_context(self.make_marker[call]())
+            names = self.request.silicon, candidate.name, candidate.version, candidate.problem_title(problem)
+            made = crash_marker(cache_folder(), *names, patience_s=timeout_s())
+            marker = self.markers[call] = self.entered.enter_context(made)
             marker.pause()
             marker.calls = self.samples[call]
         marker.resume()
         self.samples[call] += 1
         try:
-            yield
+            with ending_on_lost_device(candidate, problem, self.request.address):
+                yield
         finally:
             marker.pause()
 
@@ -328,7 +342,7 @@ def why_refuted(request: Request, name: CandidateId) -> str:
         return f"{titled(*name)} cannot run"
     try:
         with reference():
-            example = make(request.problem)
+            example = make(request.problem, on_device=True)
         gate = Gate(request.problem, request.address, example, FEW_PAIRS)
         why = "" if decided is static else _why_slower(request, gate, example, decided, static)
         rejected = None if why else exhausted(gate.check_hard_cases(decided))

@@ -16,12 +16,13 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, HostStopwatch, Stopwatch, calibrate
+from attn_dispatch.tuning.guard import DeviceLost
 from attn_dispatch.tuning.intervals import MARGIN, Timing, median_interval, ratio_test, safe_ratio
 
 FINE_ROUNDS = 24  #: rounds after which medians are precise enough and only open comparisons ask for more
@@ -126,10 +127,11 @@ def sampled_in_rounds(
             ones get enough.
         extra_ms: milliseconds added to a candidate's samples in comparisons only, such as its share of its first call.
         stopwatch: takes the samples; by default ``clock`` (seconds) after ``synchronize``, with the garbage collector
-            off. At the end it may add ``host_ms`` and ``cold_ms`` of candidates that were never retired.
+            off. At the end it may add ``device_ms``, ``host_ms`` and ``cold_ms`` of candidates that were never retired.
         clock: measures the budget, in seconds. The same clock, calls and ``seed`` give the same result.
 
-    An :class:`Exception` of a call ends that candidate only; others, such as KeyboardInterrupt, propagate.
+    An :class:`Exception` of a call ends that candidate only; DeviceLost, and others such as KeyboardInterrupt,
+    propagate.
 
     Raises:
         ValueError: ``max_rounds`` or ``hopeless`` is below 1.
@@ -222,11 +224,12 @@ class _Timed:
     first_ms: float
     repeats: int = 1
     samples_ms: list[float] = field(default_factory=list[float])
+    device_ms: float | None = None
     host_ms: float | None = None
     cold_ms: float | None = None
 
     def timing(self) -> Timing:
-        return Timing(tuple(self.samples_ms), self.first_ms, self.host_ms, self.cold_ms)
+        return Timing(tuple(self.samples_ms), self.first_ms, self.host_ms, self.cold_ms, self.device_ms)
 
     def sample_s(self) -> float:
         """Expected seconds of the next sample: the low median of the last five, robust to a disturbed one."""
@@ -328,6 +331,7 @@ class _RoundTimer:
     def sample_host_and_cold_ms(self) -> Steps[None]:
         for name, candidate in self.running().items():
             with self._ending_on_failure(name):
+                candidate.device_ms = self.stopwatch.device_ms(candidate.call)
                 candidate.host_ms = yield from self._median_of(self.stopwatch.host_ms, candidate)
                 candidate.cold_ms = yield from self._median_of(self.stopwatch.cold_ms, candidate)
 
@@ -379,11 +383,18 @@ class _RoundTimer:
             most |= {name: math.inf for name, time_ms in times_ms.items() if time_ms <= LONGEST_DISTURBED_MS}
         return {name: ratio for name, ratio in ratios.items() if ratio > most[name]}
 
-    @contextmanager
-    def _ending_on_failure(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - a kernel under test may fail in any way
-            # The frames hold the call's allocations, memory that later candidates may need.
-            traceback.clear_frames(error.__traceback__)
-            self.failures[name] = error
+    def _ending_on_failure(self, name: str) -> AbstractContextManager[None]:
+        return ending_on_failure(name, self.failures)
+
+
+@contextmanager
+def ending_on_failure(name: str, failures: dict[str, Exception]) -> Iterator[None]:
+    """Note a candidate's exception under its name. DeviceLost propagates."""
+    try:
+        yield
+    except DeviceLost:  # no other candidate can run either
+        raise
+    except Exception as error:  # noqa: BLE001 - a kernel under test may fail in any way
+        # The frames hold the call's allocations, memory that later candidates may need.
+        traceback.clear_frames(error.__traceback__)
+        failures[name] = error

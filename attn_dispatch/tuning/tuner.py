@@ -27,9 +27,9 @@ from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
-from attn_dispatch.tuning.clocks import RETAKES
-from attn_dispatch.tuning.example import Example, example_bytes, made
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
+from attn_dispatch.tuning.choice import Admitted, Rejected
+from attn_dispatch.tuning.example import Example, example_bytes, made_timed
+from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted
@@ -107,7 +107,7 @@ class Trial:
     clock: Callable[[], float] = time.perf_counter
     start: float = field(init=False)
     calm: bool = field(default_factory=lambda: load.is_calm())
-    outside_s: float = 0.0  #: seconds of `prepare`
+    outside_s: float = 0.0  #: seconds of `prepare`, and of drawing an example on CUDA
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
     prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: keyed by backend
@@ -174,7 +174,7 @@ class Trial:
 
     def _measure(self) -> Steps[None]:
         """Admit, time and choose: `chosen` is None if nothing could be measured."""
-        example = yield from referenced(made(self.problem), self.problem)
+        example, self.outside_s = yield from referenced(made_timed(self.problem, self.clock), self.problem)
         stepped = self.live_s is not None
         pairs = STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS
         gate = self.gate = Gate(self.problem, self.request.address, example, pairs, stepped)
@@ -387,9 +387,8 @@ class Trial:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        retakes = RETAKES if self.live_s is None else 0  # a step is one sample
-        long_ms = self._longest_s * 1e3
-        self.race = Race(self.request, runners, incumbent, clock=self.clock, retakes=retakes, longest_ms=long_ms)
+        limits = self.live_s is not None, self._longest_s * 1e3
+        self.race = Race(self.request, runners, incumbent, self.clock, *limits)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s

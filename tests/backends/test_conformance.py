@@ -22,6 +22,7 @@ from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.guard import CUDA_SLACK
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.allocations import allocated_peak
 from tests.support.cases import CASES, DTYPES, Case, gate, kind_of
@@ -122,10 +123,11 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
         found, peak = allocated_peak(lambda: expected.run(backend))
     assert expected.check(found).failures == (), (backend_name, dtype)
     assert set(found) == {"out", "lse"} | ({"dq", "dk", "dv"} if needs_grad else set())
-    # Peak memory, including results and the gate's gradient, stays below the declared bytes.
+    # Peak memory, including results and the gate's gradient, stays below the declared bytes; on CUDA but for the
+    # caching allocator's rounding.
     announced = backend.workspace_bytes(problem) + problem.result_bytes + found["lse"].numel() * found["lse"].itemsize
     assert peak is not None
-    assert peak <= announced
+    assert peak <= announced + (CUDA_SLACK if device == "cuda" else 0)
 
 
 ROWS = [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +29,15 @@ from tests.support import libraries
 from tests.support.cases import CASES, Case, gate
 from tests.support.pairwise import crossed
 
+FLASH = {variant.title: variant for variant in flash.BACKEND.variants}
 ADAPTERS = {
-    "flash2": flash.BACKEND.variants[3],
-    "flash3": flash.BACKEND.variants[2],
-    "flash4": flash.BACKEND.variants[1],
+    "flash2": FLASH["flash-attn 2"],
+    "flash3": FLASH["flash-attn 3"],
+    "flash4": FLASH["flash-attn 4 on Hopper"],
     "xformers": xformers.BACKEND.variants[0],
     "cudnn": sdpa_cudnn.BACKEND.variants[0],
     "cudnn-before-2.9": sdpa_cudnn.BACKEND.variants[0],
+    "torch-flash": sdpa.BACKEND.variants[1],
     "efficient": sdpa_efficient.BACKEND.variants[0],
     "float32-efficient": sdpa_float32.BACKEND.variants[1],
 }
@@ -81,7 +87,8 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     elif adapter.startswith("cudnn"):
         monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(3 if "before" in adapter else 4))
     else:
-        monkeypatch.setattr(dense, "aten", libraries.efficient_ops())
+        ops = libraries.flash_ops() if adapter == "torch-flash" else libraries.efficient_ops()
+        monkeypatch.setattr(dense, "aten", ops)
     with context:
         yield seen
 
@@ -140,11 +147,12 @@ def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[
     ("capability", "there", "expected"),
     [
         ((8, 0), NEWEST, "Flash2"),
-        ((9, 0), NEWEST, "Flash4"),
+        ((9, 0), NEWEST, "Flash4OfBoth"),
         ((9, 0), ("flash_attn_3", "flash-attn"), "Flash3"),
         ((9, 0), ("flash-attn",), "Flash2"),
-        ((10, 0), NEWEST, "Flash4"),
+        ((10, 0), NEWEST, "Flash4OfBoth"),
         ((12, 0), NEWEST, "Flash2"),
+        ((12, 0), ("flash-attn-4",), "Flash4OfBoth"),
     ],
     ids=str,
 )
@@ -166,6 +174,131 @@ def test_the_newest_generation_that_fits(
     assert flash.version() == ", ".join(
         f"{name} {version}" for name, version in NEWEST.items() if name in there and name != "xformers"
     )
+
+
+@pytest.fixture
+def flash4(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The refusals of `flash` on a device of a capability, where flash-attn 4 alone is installed."""
+    libraries.modules(monkeypatch, flash_attn__cute={}, flash_attn__cute__interface={})
+    installed(monkeypatch, {"flash-attn-4": NEWEST["flash-attn-4"]})
+    monkeypatch.setattr("sys.platform", "linux")
+
+    def refusals(capability: tuple[int, int], pattern: Pattern, head_dim: int, **changes: Any) -> list[str]:
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        problem = Case("", pattern, (1, 40, 2, head_dim)).problem(torch.bfloat16, needs_grad=True, device="cuda:0")
+        return [refusal.text for refusal in flash.refusals(replace(problem, **changes))]
+
+    return refusals
+
+
+def test_what_flash_4_takes(flash4: Callable[..., list[str]]) -> None:
+    causal, window = Dense(True), Window(5, 0)
+    for capability in ((9, 0), (10, 0), (11, 0), (12, 0), (12, 1)):  # no column for the gradient of lse
+        assert flash4(capability, window, 128, return_lse=True) == []
+    assert flash4((9, 0), window, 256, return_lse=True) == []
+    assert flash4((10, 0), causal, 256, return_lse=False, deterministic=True) == []
+    assert flash4((10, 0), causal, 136, return_lse=False) != []
+    assert flash4((10, 0), causal, 256, return_lse=True) != []
+    assert flash4((10, 0), window, 256, return_lse=False) != []
+    assert flash4((12, 0), causal, 64, deterministic=True) != []
+    assert flash4((12, 0), causal, 256, return_lse=False) != []
+
+
+def test_flash_2_is_named_where_it_alone_would_run(flash4: Callable[..., list[str]]) -> None:
+    found = flash4((8, 0), Dense(), 64)
+    assert found[-1] == "flash-attn 2: package flash-attn is not installed (pip install 'attn-dispatch[flash]')"
+    assert "flash-attn 2" not in " ".join(flash4((7, 5), Dense(), 64))
+
+
+@pytest.mark.parametrize("adapter", ["flash4"])
+def test_flash_4_runs_on_the_device_of_its_tensors(
+    adapter: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It launches on the current device."""
+    entered: list[torch.device] = []
+
+    def current_device(device: torch.device) -> Any:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(flash, "current_device", current_device)
+    problem = FEW[0].problem(torch.float16, needs_grad=True)
+    gate(problem).run(on_cpu(ADAPTERS[adapter]))
+    assert entered == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize("second", [(12, 0), (9, 0)])
+def test_flash_4_on_several_gpus(second: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It remembers the capability of the first device that it runs on, which may not be that of the next."""
+    current, capabilities = [0], [(9, 0), second]
+    capability = lru_cache(lambda: capabilities[current[0]])
+    libraries.modules(monkeypatch, flash_attn__cute={}, flash_attn__cute__interface={"_get_device_arch": capability})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(flash, "_devices_differ", flash._devices_differ.__wrapped__)
+    for number in (0, 1):
+        current[0] = number
+        assert flash.library4()._get_device_arch() == capabilities[number]
+    assert capability.cache_info().hits == (second == (9, 0))  # where all are alike, it is asked once
+
+
+def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (flash.CACHE_ENABLED, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+
+    def loaded() -> list[str | None]:
+        monkeypatch.delitem(sys.modules, flash.PACKAGE4.module, raising=False)
+        with pytest.raises(ImportError):
+            flash.PACKAGE4.load()
+        return [os.environ.get(name) for name in names]
+
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **kwargs: tmp_path)
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # restored after the test, whoever sets it
+    assert loaded() == ["1", str(tmp_path / "flash-attn-4")]
+    for name in names:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(flash.CACHE_ENABLED, "0")  # the user's choice
+    assert loaded() == ["0", None]
+    monkeypatch.delenv(flash.CACHE_ENABLED)
+    (tmp_path / "flash-attn-4").chmod(0o777)  # its files are executed
+    assert loaded() == [None, None]
+    (tmp_path / "flash-attn-4").rmdir()
+    (tmp_path / "flash-attn-4").write_text("")
+    assert loaded() == [None, None]
+
+
+@pytest.mark.parametrize("adapter", ["torch-flash", "cudnn"])
+def test_grouped_heads_are_not_copied(
+    adapter: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: set[tuple[int, int]] = set()
+    module = dense if adapter == "torch-flash" else sdpa_cudnn
+    for name, real in vars(module.aten).items():
+
+        def noted(*tensors: Any, real: Callable[..., Any] = real, first: int = "backward" in name, **rest: Any) -> Any:
+            q, k = tensors[first : first + 2]
+            heads.add((q.shape[1], k.shape[1]))
+            return real(*tensors, **rest)
+
+        monkeypatch.setattr(module.aten, name, noted)
+    problem = Case("", Dense(), (1, 40, 4, 16), kv_heads=2).problem(torch.float16, needs_grad=True)
+    gate(problem).run(on_cpu(ADAPTERS[adapter]))
+    assert heads == {(4, 2)}
+
+
+def test_xformers_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`xformers.ops` fails beside a flash_attn without its interface; `xformers` does not."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    problem = FEW[0].problem(torch.float16, needs_grad=True, device="cuda:0")
+    libraries.xformers(monkeypatch, [])
+    assert xformers.refusals(problem) == []
+    branched._load_fault.cache_clear()
+    monkeypatch.setattr("xformers._has_cpp_library", False)
+    assert "its compiled part does not fit this PyTorch" in xformers.refusals(problem)[0].text
+    branched._load_fault.cache_clear()
+    monkeypatch.delitem(sys.modules, "xformers.ops")
+    assert "cannot be used: ModuleNotFoundError" in xformers.refusals(problem)[0].text
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)

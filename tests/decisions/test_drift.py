@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 
 from attn_dispatch import attend, explain
 from attn_dispatch.decisions import drift as sentinel
+from attn_dispatch.decisions.trial_limits import capturing
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
 from tests.support.calls import forget, later, qkv
+from tests.support.cuda_stream import DEVICE, Stream, install
 
 LOW, MEDIAN, HIGH = 9.0, 10.0, 11.0
 
@@ -136,3 +139,66 @@ def test_attend_samples_calls(decided: Decision, monkeypatch: pytest.MonkeyPatch
         attend(*qkv())
     assert drift() is not None
     assert explain(*qkv()).drift is not None, "also in the process that detected it"
+
+
+class Device(Stream):
+    """A device whose host's clock is the one that calls are timed by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel_ms: float, enqueue_ms: float) -> None:
+        super().__init__()
+        self.capturing = False
+        install(self, monkeypatch)
+        monkeypatch.setattr("attn_dispatch.decisions.drift.time.perf_counter", self.clock)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        self.kernel_ms, self.enqueue_ms = kernel_ms, enqueue_ms
+
+    def run(self, *args: Any, **tensors: Any) -> str:
+        self.kernel()
+        return "result"
+
+
+ON_CUDA = problem_of((1, 16, 2, 8), Dense(), torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("kernel_ms", "enqueue_ms", "drifts"),
+    [(10.0, 4.0, False), (4.0, 10.0, False), (13.0, 4.0, True), (4.0, 13.0, True)],
+)
+def test_calls_on_cuda_are_sampled_as_in_a_trial(
+    kernel_ms: float, enqueue_ms: float, drifts: bool, decided: Decision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By events behind a lead: the host's clock alone has the sum of both times, and would drift."""
+    monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
+    device = Device(monkeypatch, kernel_ms, enqueue_ms)
+    run = sentinel.sampled(device.run, ON_CUDA, decided)
+    for _ in range(sentinel.WARMUP_CALLS + sentinel.SAMPLES + 1):
+        assert run() == "result"
+    assert (drift() is not None) == drifts
+    assert device.log.count("kernel") == sentinel.WARMUP_CALLS + sentinel.SAMPLES + 1
+    assert "product" not in device.log
+
+
+def test_nothing_waits_while_a_graph_is_captured(decided: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
+    device = Device(monkeypatch, 10.0, 4.0)
+    device.capturing = True
+    run = sentinel.sampled(device.run, ON_CUDA, decided)
+    run()
+    assert device.log == ["kernel"]
+
+
+def test_a_capture_on_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], where.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for captured in (0, 1):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: current[0] == captured)
+        assert capturing(torch.device("cuda", 1))
+    assert not capturing(torch.device("cuda", 2))
+    assert not capturing(torch.device("cpu"))

@@ -57,6 +57,7 @@ TORCH_FREE = (
     "learning.predict",
     "learning.regret",
     "learning.thresholds",
+    "machine.child",
     "machine.hardware",
     "machine.memory",
     "spec.checks",

@@ -18,6 +18,8 @@ HELD = {
     "backends.sdpa_mask._masks",
     "decisions.decide._deciding",
     "decisions.observers._observers",
+    "ring.link._connections",
+    "machine.child._idle",
     "ring.link._links",
     "store.crash_markers._finalized",
     "store.crash_markers._notes",

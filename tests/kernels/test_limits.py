@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import flash, sdpa, sdpa_cudnn
+from attn_dispatch.backends import sdpa, sdpa_cudnn
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.branches import backend
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
@@ -103,6 +103,13 @@ def test_backends_that_run_on_a_device(
         (AMPERE, {"head_dim": 264}, "CudaEfficient"),
         (AMPERE, {"head_dim": 256, "return_lse": True}, "CudaEfficient"),
         (AMPERE, {"head_dim": 256, "return_lse": True, "needs_grad": False}, "CudaFlash"),
+        (AMPERE, {"head_dim": 224}, "CudaFlash"),
+        ((8, 9), {"head_dim": 192}, "CudaFlash"),
+        ((8, 9), {"head_dim": 192, "return_lse": True}, "CudaEfficient"),
+        ((8, 6), {"head_dim": 193}, "CudaEfficient"),
+        ((12, 1), {"head_dim": 224}, "CudaEfficient"),
+        ((12, 1), {"head_dim": 224, "needs_grad": False}, "CudaFlash"),
+        ((12, 0), {"head_dim": 225}, "CudaFlash"),
         (AMPERE, {"dtype": F32}, "CudaEfficient"),
         (TURING, {}, "CudaEfficient"),
     ],
@@ -141,6 +148,17 @@ REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
         HOPPER,
         problem_of(has_key_mask=True),
         ["takes no mask, which seq_lens and key_mask need"],
+    ),
+    "flash-gap": (
+        "sdpa_efficient",
+        (8, 9),
+        problem_of(head_dim=192, return_lse=True),
+        [
+            (
+                "sdpa runs this kernel here, since PyTorch's flash kernel has no backward pass for a head_dim of 193 "
+                "to 224 on compute capability 8.9, asked for 192, and one more for the gradient of lse"
+            )
+        ],
     ),
     "efficient-same": (
         "sdpa_efficient",
@@ -335,6 +353,14 @@ def test_refusals_of_installed_packages_come_first(monkeypatch: pytest.MonkeyPat
     )
     found = Branched("", variants).refusals(on_cpu(F32))
     assert [refusal.text for refusal in found] == [
+        "two: computes in float16, not float32",
+        "two: takes a head_dim up to 32, not 64",
+        "three: computes in float16, not float32",
+        "three: takes a head_dim up to 48, not 64",
+        "one: package quipu is not installed (pip install abacus)",
+    ]
+    without = (*variants[:1], of_package(package(distribution="quipu"), limits=narrow), *variants[2:])
+    assert [refusal.text for refusal in Branched("", without).refusals(on_cpu(F32))] == [
         "computes in float16, not float32",
         "two: takes a head_dim up to 32, not 64",
         "three: takes a head_dim up to 48, not 64",
@@ -372,5 +398,23 @@ def test_a_deterministic_backward_takes_more_memory(device: Callable[..., None],
     plan = plan_of(problem, True)
     assert plan is not None
     columns, rows = 128, 1024
-    assert flash.scratch_bytes(problem, plan) == rows * columns * 4
-    assert flash.scratch_bytes(replace(problem, deterministic=True), plan) == 109 * rows * columns * 4
+    assert backend.flash_scratch(problem, plan) == rows * columns * 4
+    assert backend.flash_scratch(replace(problem, deterministic=True), plan) == 109 * rows * columns * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "allocated"),
+    [
+        ({"heads": 8, "kv_heads": 8, "q_len": 4096, "k_len": 4096}, 152),
+        ({"heads": 1, "kv_heads": 1, "q_len": 16384, "k_len": 16384, "head_dim": 128}, 1072),
+    ],
+)
+def test_deterministic_gradients_of_sdpa(
+    changes: dict[str, Any], allocated: int, device: Callable[..., None], monkeypatch: Any
+) -> None:
+    """PyTorch's flash kernel allocates a float32 dq for each processor, in MiB here, on an H100."""
+    device(HOPPER)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    problem = problem_of(deterministic=True, **changes)
+    announced = sdpa.workspace_bytes
+    assert announced(problem) >= allocated * 2**20 > announced(replace(problem, deterministic=False))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch.backends import triton
+from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton.blocks import BlockConfig, precision
+from attn_dispatch.kernels.triton.launch_order import L2Cache, heads_in_turn
 from attn_dispatch.kernels.triton.work_list import (
     Side,
     WorkList,
@@ -134,6 +138,61 @@ def test_a_million_tokens_fill_every_tile(side: Side) -> None:
 def test_hundreds_of_thousands_of_segments() -> None:
     work = work_list_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
     assert len(work.tiles) > 10**5
+
+
+@settings(max_examples=30)
+@given(problems(), st.sampled_from(SIDES))
+def test_longest_first_reorders_the_tiles_of_each_kind(problem: Problem, side: Side) -> None:
+    work = work_list_of(problem, side, 4)
+    found = work.longest_first(4)
+    for first, last in pairwise(found.first_tile.tolist()):
+        blocks = [int(found._blocks(4)[n]) for n in range(first, last)]
+        assert blocks == sorted(blocks, reverse=True)
+        assert sorted(found.tiles[first:last].tolist()) == sorted(work.tiles[first:last].tolist())
+
+
+def makespan(durations: Iterable[float], workers: int) -> float:
+    """When the last of the tasks ends, each of which begins in order on the first free worker."""
+    ends = [0.0] * workers
+    for duration in durations:
+        heapq.heapreplace(ends, ends[0] + duration)
+    return max(ends)
+
+
+@pytest.mark.parametrize("multiprocessors", [108, 132])
+@pytest.mark.parametrize(("heads", "length"), [(8, 4096), (16, 4096), (8, 16384)])
+def test_causal_tiles_keep_all_multiprocessors_busy_to_the_end(heads: int, length: int, multiprocessors: int) -> None:
+    """In a model with one program on each multiprocessor, whose time is its blocks and half a block besides.
+
+    The bound leaves one longest tile divided by the blocks of all; shortest first takes up to 1.6 times the least.
+    """
+    problem = problem_of(Dense(is_causal=True), (1, length, heads, 64), torch.bfloat16)
+    work = work_list_of(problem, "queries", 64)
+    together, sort = heads_in_turn(problem, "queries", L2Cache(50 * 2**20, multiprocessors))
+    assert sort
+
+    def ordered(work: WorkList) -> list[float]:
+        blocks = work._blocks(64).tolist()
+        turns = [min(together, heads - first) for first in range(0, heads, together)]
+        return [blocks[place] + 0.5 for beside in turns for place in range(work.most_tiles) for _ in range(beside)]
+
+    found, unsorted = ordered(work.longest_first(64)), ordered(work)
+    least = sum(found) / multiprocessors
+    assert makespan(found, multiprocessors) <= 1.05 * least
+    assert makespan(unsorted, multiprocessors) > makespan(found, multiprocessors)
+
+
+def test_heads_take_turns_while_their_columns_fit_the_cache() -> None:
+    cache = L2Cache(2**20, 8)
+    problem = problem_of(Dense(), (1, 1024, 8, 64), torch.bfloat16)  # keys and values of a head: 256 KiB
+    grouped = replace(problem, kv_heads=2)
+    assert heads_in_turn(problem, "queries", cache) == (2, True)
+    assert heads_in_turn(grouped, "queries", cache) == (8, True)
+    assert heads_in_turn(grouped, "keys", cache) == (1, True)
+    long = problem_of(Dense(), (1, 2**14, 8, 64), torch.bfloat16)
+    assert heads_in_turn(long, "queries", cache) == (1, True)
+    # Dilated tiles at the same place read about the same columns, those of the same length do not.
+    assert heads_in_turn(replace(long, pattern=LONGNET), "queries", cache) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +321,53 @@ def test_short_segments_get_small_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {block.rows for block in triton.block_configs(triton.FORWARD, problem)} == {32}
 
 
+def test_a_block_that_needs_too_much_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    large, small = BlockConfig(128, 128, 8, 3), BlockConfig(64, 64, 4, 2)
+    started = []
+
+    def start(block: BlockConfig) -> None:
+        started.append(block)
+        if block == large:
+            raise errors.OutOfResources(2**20, 2**18, "shared memory")
+
+    here = replace(CUDA, device=torch.device("cpu"))
+    for problem in (here, here, replace(here, dtype=torch.float16)):
+        support.launch(triton.FORWARD, (large, small), problem, start)
+    assert started == [large, small, small, large, small]
+
+
+def test_products_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(CUDA, dtype=torch.float32)
+    for capability, expected in (((8, 0), "tf32x3"), ((8, 6), "ieee"), ((9, 0), "tf32x3"), ((12, 0), "ieee")):
+        fake_gpu(monkeypatch, capability)
+        assert precision(problem) == expected
+        assert precision(replace(problem, matmul_precision="high")) == "tf32"
+    assert precision(replace(problem, device=torch.device("cpu"))) == "ieee"
+
+
+@pytest.mark.parametrize(
+    ("stride", "wide"), [((2**31 - 64) // 2 // 16 * 16, False), (2**30, True)], ids=["32-bit", "64-bit"]
+)
+def test_wide_offsets(stride: int, wide: bool) -> None:
+    x = torch.empty_strided((1, 3, 2, 16), (3 * stride, stride, 16, 1), dtype=torch.float16, device="meta")
+    y = torch.empty(1, 3, 2, 16, dtype=torch.float16, device="meta")
+    assert support.needs_wide_offsets((y, x)) == wide
+
+
+def test_the_version_changes_with_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = triton.version()
+    for path in Path(support.__file__).parent.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(support, "__file__", str(tmp_path / "support.py"))
+    support._digest.cache_clear()
+    assert triton.version() == before
+    (tmp_path / "forward.py").write_text("# another kernel")
+    support._digest.cache_clear()
+    assert triton.version() != before
+    support._digest.cache_clear()
+
+
 COMPILE = """
 from itertools import product
 
@@ -346,3 +452,17 @@ def test_any_scale(scale: float) -> None:
     problem = Case("scaled", Dense(is_causal=True), (1, 20, 2, 16), scale=scale).problem(torch.float32, needs_grad=True)
     gate = Oracle.of(make(problem))
     assert gate.check(gate.run(triton)).failures == ()
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("backend", [triton, triton_tiles], ids=lambda backend: backend.name)
+def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = Dilated((16, 32), (1, 2), is_causal=True)
+    case = Case("wide", pattern, (2, 40, 4, 16), kv_heads=2, key_mask=True, seq_lens=True, scale=-0.3)
+    gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
+    narrow = gate.run(backend)
+    assert gate.check(narrow).failures == ()
+    monkeypatch.setattr(backend, "needs_wide_offsets", lambda tensors: True)
+    wide = gate.run(backend)
+    assert all(torch.equal(wide[name], narrow[name]) for name in narrow)

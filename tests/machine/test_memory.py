@@ -8,10 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine import hardware, memory
-from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, cuda_memory, fake_cuda, fake_nvml, forget, write
+from attn_dispatch.tuning.guard import capped
+from tests.support.fakes import (
+    GIB,
+    GTX1080,
+    H100,
+    MIB,
+    SLICE,
+    cuda_memory,
+    fake_cuda,
+    fake_nvml,
+    forget,
+    pluggable_allocator,
+    write,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -202,6 +216,29 @@ def test_cuda_available_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.available_bytes("cuda:0") == 9 * GIB
     cuda_memory(monkeypatch, free=70 * GIB, reserved=2 * GIB, allocated=2 * GIB, fraction=0.5)
     assert memory.available_bytes("cuda:0") == 85_045_018_624 // 2 - 2 * GIB
+
+
+def test_a_pluggable_allocator_is_neither_asked_nor_capped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_cuda(monkeypatch, H100)
+    pluggable_allocator(monkeypatch, free=10 * GIB)
+    device = torch.device("cuda", 0)
+    assert memory.available_bytes(device) == 10 * GIB
+    assert memory.peak_bytes(lambda: "result", device) == ("result", None)
+    with capped(device):
+        pass
+    assert [each.getMessage() for each in caplog.records if "neither capped nor measured" in each.getMessage()]
+
+
+def test_an_error_of_the_device_is_no_pluggable_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fake_cuda(monkeypatch, H100)
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        memory.available_bytes("cuda:0")
 
 
 def test_nvml_reads_the_right_one_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

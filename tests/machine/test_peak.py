@@ -122,6 +122,7 @@ def test_cuda_peak_excludes_earlier_allocations(monkeypatch: pytest.MonkeyPatch)
     reset: list[torch.device] = []
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 164)

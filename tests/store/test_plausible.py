@@ -76,7 +76,7 @@ def test_patterns_in_another_order_count_the_same() -> None:
         (CPU, 1),
         ("cpu-amd-epyc-avx512_bf16-4c-2t", 2),
         ("cpu-intel-amx_bf16-2c-2t", 64),
-        ("cuda-sm90-132sm-50mib-l2-80gib", 132 * 3e9 * 16384 / (2 * 6e9 * 64)),
+        ("cuda-sm90-132sm-50mib-l2-80gib-nvidia-h100-80gb-hbm3", 132 * 3e9 * 16384 / (2 * 6e9 * 64)),
     ],
 )
 def test_the_peak_of_a_machine(silicon: str, factor: float) -> None:

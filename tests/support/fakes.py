@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from attn_dispatch.machine import hardware
-from attn_dispatch.machine.devices import _nvml, cuda_devices, cuda_identity
+from attn_dispatch.machine.devices import _missing_code, _nvml, cuda_devices, cuda_identity
 
 MIB, GIB = 1 << 20, 1 << 30
-CUDA = (cuda_devices, cuda_identity)
+CUDA = (cuda_devices, cuda_identity, _missing_code)
 SILICON = "cpu-made-up-8c-8t"
 
 
@@ -83,6 +83,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, *devices: SimpleNamespace) -> Non
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: devices[index])
+    monkeypatch.setattr("torch.cuda.get_arch_list", list)
     monkeypatch.setattr("torch.cuda.current_device", lambda: len(devices) - 1)
     cuda_memory(monkeypatch, free=0)
 
@@ -99,3 +100,16 @@ def cuda_memory(
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: reserved)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda index: allocated)
     monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda index: fraction)
+
+
+def pluggable_allocator(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """As of CUDAPluggableAllocator: no fraction, no statistics."""
+
+    def unsupported(*args: object) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support this. If you need it, please file an issue")
+
+    cuda_memory(monkeypatch, free=free)
+    names = ("get_per_process_memory_fraction", "set_per_process_memory_fraction", "reset_peak_memory_stats")
+    for name in (*names, "memory_allocated", "memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(f"torch.cuda.{name}", unsupported)
+    monkeypatch.setattr("torch.cuda.init", lambda: None)

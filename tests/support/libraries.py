@@ -54,13 +54,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor, 
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float | None, bias: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float | None,
+    bias: Tensor,
+    grad_lse: Tensor | None = None,
 ) -> Grads:
     """As flash kernels do it: from the out and lse that are handed in, whatever they belong to."""
     group = q.shape[2] // k.shape[2]
     p = (scores(q, k, scale, bias) - lse.double().unsqueeze(-1)).exp()
     keys, values = (x.double().repeat_interleave(group, dim=2) for x in (k, v))
     delta = (grad.double() * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
+    delta = delta if grad_lse is None else delta - grad_lse.double().unsqueeze(-1)
     assert scale is not None
     ds = p * (torch.einsum("bqhd,bkhd->bhqk", grad.double(), values) - delta) * scale
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, keys)
@@ -156,13 +165,15 @@ def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
 
     def _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, deterministic=False,
+        window_size_right=None, deterministic=False, *, dlse=None,
     ):  # fmt: skip
         check_rows(q, k, v, out, dout)
         check_lse(lse, q)
+        if dlse is not None:
+            assert (dlse.shape, dlse.dtype, dlse.stride(-1)) == (lse.shape, torch.float32, 1)
         calls.append({"deterministic": deterministic, "window": (window_size_left, window_size_right)})
         bias = flash_bias(q, k, causal, window_size_left, window_size_right)
-        return backward(dout, q, k, v, out, lse, softmax_scale, bias)
+        return backward(dout, q, k, v, out, lse, softmax_scale, bias, dlse)
 
     interface = {f.__name__: f for f in (_flash_attn_fwd, _flash_attn_bwd)}
     modules(monkeypatch, flash_attn={}, flash_attn__cute={}, flash_attn__cute__interface=interface)
@@ -284,7 +295,7 @@ def cudnn_ops(stats_axes: int) -> SimpleNamespace:
 
     def check(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
         check_rows(*_turned(query, key, value))
-        assert query.shape[1] == key.shape[1]
+        assert query.shape[1] % key.shape[1] == 0
         assert key.shape[2] > 1
         return tuple((x.shape, x.stride()) for x in (query, key, value))
 
@@ -318,6 +329,34 @@ def cudnn_ops(stats_axes: int) -> SimpleNamespace:
         return tuple(_turned(*found))
 
     return _namespace(_scaled_dot_product_cudnn_attention, _scaled_dot_product_cudnn_attention_backward)
+
+
+def flash_ops() -> SimpleNamespace:
+    """PyTorch's flash attention."""
+
+    def _scaled_dot_product_flash_attention(
+        query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+    ):
+        q, k, v = _turned(query, key, value)
+        check_rows(q, k, v)
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        assert not is_causal or q.shape[1] == k.shape[1]
+        out, lse = forward(q, k, v, scale, flash_bias(q, k, is_causal, -1, -1), math.inf)
+        return out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], None, None, None
+
+    def _scaled_dot_product_flash_attention_backward(
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        philox_seed, philox_offset, *, scale=None,
+    ):  # fmt: skip
+        grad, q, k, v, o = _turned(grad_out, query, key, value, out)
+        check_rows(grad, q, k, v, o)
+        check_lse(logsumexp, q)
+        assert (cum_seq_q, cum_seq_k, dropout_p) == (None, None, 0.0)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        found = backward(grad, q, k, v, o, logsumexp, scale, flash_bias(q, k, is_causal, -1, -1))
+        return tuple(_turned(*found))
+
+    return _namespace(_scaled_dot_product_flash_attention, _scaled_dot_product_flash_attention_backward)
 
 
 def efficient_ops() -> SimpleNamespace:

@@ -3,103 +3,141 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from attn_dispatch.tuning.clocks import HOST_REPEATS, UNKNOWN_L2_BYTES, CudaStopwatch
-from attn_dispatch.tuning.rounds import time_in_rounds
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.tuning import guard, race
+from attn_dispatch.tuning.candidates import Candidate, Request
+from attn_dispatch.tuning.choice import Admitted
+from attn_dispatch.tuning.clocks import (
+    HOST_REPEATS,
+    LEAD_FACTOR,
+    MOST_PRODUCTS,
+    MOST_WAITS,
+    PAUSE_S,
+    UNKNOWN_L2_BYTES,
+    WARM_S,
+    CudaStopwatch,
+)
+from attn_dispatch.tuning.race import Race
+from attn_dispatch.tuning.rounds import exhausted, time_in_rounds
+from tests.support import fakes
+from tests.support.cuda_stream import COLD_MS, DEVICE, HOST_MS, L2_BYTES, PRODUCT_MS, WARM_MS, Stream, buffers, install
+from tests.support.planted import Planted
 
-DEVICE = torch.device("cuda", 0)
-L2_BYTES = 50 * 2**20
-WARM_MS, COLD_MS, HOST_MS = 2.0, 3.0, 0.25
-
-
-class Stream:
-    """A host and a device with a clock each, in milliseconds; the device starts what is enqueued, in order."""
-
-    def __init__(self) -> None:
-        self.host_ms = 0.0
-        self.device_ms = 0.0
-        self.cold = False
-        self.log: list[str] = []
-
-    def kernel(self) -> None:
-        self.log.append("kernel")
-        self.host_ms += HOST_MS
-        self.device_ms = max(self.device_ms, self.host_ms) + (COLD_MS if self.cold else WARM_MS)
-        self.cold = False
-
-    def flush(self) -> None:
-        self.log.append("flush")
-        self.device_ms = max(self.device_ms, self.host_ms) + 7.0
-        self.cold = True
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-        self.host_ms = max(self.host_ms, self.device_ms)
-
-    def event(self, *, enable_timing: bool) -> SimpleNamespace:
-        assert enable_timing
-        event = SimpleNamespace(at_ms=0.0)
-
-        def record() -> None:
-            self.log.append("event")
-            event.at_ms = max(self.device_ms, self.host_ms)
-
-        def elapsed_time(end: Any) -> float:
-            assert self.log[-1] == "synchronize", "an event that the device has not reached yet cannot be read"
-            return float(end.at_ms - event.at_ms)
-
-        event.record, event.elapsed_time = record, elapsed_time
-        return event
-
-    def clock(self) -> float:
-        return self.host_ms / 1e3
+PROBLEM = problem_of((1, 64, 2, 16), Dense(), torch.float32, DEVICE)
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", stream.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=L2_BYTES))
-    monkeypatch.setattr(torch, "empty", buffers(stream, []))
-    return stream
+    found = Stream()
+    install(found, monkeypatch)
+    return found
 
 
-def buffers(stream: Stream, sizes: list[int]) -> Callable[..., Any]:
-    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Any:
-        assert (dtype, device) == (torch.uint8, DEVICE)
-        sizes.append(size)
-        return SimpleNamespace(zero_=stream.flush)
-
-    return empty
-
-
-def watch(stream: Stream) -> CudaStopwatch:
-    return CudaStopwatch(DEVICE, stream.clock)
+def watch(stream: Stream, *, warm: bool = True) -> CudaStopwatch:
+    """A stopwatch, by default one whose device has just worked."""
+    stopwatch = CudaStopwatch(DEVICE, stream.clock)
+    if warm:
+        stopwatch.warm()
+        stream.log.clear()
+    return stopwatch
 
 
-def test_sample_is_the_time_of_the_device(stream: Stream) -> None:
-    # The host enqueues the first of four before the device can start; the others wait in the queue.
-    assert watch(stream).mean_ms(stream.kernel, 4) == pytest.approx(WARM_MS + HOST_MS / 4)
+def test_the_host_runs_ahead_of_the_device(stream: Stream) -> None:
+    """From the second sample of a call on: then it is known how long the host needs."""
+    stopwatch = watch(stream)
+    assert stopwatch.mean_ms(stream.kernel, 4) == pytest.approx(WARM_MS + HOST_MS / 4)
     assert stream.log == ["synchronize", "event", *["kernel"] * 4, "event", "synchronize"]
+    stream.log.clear()
+    assert stopwatch.mean_ms(stream.kernel, 4) == pytest.approx(WARM_MS)
+    assert stream.log == ["synchronize", "lead", "event", *["kernel"] * 4, "event", "synchronize"]
 
 
-def test_host_time_does_not_wait_for_the_device(stream: Stream) -> None:
-    assert watch(stream).host_ms(stream.kernel) == pytest.approx(HOST_MS)
-    assert stream.log == ["synchronize", *["kernel"] * HOST_REPEATS, "synchronize"]
+@pytest.mark.parametrize(
+    ("kernel_ms", "enqueue_ms", "expected_ms"), [(0.3, 0.2, 0.3), (0.2, 0.3, 0.3), (0.01, 0.05, 0.05)]
+)
+def test_a_sample_is_the_longer_of_both_times(
+    kernel_ms: float, enqueue_ms: float, expected_ms: float, stream: Stream
+) -> None:
+    """Not their sum, by which the host's time decided between short calls."""
+    stream.kernel_ms, stream.enqueue_ms = kernel_ms, enqueue_ms
+    stopwatch = watch(stream)
+    samples = [stopwatch.mean_ms(stream.kernel) for _ in range(3)]
+    assert samples[-1] == pytest.approx(expected_ms)
+    assert stopwatch.device_ms(stream.kernel) == pytest.approx(kernel_ms)
+    assert stopwatch.host_ms(stream.kernel) == pytest.approx(enqueue_ms)
+
+
+def test_one_time_work_makes_no_lead_and_enters_no_median(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    stream.enqueue_ms = 90.0
+    assert stopwatch.mean_ms(stream.kernel) > 90.0
+    stream.enqueue_ms = HOST_MS
+    stopwatch.mean_ms(stream.kernel)
+    assert "lead" not in stream.log
+    ends = []
+    for _ in range(3):
+        assert stopwatch.mean_ms(stream.kernel) == pytest.approx(WARM_MS)
+        ends.append(stream.device_ms)
+    assert ends[2] - ends[1] == pytest.approx(LEAD_FACTOR * HOST_MS + WARM_MS)
+    assert stopwatch.host_ms(stream.kernel) == pytest.approx(HOST_MS)
+
+
+def test_a_call_that_waits_for_the_device_is_not_charged_the_lead(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    samples = [stopwatch.mean_ms(stream.waiting_kernel) for _ in range(6)]
+    assert samples == pytest.approx([HOST_MS + WARM_MS] * 6)
+    assert stream.log.count("lead") == MOST_WAITS
+
+
+def test_a_host_that_becomes_slower_keeps_its_lead(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    for stream.enqueue_ms in (0.1, 0.1, 0.5, 0.5, 0.5):
+        last_ms = stopwatch.mean_ms(stream.kernel)
+    assert last_ms == pytest.approx(WARM_MS)
+    stream.log.clear()
+    stopwatch.mean_ms(stream.kernel)
+    assert stream.log.count("lead") == 1
+
+
+def test_the_hosts_time_is_of_few_calls(stream: Stream) -> None:
+    """The driver's queue may be full after them."""
+    stopwatch = watch(stream)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        stream.enqueue_ms = HOST_MS if calls % 100 <= HOST_REPEATS else 50.0
+        stream.kernel()
+
+    stopwatch.mean_ms(call, 99)
+    assert stopwatch.host_ms(call) == pytest.approx(HOST_MS)
+
+
+def test_unknown_calls_have_no_times(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    assert (stopwatch.device_ms(stream.kernel), stopwatch.host_ms(stream.kernel)) == (None, None)
 
 
 def test_cold_sample_overwrites_the_cache_before_the_first_event(stream: Stream) -> None:
-    assert watch(stream).cold_ms(stream.kernel) == pytest.approx(COLD_MS)
-    assert stream.log == ["synchronize", "flush", "event", "kernel", "event", "synchronize"]
+    stopwatch = watch(stream)
+    stopwatch.mean_ms(stream.kernel)
+    stream.log.clear()
+    assert stopwatch.cold_ms(stream.kernel) == pytest.approx(COLD_MS)
+    assert stream.log == ["synchronize", "flush", "lead", "event", "kernel", "event", "synchronize"]
 
 
 @pytest.mark.parametrize(("l2_bytes", "size"), [(L2_BYTES, 2 * L2_BYTES), (0, 2 * UNKNOWN_L2_BYTES)])
@@ -127,11 +165,59 @@ def test_no_memory_for_the_buffer_is_no_cold_sample(stream: Stream, monkeypatch:
 def test_collector_is_off_while_timed(stream: Stream) -> None:
     seen: list[bool] = []
     stopwatch = watch(stream)
-    for sample in (stopwatch.mean_ms, stopwatch.host_ms, stopwatch.cold_ms):
+    for sample in (stopwatch.mean_ms, stopwatch.cold_ms):
         sample(lambda: seen.append(gc.isenabled()))
     assert seen
     assert not any(seen)
     assert gc.isenabled()
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_device_works_before_the_first_sample_and_after_a_pause(stream: Stream) -> None:
+    stopwatch = watch(stream, warm=False)
+    for pause_s, products in ((0.0, True), (0.0, False), (0.9 * PAUSE_S, False), (1.1 * PAUSE_S, True)):
+        stream.host_ms += pause_s * 1e3
+        before_ms = stream.host_ms
+        stream.log.clear()
+        stopwatch.mean_ms(stream.kernel)
+        assert ("product" in stream.log) == products
+        if products:
+            assert stream.log.index("kernel") > max(at for at, each in enumerate(stream.log) if each == "product")
+            assert stream.log.count("product") == pytest.approx(WARM_S * 1e3 / PRODUCT_MS, abs=1)
+            assert stream.host_ms - before_ms > WARM_S * 1e3
+
+
+def test_the_device_works_after_a_call_that_compiled(stream: Stream) -> None:
+    stopwatch = watch(stream)
+    stream.enqueue_ms = 1.1 * PAUSE_S * 1e3
+    stopwatch.mean_ms(stream.kernel)
+    assert "product" not in stream.log
+    stream.enqueue_ms = HOST_MS
+    stopwatch.mean_ms(stream.kernel)
+    assert "product" in stream.log
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Deterministic behavior")]
+)
+def test_a_product_that_cannot_run_is_left_out(
+    error: Exception, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "mm", fail)
+    assert watch(stream, warm=False).mean_ms(stream.kernel) > 0
+
+
+def test_a_clock_that_stands_still_ends_the_work(stream: Stream) -> None:
+    CudaStopwatch(DEVICE, lambda: 0.0).warm()
+    assert stream.log.count("product") == MOST_PRODUCTS
+
+
+# --- races ------------------------------------------------------------------------------------------------------------
 
 
 def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
@@ -139,9 +225,94 @@ def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
         {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
     )
     timing = turns.timings["a"]
-    assert timing.median_ms == pytest.approx(WARM_MS + HOST_MS)
+    assert timing.median_ms == pytest.approx(WARM_MS)
+    assert timing.device_ms == pytest.approx(WARM_MS)
     assert timing.host_ms == pytest.approx(HOST_MS)
     assert timing.cold_ms == pytest.approx(COLD_MS)
+
+
+@pytest.fixture
+def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Race]]:
+    """Races calls on the made-up device, each by its name, as candidates whose first call took 100 ms."""
+    fakes.forget()
+    fakes.fake_cuda(monkeypatch, fakes.H100)
+    fakes.cuda_memory(monkeypatch, free=fakes.GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: fakes.H100)
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: None)
+    monkeypatch.setattr(race, "CudaStopwatch", lambda device: CudaStopwatch(device, stream.clock))
+    monkeypatch.setattr(guard, "run_guarded", lambda call, limit_s: call())
+    request = Request.of(PROBLEM)
+
+    def run(budget_s: float | None = 1.0, **calls: Callable[[], None]) -> Race:
+        admitted = Admitted(100.0, 100.0, 0, 0.0)
+        runners = {name: (Candidate(Planted(name=name), NATURAL, "1"), admitted) for name in calls}
+        found = Race(request, runners, next(iter(calls)), stream.clock)
+        found.rounds = exhausted(found._time(calls, budget_s, None))
+        return found
+
+    yield run
+    fakes.forget()
+
+
+class Lazy:
+    """A call that plans in its first run in this thread, and then takes `kernel_ms`."""
+
+    def __init__(self, stream: Stream, kernel_ms: float, plan_ms: float = 95.0) -> None:
+        self.stream, self.kernel_ms, self.plan_ms = stream, kernel_ms, plan_ms
+
+    def __call__(self) -> None:
+        self.stream.host_ms += self.plan_ms
+        self.plan_ms = 0.0
+        self.stream.kernel_ms = self.kernel_ms
+        self.stream.kernel()
+
+
+def test_plans_of_the_racing_thread_drop_nobody(raced: Callable[..., Race], stream: Stream) -> None:
+    """cuDNN keeps its plans for each thread: what the guard's thread built, the race builds again."""
+    found = raced(flash=Lazy(stream, 1.5, 0.0), cudnn=Lazy(stream, 1.0))
+    assert found.rounds.dropped == {}
+    assert found.rounds.timings["cudnn"].median_ms == pytest.approx(1.0)
+    assert found.choose() == "cudnn"
+
+
+def test_plans_and_clocks_take_nothing_from_the_race(raced: Callable[..., Race], stream: Stream) -> None:
+    found = raced(0.05, a=Lazy(stream, 1.5, 300.0), b=Lazy(stream, 1.6, 300.0))
+    assert found.rounds.rounds >= 5
+    assert found.choose() == "a"
+
+
+def test_what_fails_untimed_has_failed(raced: Callable[..., Race], stream: Stream) -> None:
+    error = ValueError("no")
+
+    def fail() -> None:
+        raise error
+
+    found = raced(a=fail, b=stream.kernel)
+    assert found.rounds.failures == {"a": error}
+    assert found.choose() == "b"
+    assert raced(a=fail).choose() is None
+
+
+def test_a_device_lost_in_a_race_is_one_candidates_fault(
+    raced: Callable[..., Race], stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, lost = [0], [False]
+
+    def synchronize(device: object = None) -> None:
+        if lost[0]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        stream.synchronize()
+
+    def destroy() -> None:
+        calls[0] += 1
+        lost[0] = calls[0] == 4
+        stream.kernel()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(BackendFailed, match=r"b left cuda:0 unusable: .*illegal memory access"):
+        raced(a=stream.kernel, b=destroy, c=stream.kernel)
+    (entry,) = Quarantine(cache_folder(), silicon(DEVICE)).entries()
+    assert (entry.backend, entry.kind) == ("b", "died")
 
 
 @pytest.mark.cuda
@@ -150,13 +321,15 @@ def test_times_on_a_device() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     a = torch.randn(2048, 2048, device=device)
     stopwatch = CudaStopwatch(device)
-    warm_ms, host_ms, cold_ms = (
-        stopwatch.mean_ms(lambda: a @ a, 10),
-        stopwatch.host_ms(lambda: a @ a),
-        stopwatch.cold_ms(lambda: a @ a),
-    )
-    assert warm_ms > 0.0
+
+    def call() -> object:
+        return a @ a
+
+    warm_ms = [stopwatch.mean_ms(call, 10) for _ in range(5)][-1]
+    device_ms, host_ms, cold_ms = stopwatch.device_ms(call), stopwatch.host_ms(call), stopwatch.cold_ms(call)
+    assert device_ms is not None
     assert host_ms is not None
-    assert host_ms > 0.0
     assert cold_ms is not None
+    assert warm_ms > 0.0
+    assert 0.0 < host_ms < device_ms < 2 * warm_ms
     assert cold_ms > 0.0

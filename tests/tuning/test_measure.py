@@ -29,6 +29,9 @@ class Doubling:
             call()
         return max((self.machine.clock() - start_s) * 2e3 / repeats, 1.0)
 
+    def device_ms(self, call: Callable[[], object]) -> float | None:
+        return 0.5
+
     def host_ms(self, call: Callable[[], object]) -> float | None:
         call()
         return 0.25
@@ -299,6 +302,7 @@ def test_stopwatch_can_be_replaced_and_survivors_get_host_and_cold_times() -> No
         stopwatch=Doubling(machine),
     ).timings
     assert (timings["a"].median_ms, timings["a"].host_ms, timings["a"].cold_ms) == pytest.approx((2.0, 0.25, 3.0))
+    assert (timings["a"].device_ms, timings["far"].device_ms) == (0.5, None)
     assert (timings["far"].median_ms, timings["far"].host_ms, timings["far"].cold_ms) == (4.0, None, None)
 
 

@@ -99,6 +99,7 @@ def _named(entry: Entry) -> str:
 
 
 def _device(device: str) -> dict[str, Any]:
+    from attn_dispatch.machine.devices import missing_code, resolve
     from attn_dispatch.machine.hardware import dtype_advice, silicon
     from attn_dispatch.machine.memory import available_bytes
 
@@ -113,6 +114,7 @@ def _device(device: str) -> dict[str, Any]:
         "free_bytes": free,
         "dtype": advice.dtype,
         "dtype_reason": advice.reason,
+        "unusable": missing_code(resolve(device)),
     }
 
 
@@ -144,10 +146,11 @@ def _unusable(backend: Backend) -> str:
     from attn_dispatch.spec.pattern import Dense
     from attn_dispatch.spec.problem import default_device
     from attn_dispatch.spec.shapes import problem_of
+    from attn_dispatch.tuning.candidates import refusals_of
 
     device = default_device()
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    refusals = backend.refusals(problem_of((1, 128, 8, 64), Dense(), dtype, device))
+    refusals = refusals_of(backend, problem_of((1, 128, 8, 64), Dense(), dtype, device))
     return "; ".join(str(refusal) for refusal in refusals if refusal.code in {"not_installed", "device"})
 
 
@@ -205,6 +208,11 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         f"torch {found.torch}, CUDA {found.cuda or 'none'}",
         "",
         *align([["device", "free", "dtype", "why", "silicon"], *map(_device_cells, report["devices"])], {0, 2, 3, 4}),
+        *[
+            f"{device['device']} cannot be used: {device['unusable']}"
+            for device in report["devices"]
+            if device["unusable"]
+        ],
         "",
         *align([["backend", "version", "usable"], *map(_backend_cells, report["backends"])], {0, 1, 2}),
         "",

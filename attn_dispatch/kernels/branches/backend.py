@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +24,9 @@ from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 
+FLASH_TILE = 128  #: rows; backward passes round lengths up to multiples of at most this
+MOST_PROCESSORS = 192  #: of a GPU that is not there
+
 
 def torch_version() -> str:
     return str(torch.__version__)
@@ -36,6 +41,7 @@ class Package(NamedTuple):
         module: the module to import.
         oldest: the first version with the functions that the adapter calls.
         fault: from the module, why it cannot be used; empty if it can.
+        environment: variables that the module reads at its import; those that the user has set stay.
     """
 
     distribution: str
@@ -43,6 +49,14 @@ class Package(NamedTuple):
     module: str
     oldest: tuple[int, ...]
     fault: Callable[[Any], str] = lambda module: ""
+    environment: Callable[[], Mapping[str, str]] = dict
+
+    def load(self) -> Any:
+        """The module; imports it."""
+        if self.module not in sys.modules:
+            for name, value in self.environment().items():
+                os.environ.setdefault(name, value)
+        return importlib.import_module(self.module)
 
     def version(self) -> str:
         """The installed version.
@@ -82,7 +96,7 @@ def _installed(package: Package) -> str | None:
 @cache
 def _load_fault(package: Package) -> str:
     try:
-        return package.fault(importlib.import_module(package.module))
+        return package.fault(package.load())
     except Exception as error:  # noqa: BLE001 - a library built for another PyTorch may fail in any way
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
@@ -102,6 +116,39 @@ def gradient_scratch(problem: Problem, plan: BranchPlan) -> int:
         return 0
     rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
     return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
+
+
+def flash_scratch(problem: Problem, plan: BranchPlan) -> int:
+    """Bytes that flash-attention kernels allocate: float32 sums, of gradients with padded lengths and of split forward
+    passes. A deterministic backward has a dq for each processor where there are fewer rows of blocks.
+    """
+    processors = _processors(problem.device)
+    d = -(-(problem.head_dim + 1) // 64) * 64
+    if not problem.needs_grad:
+        return 2 * processors * FLASH_TILE * d * 4
+    batch = min(plan.batch_step, problem.batch)
+    return max(
+        _piece_bytes(batch * piece.q.segments, problem, piece.q.rows, piece.k.rows, processors) * d
+        for block in plan.blocks
+        for piece in block.pieces
+    )
+
+
+def _piece_bytes(batch: int, problem: Problem, q_len: int, k_len: int, processors: int) -> int:
+    """Bytes per column of head_dim of one call with `batch` batch rows."""
+    q_len, k_len = (-(-length // FLASH_TILE) * FLASH_TILE for length in (q_len, k_len))
+    rows = batch * problem.heads
+    sums = (rows + processors) * q_len if problem.deterministic else rows * q_len
+    return 4 * (sums + 2 * rows * k_len * (problem.heads != problem.kv_heads))
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    try:
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    except (RuntimeError, AssertionError):  # not there: a prediction for another machine
+        return MOST_PROCESSORS
 
 
 class Variant(NamedTuple):
@@ -174,6 +221,10 @@ class Branched:
         _, plan, scratch = _prepared(self, problem)
         return branches.workspace_bytes(problem, plan) + scratch
 
+    def kernel(self, problem: Problem) -> Kernel:
+        """The kernel that runs a problem, one without refusals."""
+        return _prepared(self, problem)[0]
+
     def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Passes:
         """The passes for queries that also see other keys (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
@@ -196,11 +247,13 @@ def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, BranchPlan, 
 def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:
     """Each refusal once: those of all variants as they are, the others with the variant's title.
 
-    Variants for other device types, or with missing packages, are left out if there are others.
+    Variants for other device types are left out if there are others; so are those with missing packages, unless they
+    would run the problem.
     """
-    for code in ("device", "not_installed"):
+    missing_only = [(v, refused) for v, refused in found if {refusal.code for refusal in refused} == {"not_installed"}]
+    for code, kept in (("device", []), ("not_installed", missing_only)):
         rest = [(v, refused) for v, refused in found if code not in {refusal.code for refusal in refused}]
-        found = rest or found
+        found = [*rest, *kept] if rest else found
     shared = set.intersection(*(set(refused) for _, refused in found))
     missing = {v.package.distribution: v.package.hint for v, _ in found if v.package and not _installed(v.package)}
     if len(missing) > 1 and len(missing) == len({v.package for v, _ in found}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
 from attn_dispatch.kernels.dense import Kernel, with_lse_column
+from attn_dispatch.kernels.heads import kv_head_index
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import THREAD_BYTES, merge_, sum_dtype, with_positive_scale
 from attn_dispatch.spec.pattern import Dilated
@@ -94,11 +95,11 @@ class BranchPasses:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         grad = torch.zeros_like(out) if grad is None else grad
-        if grad_lse is None:
-            return _backward(grad, q, k, v, out, lse, self)
+        if grad_lse is None or hasattr(self.kernel, "backward_of_both"):
+            return _backward(grad, grad_lse, q, k, v, out, lse, self)
         d = q.shape[-1]
         grad, q, k, v, out = with_lse_column(grad_lse.transpose(1, 2), grad, q, k, v, out)
-        dq, dk, dv = _backward(grad, q, k, v, out, lse, self)
+        dq, dk, dv = _backward(grad, None, q, k, v, out, lse, self)
         return dq[..., :d], dk[..., :d], dv[..., :d]
 
     def parts(self) -> Iterator[tuple[slice, Block]]:
@@ -178,7 +179,7 @@ def _piece_forward(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, call: BranchPasses, piece: Piece
 ) -> tuple[Tensor, Tensor]:
     """out [batch, segments, count, heads, head_dim] and lse without the last axis."""
-    views = [piece.q.of(q)[:, :, :, piece.heads], _kv(k, piece), _kv(v, piece)]
+    views = [piece.q.of(q)[:, :, :, piece.heads], _kv(k, piece, call), _kv(v, piece, call)]
     views += [] if hidden is None else [piece.k.of(hidden)]
     outs, lses = [], []
     for part in _folds(views):
@@ -192,11 +193,18 @@ def _piece_forward(
     return _unfold(outs, shape), _unfold(lses, shape[:-1])
 
 
-def _kv(x: Tensor, piece: Piece) -> Tensor:
+def _kv(x: Tensor, piece: Piece, call: BranchPasses) -> Tensor:
     rows = piece.k.of(x)
     if isinstance(piece.kv_heads, slice):
         return rows[:, :, :, piece.kv_heads]
-    return rows[:, :, :, list(piece.kv_heads)]
+    return rows.index_select(3, _index(piece, call))
+
+
+def _index(piece: Piece, call: BranchPasses) -> Tensor:
+    """The key head of each query head of a piece."""
+    problem = call.problem
+    heads = range(*piece.heads.indices(problem.heads))
+    return kv_head_index(heads, problem.heads // problem.kv_heads, problem.device)
 
 
 def _mask(hidden: Tensor | None, call: BranchPasses, piece: Piece) -> Tensor | None:
@@ -238,20 +246,30 @@ def _unfold(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: BranchPasses
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: BranchPasses,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the pieces' gradients; each piece's backward takes the merged out and lse."""
-    single, scale = call.plan.single, call.problem.scale
+    """The sum of the pieces' gradients; each piece's backward takes the merged out and lse.
+
+    `grad_lse` [batch, heads, q_len] is given to kernels that take it; None with others.
+    """
+    single = call.plan.single
     if single is not None and call.hidden is None:
-        dq, dk, dv = call.kernel.backward(grad, q, k, v, out, lse, single.is_causal, scale, None)
+        dq, dk, dv = _kernel_backward([grad, q, out, lse, grad_lse], k, v, single, call, None)
         return _as(dq, q.dtype), _as(dk, q.dtype), _as(dv, q.dtype)
     # For rows without keys exp(s + inf) would be inf; with lse = inf their weight is 0.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
-    lse = lse.transpose(1, 2)
+    by_token = [grad, q, out, lse.transpose(1, 2)] + ([] if grad_lse is None else [grad_lse.transpose(1, 2)])
     for rows, block in call.parts():
         hidden = None if call.hidden is None else call.hidden[rows, block.k]
-        q_side = [x[rows, block.q] for x in (grad, q, out, lse)]
+        q_side = [x[rows, block.q] for x in by_token]
         parts = _block_backward(q_side, k[rows, block.k], v[rows, block.k], hidden, call, block)
         for whole, part, where in zip(grads, parts, (block.q, block.k, block.k)):
             whole[rows, where] = part
@@ -261,7 +279,7 @@ def _backward(
 def _block_backward(
     q_side: list[Tensor], k: Tensor, v: Tensor, hidden: Tensor | None, call: BranchPasses, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of one block, in `sum_dtype`; `q_side` is grad, q, out and lse."""
+    """dq, dk and dv of one block, in `sum_dtype`; `q_side` is grad, q, out, lse and, for some kernels, its gradient."""
     q = q_side[1]
     wide = sum_dtype(q.dtype)
     new_q = q.new_empty if block.covers_q else q.new_zeros
@@ -270,26 +288,38 @@ def _block_backward(
     dk, dv = (new_k(k.shape, dtype=wide) for _ in range(2))
     for piece in block.pieces:
         mine = [piece.q.of(x)[:, :, :, piece.heads] for x in q_side]
-        views = [*mine, _kv(k, piece), _kv(v, piece)] + ([] if hidden is None else [piece.k.of(hidden)])
+        keys = [_kv(x, piece, call) for x in (k, v)]
+        views = [*mine, *keys] + ([] if hidden is None else [piece.k.of(hidden)])
         found: list[list[Tensor]] = [[], [], []]
         for part in _folds(views):
-            mask = _mask(part[6] if hidden is not None else None, call, piece)
-            g, rows, o, stats, keys, values = part[:6]
-            grads = call.kernel.backward(
-                g, rows, keys, values, o, stats.transpose(1, 2), piece.is_causal, call.problem.scale, mask
-            )
+            mask = _mask(part[-1] if hidden is not None else None, call, piece)
+            g, rows, o, *stats = part[: len(mine)]
+            side = [g, rows, o, *(x.transpose(1, 2) for x in stats)]
+            grads = _kernel_backward(side, part[len(mine)], part[len(mine) + 1], piece, call, mask)
             for store, one in zip(found, grads):
                 store.append(one)
-        shapes = (views[1].shape, views[4].shape, views[5].shape)
+        shapes = (mine[1].shape, keys[0].shape, keys[1].shape)
         gq, gk, gv = (_unfold(parts, shape) for parts, shape in zip(found, shapes))
         _put(piece.q.of(dq)[:, :, :, piece.heads], gq, piece.fresh_q)
         for total, one in ((dk, gk), (dv, gv)):
             if isinstance(piece.kv_heads, slice):
                 _put(piece.k.of(total)[:, :, :, piece.kv_heads], one, piece.fresh_k)
             else:
-                index = torch.tensor(piece.kv_heads, device=q.device)
-                piece.k.of(total).index_add_(3, index, one.to(wide))
+                piece.k.of(total).index_add_(3, _index(piece, call), one.to(wide))
     return dq, dk, dv
+
+
+def _kernel_backward(
+    q_side: list[Any], k: Tensor, v: Tensor, piece: Piece, call: BranchPasses, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One call of the kernel; `q_side` is grad, q, out and lse, and the gradient of lse or None."""
+    grad, q, out, lse, *rest = q_side
+    tail = q, k, v, out, lse, piece.is_causal, call.problem.scale, mask
+    if not rest or rest[0] is None:
+        return call.kernel.backward(grad, *tail)
+    kernel: Any = call.kernel
+    found: tuple[Tensor, Tensor, Tensor] = kernel.backward_of_both(grad, rest[0], *tail)
+    return found
 
 
 def _put(total: Tensor, part: Tensor, fresh: bool) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.dense import Kernel, with_lse_column
-from attn_dispatch.kernels.heads import kv_heads_of
+from attn_dispatch.kernels.heads import kv_head_index, kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes, padding_mask
 from attn_dispatch.kernels.numerics import THREAD_BYTES, sum_dtype, with_positive_scale
-from attn_dispatch.kernels.tiles.tables import TileTable, pair_counts
+from attn_dispatch.kernels.tiles.tables import TileTable, kept_for, pair_counts
 from attn_dispatch.kernels.tiles.threads import WorkQueue, run_in_threads
 from attn_dispatch.spec.problem import Problem
 
@@ -127,8 +127,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _TilePasses) -> tuple[Tensor
     for table in call.tables:
         heads = _Heads.of(table, call)
         for positions in _queries_without_keys(table):
-            out[:, positions, heads.q] = 0.0
-            lse[:, positions, heads.q] = -math.inf
+            out[:, :, heads.q].index_fill_(1, positions, 0.0)
+            lse[:, :, heads.q].index_fill_(1, positions, -math.inf)
         inputs = q[:, :, heads.q], k[:, :, heads.kv], v[:, :, heads.kv]
         _forward_heads(inputs, out[:, :, heads.q], lse[:, :, heads.q], heads, table, call)
     if call.seq_lens is not None:
@@ -172,7 +172,7 @@ def _backward(
     for table in call.tables:
         heads = _Heads.of(table, call)
         for positions in _queries_without_keys(table):
-            dq[:, positions, heads.q] = 0.0
+            dq[:, :, heads.q].index_fill_(1, positions, 0.0)
         inputs = [x[:, :, heads.q] for x in by_token], [x[:, :, heads.kv] for x in (k, v)]
         _backward_heads(*inputs, dq[:, :, heads.q], dk[:, :, heads.kv], dv[:, :, heads.kv], heads, table, call)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -197,7 +197,7 @@ def _backward_heads(
             g, queries, o, stats, *slope = (x.at(chunk.batch, chunk.group.queries, chunk.size) for x in rows)
             keys, values, mask = _keys(kv, heads, chunk, call)
             if chunk.group.distinct < len(chunk.group.queries):
-                stats.flatten(0, 1)[chunk.group.distinct :] = math.inf
+                stats.flatten(0, 1)[chunk.group.distinct :].fill_(math.inf)
             if slope:
                 g, queries, keys, values, o = with_lse_column(slope[0], g, queries, keys, values, o)
             stats = stats.transpose(1, 2)
@@ -239,8 +239,13 @@ def _keys(
 
 
 def _groups(table: TileTable, call: _TilePasses) -> list[_TileGroup]:
+    problem = call.problem
+    return kept_for(table, (problem.q_len, _most_keys(problem, table.tile)), lambda: _grouped(table, problem))
+
+
+def _grouped(table: TileTable, problem: Problem) -> list[_TileGroup]:
     """Group the query tiles. Work for many tiles is done here at once: a chunk takes only about a millisecond."""
-    problem, device, found = call.problem, table.keys.device, list[_TileGroup]()
+    device, found = table.keys.device, list[_TileGroup]()
     sizes, missing = table.first.diff(), -problem.q_len % table.tile
     for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
@@ -270,8 +275,12 @@ def _chunks(groups: list[_TileGroup], table: TileTable, call: _TilePasses, queue
 
 def _queries_without_keys(table: TileTable) -> tuple[Tensor, ...]:
     """The positions of queries in tiles without pairs; empty if there are none."""
-    alone = (table.first.diff() == 0).nonzero().flatten().to(table.q_pos.device)
-    return (table.q_pos[alone].flatten(),) if len(alone) else ()
+
+    def find() -> tuple[Tensor, ...]:
+        alone = (table.first.diff() == 0).nonzero().flatten().to(table.q_pos.device)
+        return (table.q_pos[alone].flatten(),) if len(alone) else ()
+
+    return kept_for(table, "queries without keys", find)
 
 
 def _most_keys(problem: Problem, tile: int) -> int:
@@ -366,7 +375,8 @@ class _Heads:
         q = slice(heads.start, heads.stop, heads.step)
         if isinstance(read, slice):
             return cls(q, read, None)
-        return cls(q, slice(None), torch.tensor(read, device=call.problem.device))
+        group = call.problem.heads // call.problem.kv_heads
+        return cls(q, slice(None), kv_head_index(heads, group, call.problem.device))
 
     def for_queries(self, keys: Tensor) -> Tensor:
         """[..., tokens, key heads, head_dim], copied to each query head if the kernel needs it."""

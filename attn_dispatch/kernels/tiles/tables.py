@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,11 +34,13 @@ GROUP = 16  #: boxes per group
 ENTRIES = 2**20  #: mask entries computed at once
 MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
 
+KEPT_ON = ("cuda",)  #: devices for which `kept_for` keeps what is made: making it waits for the device
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TileTable:
     """The tile pairs with visible keys, for heads that see the same keys. A tile is consecutive places of an order.
 
@@ -102,6 +105,25 @@ class Branch:
             place = at[keys][:, None, :]
             seen = seen & (place >= first[queries][:, :, None]) & (place <= last[queries][:, :, None])
         return seen
+
+
+_kept: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def kept_for(table: TileTable, key: object, make: Callable[[], T]) -> T:
+    """What is made from a table, kept as long as the table where that saves the device a wait."""
+    device = table.keys.device
+    if device.type not in KEPT_ON:
+        return make()
+    found = _kept.setdefault(table, {})
+    if key not in found:
+        with torch.inference_mode(False):  # the next call may be in another mode
+            made = make()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # another stream may read it next
+        found[key] = made
+    kept: T = found[key]
+    return kept
 
 
 def pair_counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from attn_dispatch.spec.problem import Problem
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: not bfloat16: the interpreter uses numpy, which lacks it
 LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies
+COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +24,12 @@ class Transport:
     Args:
         group: the ranks that share a sequence.
         bytes_sent: by this rank, since it was last set to 0.
-        buffers: flat tensors by slot, dtype and device.
+        buffers: flat tensors by slot, dtype, device and CUDA stream: work on one stream does not wait for another's.
     """
 
     group: Any
     bytes_sent: int = 0
-    buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[int, torch.dtype, torch.device, int], Tensor] = field(default_factory=dict)
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> PendingExchange:
         """Start to send and to receive flat contiguous tensors, by peer; in use until `PendingExchange.wait`."""
@@ -40,14 +41,16 @@ class Transport:
         ]
         self.bytes_sent += sum(tensor.numel() * tensor.itemsize for tensor in sends.values())
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            with current_device(operations[0].tensor.device) if operations else nullcontext():
+                works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise lost(error) from error
         return PendingExchange(works, sends, receives)
 
     def buffer(self, slot: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor of `size` entries; it reuses the memory of earlier calls for the slot, if large enough."""
-        key = slot, dtype, device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = slot, dtype, device, stream
         found = self.buffers.get(key)
         if found is None or len(found) < size:
             with torch.inference_mode(False):  # the next call may be in another mode
@@ -79,6 +82,11 @@ class PendingExchange:
             except RuntimeError as error:
                 raise lost(error) from error
         self.works = []
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, without which NCCL's calls may hang; nothing for other devices."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def lost(error: Exception) -> RankLost:

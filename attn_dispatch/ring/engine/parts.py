@@ -27,16 +27,26 @@ from attn_dispatch.spec.reach import Band
 from attn_dispatch.spec.reordered import token_order_of
 
 #: Backends for parts, the preferred first: their backward pass takes the out and lse over all keys (`partial`, see
-#: `contract`).
+#: `contract`). Not measured; on CUDA, PyTorch's kernels come first where one call is the whole part, else a fused one.
 SOLVERS = {"cpu": ("native", "sdpa", "tiles"), "cuda": ("flash", "triton", "sdpa", "tiles")}
+DENSE_SOLVERS = {"cpu": SOLVERS["cpu"], "cuda": ("flash", "sdpa", "triton", "tiles")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Rows of k and v that are in memory together: of some key heads, at these positions."""
+    """Rows of k and v that are in memory together: of some key heads, at these positions.
+
+    Args:
+        on_device: the positions on the device of k and v, for problems with masks.
+    """
 
     heads: range
     positions: Tensor
+    on_device: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, heads: range, positions: Tensor) -> Source:
+        return cls(heads, positions, positions.to(problem.device) if problem.masked else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -328,12 +338,13 @@ def _numbers(run: slice) -> Tensor:
 
 
 def solver(problem: Problem) -> Any:
-    """The preferred backend in SOLVERS that supports the problem.
+    """The preferred backend in SOLVERS, or for dense parts in DENSE_SOLVERS, that supports the problem.
 
     Raises:
         LookupError: none does.
     """
-    for name in SOLVERS.get(problem.device.type, ()):
+    preferred = DENSE_SOLVERS if isinstance(problem.pattern, Dense) else SOLVERS
+    for name in preferred.get(problem.device.type, ()):
         backend: Any = registry.load(name)
         if not backend.refusals(problem):
             return backend

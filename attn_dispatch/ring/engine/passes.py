@@ -152,7 +152,8 @@ class RingCall:
         seen = self.seen
         if seen is None:
             return [None] * len(step.sources)
-        return [seen.index_select(1, source.positions.to(seen.device)) for source in step.sources]
+        at = [source.positions if source.on_device is None else source.on_device for source in step.sources]
+        return [seen.index_select(1, positions) for positions in at]
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

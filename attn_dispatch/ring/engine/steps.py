@@ -119,7 +119,7 @@ class Step:
 def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
     """A rank's steps: its own rows, then those of each of `transfers`, whose arguments these are, piece by piece."""
     traffic = traffic_of(problem.pattern, layout, problem.heads, problem.kv_heads, rank, problem.device)
-    own = Source(range(problem.kv_heads), traffic.own)
+    own = Source.of(problem, range(problem.kv_heads), traffic.own)
     found = [Step({}, {}, (own,), parts_of(problem, layout, rank, (own,), own=True))]
     # Steps without rows are kept: messages between two ranks are matched by their order, so that all ranks need equal
     # numbers of steps.
@@ -140,7 +140,7 @@ def _step(problem: Problem, traffic: Traffic, transfer: Transfer, number: int) -
     for rows in receives.values():
         for each in rows:
             by_heads.setdefault(each.heads, []).append(each.positions)
-    sources = tuple(Source(heads, torch.cat(positions)) for heads, positions in by_heads.items())
+    sources = tuple(Source.of(problem, heads, torch.cat(positions)) for heads, positions in by_heads.items())
     parts = parts_of(problem, traffic.layout, traffic.rank, sources, own=False)
     return Step(receives, sends, sources, parts)
 

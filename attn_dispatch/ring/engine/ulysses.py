@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch.ring.engine.exchange import Sizes, Transport, lost
+from attn_dispatch.ring.engine.exchange import Sizes, Transport, current_device, lost
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import positions_of
+from attn_dispatch.ring.rows.traffic import put_tokens, tokens_of
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
@@ -90,8 +90,7 @@ def _gather(x: Tensor, transport: Transport, layout: Layout) -> Tensor:
     del sent
     whole = x.new_empty(batch, layout.tokens, each, *rest)
     for rank, part in enumerate(torch.split(received, sizes)):
-        rows = positions_of(layout, rank).to(x.device)
-        whole.index_copy_(1, rows, part.view(batch, layout.lengths[rank], each, *rest))
+        put_tokens(whole, part.view(batch, layout.lengths[rank], each, *rest), layout, rank)
     return whole
 
 
@@ -100,8 +99,7 @@ def _scatter(x: Tensor, transport: Transport, layout: Layout) -> Tensor:
     sizes = [batch * length * each * rest.numel() for length in layout.lengths]
     sent = x.new_empty(sum(sizes))
     for rank, part in enumerate(torch.split(sent, sizes)):
-        rows = positions_of(layout, rank).to(x.device)
-        torch.index_select(x, 1, rows, out=part.view(batch, layout.lengths[rank], each, *rest))
+        part.view(batch, layout.lengths[rank], each, *rest).copy_(tokens_of(x, layout, rank))
     length = layout.lengths[dist.get_rank(transport.group)]
     size = batch * length * each * rest.numel()
     received = x.new_empty(ranks * size)
@@ -114,6 +112,7 @@ def _all_to_all(received: Tensor, sent: Tensor, receives: list[int], sends: list
     rank = dist.get_rank(transport.group)
     transport.bytes_sent += (sum(sends) - sends[rank]) * sent.itemsize
     try:
-        dist.all_to_all_single(received, sent, receives, sends, group=transport.group)
+        with current_device(sent.device):
+            dist.all_to_all_single(received, sent, receives, sends, group=transport.group)
     except RuntimeError as error:
         raise lost(error) from error

@@ -1,0 +1,186 @@
+"""Runs functions in a Python process of its own, so that whatever ends that process does not end this one.
+
+No `multiprocessing`: its way to start afresh runs the program's main module again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import pickle
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+SLICE_S = 0.25  #: seconds of one wait; time in which this process is suspended counts as one slice at most
+KILLED_S = 5.0  #: seconds that a killed process is waited for: one in a driver's call may take for ever
+IDLE_S = 60.0  #: seconds after which a process without work ends
+_BEGUN = b"begun\n"
+_SIZE_BYTES = 8
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from attn_dispatch.machine.child import serve
+serve({handle})
+"""
+
+
+class Outcome(NamedTuple):
+    """What became of a function.
+
+    ``begun`` is whether it had said so, ``value`` what it returned, None without an answer. Then ``code`` is the exit
+    status of its process, negative for a signal, and None where it took too long and was killed.
+    """
+
+    begun: bool
+    value: Any = None
+    code: int | None = None
+
+
+class _Child:
+    """A process, its input, and a pipe for its answers."""
+
+    def __init__(self) -> None:
+        self.setting = _setting()
+        self.answers, writable = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable or "python3", "-c", _PROGRAM.format(path=sys.path, handle=writable)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(writable,),
+            )
+        except BaseException:
+            os.close(self.answers)
+            raise
+        finally:
+            os.close(writable)
+
+    def ask(self, given: bytes, start_s: float, limit_s: float) -> Outcome:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, as is read below
+            self.process.stdin.write(len(given).to_bytes(_SIZE_BYTES, "little") + given)
+            self.process.stdin.flush()
+        text, left_s, poll = b"", start_s, select.poll()  # select() takes no descriptor above 1023
+        poll.register(self.answers, select.POLLIN)
+        while left_s > 0:
+            if not poll.poll(min(left_s, SLICE_S) * 1e3):
+                left_s -= SLICE_S
+                continue
+            part = os.read(self.answers, 1 << 16)
+            if not part:
+                with suppress(subprocess.TimeoutExpired):
+                    return Outcome(text.startswith(_BEGUN), code=self.process.wait(KILLED_S))
+                break
+            if not text and part.startswith(_BEGUN):
+                left_s = limit_s
+            text += part
+            if text.endswith(b"\n") and text != _BEGUN:
+                return Outcome(True, json.loads(text.removeprefix(_BEGUN)))
+        return Outcome(text.startswith(_BEGUN))
+
+    def end(self) -> None:
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILLED_S)
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        os.close(self.answers)
+
+
+_idle: list[_Child] = []
+_keeping = 0  # how often `kept` was entered and not left
+
+
+def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: float, limit_s: float) -> Outcome:
+    """Call ``module.function(begin, *args)`` in a new process, which has this one's variables and search path.
+
+    Args:
+        function: calls ``begin()`` once it is prepared, and returns what JSON can hold, not None.
+        args: are pickled.
+        start_s: seconds until ``begin``. limit_s: seconds from there to the answer.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    given = pickle.dumps((module, function, args))
+    kept = _take()
+    child = kept or _Child()
+    found = child.ask(given, start_s, limit_s)
+    if kept is not None and not found.begun and found.code is not None:  # it had just ended, for lack of work
+        kept.end()
+        child = _Child()
+        found = child.ask(given, start_s, limit_s)
+    if found.value is None or not _keeping:
+        child.end()
+    else:
+        _idle.append(child)
+    return found
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Inside, the process waits for further functions, since it takes seconds to load PyTorch; elsewhere it ends with
+    the first, and frees the memory that it took on a device.
+    """
+    global _keeping
+    _keeping += 1
+    try:
+        yield
+    finally:
+        _keeping -= 1
+        end_idle()
+
+
+def end_idle() -> None:
+    """End the process that waits for work, as after a function that may have spoilt what others share with it."""
+    while _idle:
+        _idle.pop().end()
+
+
+def _take() -> _Child | None:
+    child = _idle.pop() if _idle else None
+    if child is None or child.setting == _setting():
+        return child
+    child.end()
+    return None
+
+
+def _setting() -> tuple[object, ...]:
+    return [*sys.path], dict(os.environ)
+
+
+def _forget() -> None:
+    """In a forked child: the processes are the parent's."""
+    for child in _idle:
+        child.process.returncode = 0  # nobody here waits for it
+    _idle.clear()
+
+
+atexit.register(end_idle)
+os.register_at_fork(after_in_child=_forget)
+
+
+def serve(handle: int) -> None:
+    """In the new process: call functions and write what they return. Ends the process."""
+    while select.select([0], [], [], IDLE_S)[0] and (size := _read(_SIZE_BYTES)):
+        module, function, args = pickle.loads(_read(int.from_bytes(size, "little")))
+        call: Callable[..., object] = getattr(importlib.import_module(module), function)
+        value = call(lambda: os.write(handle, _BEGUN), *args)
+        os.write(handle, json.dumps(value).encode() + b"\n")
+    os._exit(0)  # whatever would be waited for at a regular exit
+
+
+def _read(count: int) -> bytes:
+    """Bytes of the standard input; fewer where it has ended."""
+    found = b""
+    while len(found) < count and (part := os.read(0, count - len(found))):
+        found += part
+    return found

@@ -1,0 +1,181 @@
+"""The calls of adapters fit the functions of the real libraries: parameters by name, schemas of PyTorch's ops.
+
+Installed libraries are read, not imported, since most import only beside a GPU. Those not installed are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from inspect import Signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch.backends import flash, sdpa_cudnn, xformers
+from attn_dispatch.kernels import dense
+from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.spec.pattern import Dense, Pattern, Window
+from tests.backends.test_libraries import ADAPTERS, NEWEST, on_cpu
+from tests.kernels.test_limits import installed
+from tests.support import libraries, signatures
+from tests.support.cases import Case, gate
+
+
+@pytest.fixture(autouse=True)
+def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tables: tuple[Any, ...] = (branched._prepared, branched._installed, branched._load_fault)
+    for table in tables:
+        table.cache_clear()
+    installed(monkeypatch, NEWEST)
+    yield
+    for table in tables:
+        table.cache_clear()
+
+
+@dataclass
+class Recorder:
+    """Records the calls of a library's functions, which run as before."""
+
+    calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
+    made_up: dict[str, Signature] = field(default_factory=dict)
+
+    def around(self, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, real in list(vars(library).items()):
+            if callable(real) and not isinstance(real, type):
+                self.made_up[name] = signatures.of_function(real)
+                monkeypatch.setattr(library, name, self._noted(name, real))
+
+    def _noted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.setdefault(name, []).append((args, kwargs))
+            return real(*args, **kwargs)
+
+        return call
+
+    def check(self, real: Callable[[str], Signature]) -> None:
+        """Hold the calls to the real signatures: what each parameter gets is what the made-up function read from it."""
+        assert len(self.calls) >= 2  # forward and backward
+        for name, calls in self.calls.items():
+            signature = real(name)
+            for args, kwargs in calls:
+                meant = signatures.names(self.made_up[name], args, kwargs)
+                given = signatures.names(signature, args, kwargs)
+                assert list(given) == list(meant)
+                assert all(given[each] is meant[each] for each in given)
+
+
+def record(adapter: str, library: Any, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Every way in which an adapter calls its library."""
+    recorder = Recorder()
+    recorder.around(library, monkeypatch)
+    patterns: tuple[Pattern, ...] = (Dense(), Dense(True), Window(5, None), Window(3, 2))
+    for pattern in patterns:
+        problem = Case("", pattern, (1, 40, 4, 20), kv_heads=2).problem(torch.float16, needs_grad=True)
+        for each in (problem, replace(problem, return_lse=False), replace(problem, deterministic=True)):
+            backend = on_cpu(ADAPTERS[adapter])
+            if not backend.refusals(each):
+                gate(each).run(backend)
+    return recorder
+
+
+def source_of(distribution: str, path: str) -> str:
+    """The text of an installed library's file; skips the test where it is not installed."""
+    try:
+        return signatures.installed_source(distribution, path)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{distribution} is not installed")
+
+
+def test_flash_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries.flash_attn_2(monkeypatch, [])
+    found = record("flash2", sys.modules[flash.PACKAGE2.module], monkeypatch)
+    found.check(lambda name: signatures.of_source(signatures.FLASH_2, name))
+
+
+def test_flash_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its made-up ops have the real schemas: torch itself holds the calls to them."""
+    calls: list[dict[str, Any]] = []
+    with libraries.flash_attn_3(monkeypatch, calls):
+        problem = Case("", Window(5, None), (1, 40, 4, 16), kv_heads=2).problem(torch.float16, needs_grad=True)
+        gate(problem).run(on_cpu(ADAPTERS["flash3"]))
+    assert calls
+
+
+def test_flash_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = source_of("flash-attn-4", "flash_attn/cute/interface.py")
+    libraries.flash_attn_4(monkeypatch, [])
+    found = record("flash4", sys.modules[flash.PACKAGE4.module], monkeypatch)
+    assert any("dlse" in kwargs for _, kwargs in found.calls["_flash_attn_bwd"])
+    found.check(lambda name: signatures.of_source(text, name))
+
+
+def test_the_cache_of_flash_4_has_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = source_of("flash-attn-4", "flash_attn/cute/cache_utils.py")
+    monkeypatch.delenv(flash.CACHE_ENABLED, raising=False)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **kwargs: tmp_path)
+    assert len(flash.compile_cache()) == 2
+    assert set(flash.compile_cache()) <= {name for name in text.replace('"', " ").split() if name.startswith("FLASH_")}
+
+
+def test_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = source_of("xformers", "xformers/ops/fmha/__init__.py")
+    libraries.xformers(monkeypatch, [])
+    found = record("xformers", sys.modules[xformers.PACKAGE.module], monkeypatch)
+    found.check(lambda name: signatures.of_source(text, name))
+
+
+@pytest.mark.parametrize("adapter", ["torch-flash", "efficient", "cudnn"])
+def test_ops_of_pytorch(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sdpa_cudnn if adapter == "cudnn" else dense
+    made = {"torch-flash": libraries.flash_ops, "efficient": libraries.efficient_ops}
+    ops = libraries.cudnn_ops(4) if adapter == "cudnn" else made[adapter]()
+    monkeypatch.setattr(module, "aten", ops)
+    record(adapter, ops, monkeypatch).check(lambda name: signatures.of_schema(getattr(torch.ops.aten, name).default))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "masked"),
+    [
+        (dense.CudaFlash(), False),
+        (dense.CudaEfficient(), False),
+        (dense.CudaEfficient(), True),
+        (sdpa_cudnn.Cudnn(), False),
+    ],
+    ids=["flash", "efficient", "efficient-mask", "cudnn"],
+)
+def test_ops_of_pytorch_take_the_tensors(kernel: Any, masked: bool) -> None:
+    """On tensors without data, PyTorch checks types and works out shapes."""
+    q, k, v = (torch.empty(2, 40, heads, 20, dtype=torch.float16, device="meta") for heads in (4, 2, 2))
+    if not kernel.grouped:
+        k = v = torch.empty_like(q)
+    mask = torch.empty(2, 1, 40, 40, device="meta") if masked else None
+    out, lse = kernel.forward(q, k, v, not masked, 0.3, mask)
+    grads = kernel.backward(out, q, k, v, out, lse, not masked, 0.3, mask)
+    assert (out.shape, lse.shape) == (q.shape, (2, 4, 40))
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+
+
+def test_a_renamed_parameter_is_noticed() -> None:
+    """The test itself: a call that binds to other parameters than the adapter means fails."""
+    recorder = Recorder()
+
+    def library(q: int, scale: float = 1.0, causal: bool = False) -> None: ...
+
+    functions = SimpleNamespace(f=library, g=library)
+    recorder.around(functions, pytest.MonkeyPatch())
+    functions.f(1, scale=2.0)
+    functions.g(1, 2.0, causal=True)
+    recorder.check(
+        lambda name: signatures.of_source("def f(q, scale=1.0, causal=0): ...\ndef g(q, scale, causal): ...", name)
+    )
+    for other in ("def f(q, *, scale): ...\ndef g(q, causal, scale): ...", "def f(q): ...\ndef g(q): ..."):
+        with pytest.raises((TypeError, AssertionError)):
+            recorder.check(lambda name, other=other: signatures.of_source(other, name))  # type: ignore[misc]
+    with pytest.raises(LookupError):
+        recorder.check(lambda name: signatures.of_source("", name))

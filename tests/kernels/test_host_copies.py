@@ -1,0 +1,113 @@
+"""Calls after the first neither read from a device nor copy lists to it: both wait, and no CUDA graph takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_dispatch.backends import sdpa_mask, tiles
+from attn_dispatch.kernels.branches.backend import Branched, Variant
+from attn_dispatch.kernels.dense import CPU_FLASH, CpuFlash
+from attn_dispatch.kernels.heads import kv_head_index
+from attn_dispatch.kernels.tiles import tables
+from tests.support.cases import CASES, Case, gate
+
+IDS = (
+    *("dense-grouped", "dense-key-mask", "longnet-grouped", "longnet-grouped-uneven", "longnet-odd-heads"),
+    *("longnet-both-masks", "uncovered-rows", "window-causal", "causal-rows-without-keys"),
+)
+CHOSEN = [case for case in CASES if case.id in IDS]
+WAITS = ("lift_fresh", "_local_scalar_dense", "_unique", "nonzero", "masked_select")
+
+
+class Ungrouped(CpuFlash):
+    grouped = False
+
+
+# As sdpa_efficient: a kernel without grouping.
+BRANCHED = Branched("ungrouped", (Variant(CPU_FLASH, lambda problem: Ungrouped()),))
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations that wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(op) for word in WAITS):
+            self.found.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.id)
+@pytest.mark.parametrize("backend", [BRANCHED, sdpa_mask, tiles], ids=lambda backend: backend.name)
+def test_later_calls_do_not_wait(backend: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "KEPT_ON", ("cpu",))
+    monkeypatch.setattr("attn_dispatch.kernels.tiles.run.run_in_threads", in_order)
+    for needs_grad in (False, True):
+        problem = case.problem(torch.float32, needs_grad=needs_grad)
+        if backend.refusals(problem):
+            continue
+        checked = gate(problem)
+        expected = checked.run(backend)
+        with pytest.MonkeyPatch.context() as patch, Waits() as mode:
+            for name in ("to", "tolist", "item", "cpu"):
+                patch.setattr(torch.Tensor, name, noted(mode, name))
+            found = checked.run(backend)
+        assert mode.found == []
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+        assert checked.check(found).failures == ()
+
+
+def in_order(count: int, work: Callable[[Any], None]) -> None:
+    """As on a GPU: threads would not be seen by the mode."""
+    from attn_dispatch.kernels.tiles.threads import WorkQueue
+
+    work(WorkQueue(count))
+
+
+def noted(mode: Waits, name: str) -> Callable[..., Any]:
+    real: Callable[..., Any] = getattr(torch.Tensor, name)
+
+    def method(x: torch.Tensor, *args: Any, **more: Any) -> Any:
+        if name != "to" or any(isinstance(each, torch.device | str) for each in (*args, *more.values())):
+            mode.found.append(name)
+        return real(x, *args, **more)
+
+    return method
+
+
+def test_an_index_made_while_a_graph_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph fills it at each replay, in its own memory."""
+    heads, made = range(0, 8, 2), list[torch.Tensor]()
+    arange = torch.arange
+
+    def on_cpu(*args: Any, device: torch.device) -> torch.Tensor:
+        made.append(arange(*args))
+        return made[-1]
+
+    capturing, waited = [True], list[bool]()
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: _Stream(waited))
+    monkeypatch.setattr("torch.arange", on_cpu)
+    for _ in range(2):
+        assert kv_head_index(heads, 4, torch.device("cuda:7")).tolist() == [0, 0, 1, 1]
+    assert (len(made), waited) == (2, [])
+    capturing[0] = False
+    first, second = (kv_head_index(heads, 4, torch.device("cuda:7")) for _ in range(2))
+    assert first is second
+    assert waited == [True]  # another stream may read it next
+
+
+class _Stream:
+    def __init__(self, waited: list[bool]) -> None:
+        self.waited = waited
+
+    def synchronize(self) -> None:
+        self.waited.append(True)

@@ -1,0 +1,88 @@
+"""A process of its own: what ends it ends nothing else, and is told apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from attn_dispatch.machine import child
+from attn_dispatch.machine.child import Outcome, kept, run_alone
+
+MODULE = "tests.support.alone"
+PATIENT_S = 60.0
+
+
+def pid(given: object = None) -> list[object]:
+    found = run_alone(MODULE, "pid", (given,), start_s=PATIENT_S, limit_s=PATIENT_S)
+    assert found.begun
+    assert found.code is None
+    value: list[object] = found.value
+    return value
+
+
+def dies(at: str, how: str, **limits: float) -> Outcome:
+    return run_alone(MODULE, "dies", (at, how), **{"start_s": PATIENT_S, "limit_s": PATIENT_S, **limits})
+
+
+def test_one_process_serves_while_the_settings_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kept():
+        first = pid(["a", 1])
+        assert first[0] != os.getpid()
+        assert first[1:] == [["a", 1], None]
+        assert pid("b")[0] == first[0]
+        monkeypatch.setenv("ATTN_DISPATCH_TEST", "x")
+        other = pid()
+        assert other[0] != first[0]
+        assert other[2] == "x"
+    assert child._idle == []
+
+
+def test_by_default_it_ends_with_its_answer() -> None:
+    """It would take memory of a device that the program needs."""
+    found = pid()[0]
+    assert isinstance(found, int)
+    with pytest.raises(ProcessLookupError):
+        os.kill(found, 0)
+
+
+def test_one_that_ended_meanwhile_is_replaced() -> None:
+    with kept():
+        first = pid()[0]
+        assert isinstance(first, int)
+        os.kill(first, signal.SIGKILL)
+        assert pid()[0] != first
+
+
+@pytest.mark.parametrize(
+    ("at", "how", "expected"),
+    [
+        ("early", "raises", Outcome(False, code=1)),
+        ("later", "raises", Outcome(True, code=1)),
+        ("later", "exits", Outcome(True, code=3)),
+        ("later", "SIGSEGV", Outcome(True, code=-signal.SIGSEGV)),
+        ("early", "SIGKILL", Outcome(False, code=-signal.SIGKILL)),
+    ],
+)
+def test_its_end_is_told(at: str, how: str, expected: Outcome) -> None:
+    assert dies(at, how) == expected
+    assert child._idle == []
+
+
+@pytest.mark.parametrize(("at", "limit"), [("early", "start_s"), ("later", "limit_s")])
+def test_one_that_takes_too_long_is_killed(at: str, limit: str) -> None:
+    with kept():
+        pid()  # it has started
+        (helper,) = child._idle
+        assert dies(at, "hangs", **{limit: 0.05}) == Outcome(at == "later")
+    assert helper.process.returncode == -signal.SIGKILL
+    assert child._idle == []
+
+
+def test_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="nowhere"):
+        pid()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,160 @@
+"""Examples of trials on CUDA are drawn on the device, outside of the budget; and what else a trial does not count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.tuning import example, guard, tuner
+from attn_dispatch.tuning.candidates import Candidate, Request
+from attn_dispatch.tuning.choice import Admitted
+from attn_dispatch.tuning.gate import COMPILED_CASES, Gate
+from attn_dispatch.tuning.oracle import CheckResult
+from attn_dispatch.tuning.rounds import Steps, exhausted
+from tests.support.planted import Planted
+
+CUDA = torch.device("cuda", 0)
+SHAPE = (1, 24, 2, 8)
+ON_CUDA = problem_of(SHAPE, Dense(), torch.bfloat16, CUDA, backward=True)
+ON_CPU = problem_of(SHAPE, Dense(), torch.bfloat16, torch.device("cpu"), backward=True)
+
+
+class Generator:
+    """A generator of a made-up device."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.seed: int | None = None
+
+    def manual_seed(self, seed: int) -> Generator:
+        self.seed = seed
+        return self
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, str, int | None]]:
+    """The shape, device and seed of every draw in place, which leaves zeros; any other draw fails."""
+    found: list[tuple[torch.Size, str, int | None]] = []
+
+    def normal_(self: torch.Tensor, *, generator: Generator) -> torch.Tensor:
+        found.append((self.shape, str(generator.device), generator.seed))
+        return self.zero_()
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
+    monkeypatch.setattr(torch.Tensor, "normal_", normal_)
+    monkeypatch.setattr(torch, "randn", lambda *given, **more: pytest.fail("drawn on the CPU"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return found
+
+
+def test_examples_of_trials_are_drawn_on_the_device(drawn: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((1.0, 6.0))
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    found, seconds = example.make_timed(ON_CUDA)
+    assert drawn == [(torch.Size(SHAPE), "cuda:0", 0)] * 4
+    assert seconds == 5.0
+    assert found.q.dtype == torch.bfloat16
+    assert found.q.requires_grad
+
+
+def test_a_cpu_draws_what_it_always_drew() -> None:
+    """Within the budget: other machines, and the ranks of a group, draw the same."""
+    found, seconds = example.make_timed(ON_CPU)
+    assert seconds == 0.0
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (found.q, found.k, found.v, found.grad):
+        assert tensor is not None
+        assert torch.equal(tensor.detach(), torch.randn(SHAPE, generator=generator).bfloat16())
+
+
+def test_others_ask_for_the_same_values_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "randn", lambda *given: given[-1].device.type)
+    with pytest.raises(AttributeError, match="requires_grad_"):
+        example.make(ON_CUDA)
+    assert example.make(problem_of(SHAPE, Dense(), torch.bfloat16, CUDA)).q == "cpu"
+
+
+def test_drawing_takes_nothing_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(problem: Problem, clock: object) -> Steps[tuple[example.Example, float]]:
+        found = yield from example.made(problem)
+        return found, 100.0
+
+    monkeypatch.setattr(tuner, "made_timed", drawn)
+    trial = tuner.Trial(Request.of(ON_CPU), [], [], 1.0, None)
+    exhausted(trial._measure())
+    remaining = trial._remaining_s()
+    assert remaining is not None
+    assert remaining > 99.0
+
+
+class Compiling(Planted):
+    """Declares four seconds for the first call of each of `most` problems."""
+
+    most = 100
+
+    def first_call_ms(self, problem: Problem) -> float:
+        return 0.0 if problem in self.seen or len(set(self.seen)) >= self.most else 4000.0
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The limits in seconds of guarded calls."""
+    found: list[float] = []
+    run = guard.run_guarded
+
+    def guarded(call: Any, limit_s: float) -> Any:
+        found.append(limit_s)
+        return run(call, limit_s)
+
+    monkeypatch.setattr(guard, "run_guarded", guarded)
+    monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "30")
+    return found
+
+
+def gate_and_candidate(backend: Planted) -> tuple[Gate, Candidate]:
+    here = Request.of(ON_CPU)
+    return Gate(ON_CPU, here.address, example.make(ON_CPU)), Candidate(backend, NATURAL, "1")
+
+
+def test_a_declared_first_call_is_waited_for(limits: list[float]) -> None:
+    """On the problem and on the hard cases, ten times as long as declared."""
+    gate, candidate = gate_and_candidate(Compiling())
+    assert isinstance(gate.admit(candidate), Admitted)
+    assert len(limits) == 2
+    assert all(limit_s >= 30 + 10 * 4 for limit_s in limits)
+    limits.clear()
+    assert exhausted(gate.check_hard_cases(candidate)) is None
+    assert [limit_s >= 30 + 10 * 4 for limit_s in limits] == [True] * COMPILED_CASES + [False] * 2
+
+
+def test_cases_that_need_no_compiling_are_run(limits: list[float]) -> None:
+    backend = Compiling()
+    backend.most = 1
+    gate, candidate = gate_and_candidate(backend)
+    assert exhausted(gate.check_hard_cases(candidate)) is None
+    assert set(gate.case_problems) <= set(backend.seen)
+
+
+@pytest.mark.parametrize(("kind", "first_ms", "calls"), [("cuda", 100.0, 2), ("cuda", 5000.0, 1), ("cpu", 100.0, 1)])
+def test_a_first_call_on_cuda_is_no_measure(
+    kind: str, first_ms: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may load kernels and make plans."""
+    here, candidate = gate_and_candidate(Planted())
+    problem = ON_CUDA if kind == "cuda" else ON_CPU
+    gate = Gate(problem, here.address)
+    times = [first_ms, 1.5]
+    monkeypatch.setattr(gate, "_checked_run", lambda candidate, limit_s: ({}, 0, times.pop(0)))
+    oracle: Any = SimpleNamespace(check=lambda result: CheckResult(0.0, ()))
+    found = gate._admit(candidate, oracle)
+    assert isinstance(found, Admitted)
+    assert (found.first_ms, found.call_ms) == (first_ms, 1.5 if calls == 2 else first_ms)
