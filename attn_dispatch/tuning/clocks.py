@@ -253,6 +253,7 @@ class CudaStopwatch:
     """
 
     load = NO_LOAD
+    warms = True  #: unless what runs between samples does
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
@@ -292,7 +293,7 @@ class CudaStopwatch:
 
         Idle devices lower their clocks, by up to five times, and take some ten milliseconds to raise them.
         """
-        if self._clock() - self._worked_s <= PAUSE_S:
+        if not self.warms or self._clock() - self._worked_s <= PAUSE_S:
             return
         cuda = self._torch.cuda
         with suppress(RuntimeError), cuda.device(self._device):  # no memory for it, or torch's settings refuse products

@@ -238,6 +238,7 @@ class Race:
         stopwatch = self._stopwatch = _MarkedStopwatch(cuda or host, self.request, candidates)
         failures: dict[str, Exception] = {}
         if cuda is not None:
+            cuda.warms = not self.stepped
             failures = yield from _call_untimed(calls, stopwatch)
             cuda.warm()
         rounds = yield from sampled_in_rounds(

@@ -220,6 +220,17 @@ def test_a_clock_that_stands_still_ends_the_work(stream: Stream) -> None:
 # --- races ------------------------------------------------------------------------------------------------------------
 
 
+def test_between_calls_of_a_program_nothing_is_warmed(stream: Stream) -> None:
+    stopwatch = watch(stream, warm=False)
+    stopwatch.warms = False
+    before = stream.clock()
+    stopwatch.warm()
+    assert stream.clock() == before
+    stopwatch.warms = True
+    stopwatch.warm()
+    assert stream.clock() > before
+
+
 def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
     turns = time_in_rounds(
         {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
