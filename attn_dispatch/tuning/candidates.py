@@ -271,10 +271,8 @@ def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Addre
 
     try:
         yield
-    except NoReference:
-        raise
     except Exception as error:
-        fault = guard.device_fault(problem.device, error, timeout_s())
+        fault = None if isinstance(error, NoReference) else guard.device_fault(problem.device, error, timeout_s())
         if fault is None:
             raise
         quarantine(candidate, problem, address, *fault)
@@ -347,10 +345,7 @@ def to_measure(
     changed: Collection[CandidateId] | None = None,
     first: CandidateId | None = None,
 ) -> list[Candidate]:
-    """The candidates to measure, in order: the first, then by increasing work, as less work is likely faster.
-
-    Of those with about the same work, the ones that move less memory come first.
-    """
+    """The candidates to measure, in order: the first, then by work and, where that is about the same, by memory."""
     able = {candidate.id: candidate for candidate in found if candidate.row is None}
     names = set(able)
     if prior is not None and changed is not None:
@@ -397,6 +392,11 @@ def flops(candidate: Candidate, problem: Problem) -> float | None:
 def first_call_ms(candidate: Candidate, problem: Problem) -> float:
     """Milliseconds of the first call beyond a later one as the backend declares them; 0 without a number >= 0."""
     return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
+
+
+def shares_builds(candidate: Candidate) -> bool:
+    """Whether what the backend builds in a first call is kept on disk and serves other problems too."""
+    return bool(getattr(candidate.backend, "shares_builds", False))
 
 
 def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:

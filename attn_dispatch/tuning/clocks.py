@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Call = Callable[[], object]
 
-_SHORTEST_SAMPLE_MS = 0.2  # shorter calls are repeated within one sample
+SHORTEST_MS = 0.2  # shorter calls are repeated within one sample
 _MAX_REPEATS = 10_000  # calls per sample
 REST_S = 0.003  #: seconds of rest before a disturbed sample is taken again
 RETAKES = 3  #: times that a disturbed sample is taken again at most
@@ -161,10 +161,10 @@ def collector_off() -> Iterator[None]:
 
 
 def calibrate(stopwatch: Stopwatch, call: Call) -> tuple[int, float]:
-    """Find how many repeats make a sample last 0.2 ms or more; that number, and the mean milliseconds of a call."""
-    repeats, mean_ms = 1, stopwatch.mean_ms(call)
-    while repeats * mean_ms < _SHORTEST_SAMPLE_MS and repeats < _MAX_REPEATS:
-        wanted = 1.25 * _SHORTEST_SAMPLE_MS / mean_ms if mean_ms > 0.0 else math.inf
+    """The number of repeats for a sample of `shortest_ms`, by default 0.2 ms, and the milliseconds of a call."""
+    repeats, mean_ms, shortest_ms = 1, stopwatch.mean_ms(call), getattr(stopwatch, "shortest_ms", SHORTEST_MS)
+    while repeats * mean_ms < shortest_ms and repeats < _MAX_REPEATS:
+        wanted = 1.25 * shortest_ms / mean_ms if mean_ms > 0.0 else math.inf
         # At most tenfold per step, so that one reading of a coarse clock cannot cause seconds of repeats.
         repeats = math.ceil(min(max(wanted, 2 * repeats), 10 * repeats, _MAX_REPEATS))
         mean_ms = stopwatch.mean_ms(call, repeats)
@@ -254,6 +254,8 @@ class CudaStopwatch:
 
     load = NO_LOAD
     warms = True  #: unless what runs between samples does
+    #: Milliseconds of a sample: the first call after a wait for the device takes the host up to three times as long.
+    shortest_ms = 4.0
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device

@@ -2,8 +2,7 @@
 the hard cases.
 
 A version passes the hard cases of a class of problems once on a machine. They run last, for the candidate that is about
-to be chosen: before any result of it is used. Every failure becomes data: a status and a reason and, where the version
-must not run again, a quarantine.
+to be chosen. Every failure becomes data: a status, a reason and, where the version must not run again, a quarantine.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker, digest
 from attn_dispatch.store.quarantine import Kind
 from attn_dispatch.text import one_line
-from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, quarantine, work
+from attn_dispatch.tuning import candidates, guard
+from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, shares_builds, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
@@ -114,10 +113,10 @@ class Gate:
         return tuple(case.problem for case in self.__dict__.get("_cases", ()))
 
     def builds_ms(self, candidate: Candidate) -> float:
-        """Milliseconds the backend declares to build before its first results, here and for the hard cases due."""
-        here_ms = first_call_ms(candidate, self.problem)
+        """Milliseconds the backend declares to build for this problem alone, and for the hard cases due."""
+        here_ms = 0.0 if shares_builds(candidate) else first_call_ms(candidate, self.problem)
         if not here_ms or self.has_passed(candidate):
-            return 0.0 if getattr(candidate.backend, "shares_builds", False) else here_ms
+            return here_ms
         return here_ms + sum(
             first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
         )
@@ -147,26 +146,29 @@ class Gate:
         oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
         return self._tried(candidate, partial(self._admit, candidate, oracle))
 
-    def check_hard_cases(self, candidate: Candidate) -> Steps[Rejected | None]:
+    def check_hard_cases(self, candidate: Candidate, *, waiting: bool = False) -> Steps[Rejected | None]:
         """Run the hard cases, unless this version has passed them on this machine; the rejection if it fails one.
 
-        Raises as `admit`.
+        Where a caller waits for them on CUDA they run in this process, since to start another takes many seconds, and
+        few of those to compile for: the others are due when nobody waits. Raises as `admit`.
         """
         if self.has_passed(candidate):
             return None
-        found = (yield from self._failures_alone(candidate)) if self.problem.device.type == "cuda" else None
+        cuda, waiting = self.problem.device.type == "cuda", waiting and not self.stepped
+        brief, found = cuda and waiting, (yield from self._failures_alone(candidate)) if cuda and not waiting else None
         if found is None:
             for spec in class_key(self.problem):  # outside of the candidate's trial, as in `admit`
                 yield CASE_S
                 yield from case_of(spec)
-            found = yield from self._failures_here(candidate, self._cases)
+            found = yield from self._failures_here(candidate, self._cases, brief)
         if isinstance(found, Rejected):
             return found
         if found:
             return self._incorrect(candidate, found)
         key = *candidate.id, candidate.version, class_key(self.problem)
         _passed.add(key)
-        passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
+        if not brief or not hasattr(candidate.backend, "first_call_ms"):
+            passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
         return None
 
     def _tried(self, candidate: Candidate, run: Callable[[], T], *, again: bool = False) -> T | Rejected:
@@ -255,11 +257,13 @@ class Gate:
         self._quarantine(candidate, kind, reason)
         return Rejected("failed", reason, quarantined=True)
 
-    def _failures_here(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> Steps[Sequence[str] | Rejected]:
+    def _failures_here(
+        self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool
+    ) -> Steps[Sequence[str] | Rejected]:
         """What the hard cases showed: all at once, or in steps, each beside a crash marker of its own."""
         if not self.stepped:
-            return self._tried(candidate, partial(self._case_failures, candidate, cases))
-        checks = self._tried(candidate, partial(self._case_checks, candidate, cases))
+            return self._tried(candidate, partial(self._case_failures, candidate, cases, brief=brief))
+        checks = self._tried(candidate, partial(self._case_checks, candidate, cases, brief))
         for number, check in enumerate(() if isinstance(checks, Rejected) else checks):
             yield CASE_S
             if found := self._tried(candidate, partial(self._failures_of, check, number)):
@@ -278,14 +282,14 @@ class Gate:
         """Seconds that a call may take, with what the backend declares of a first one."""
         return timeout_s() + FIRST_CALL_FACTOR * first_call_ms(candidate, problem) / 1e3
 
-    def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[str]:
+    def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...], *, brief: bool = False) -> list[str]:
         """Run the checks up to the first that fails; its failures."""
-        checks = self._case_checks(candidate, cases)
+        checks = self._case_checks(candidate, cases, brief)
         return next((list(failures) for check in checks if (failures := check())), [])
 
-    def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...]) -> list[Check]:
+    def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool) -> list[Check]:
         """A check of each case that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
-        most = len(cases) if getattr(candidate.backend, "shares_builds", False) else COMPILED_CASES
+        most = len(cases) if shares_builds(candidate) and not brief else COMPILED_CASES
         accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
         compiled: set[str] = set()
 
@@ -375,7 +379,7 @@ class Gate:
         return "memory" if is_free else None
 
     def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
-        quarantine(candidate, self.problem, self.address, kind, reason, scope)
+        candidates.quarantine(candidate, self.problem, self.address, kind, reason, scope)
 
 
 def failures_alone(

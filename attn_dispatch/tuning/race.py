@@ -22,9 +22,16 @@ from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, static_choice
+from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, shares_builds, static_choice
 from attn_dispatch.tuning.choice import Admitted, Rejected
-from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, RETAKES, CudaStopwatch, HostStopwatch, Stopwatch
+from attn_dispatch.tuning.clocks import (
+    LONGEST_DISTURBED_MS,
+    RETAKES,
+    SHORTEST_MS,
+    CudaStopwatch,
+    HostStopwatch,
+    Stopwatch,
+)
 from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
@@ -60,6 +67,7 @@ class Race:
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
+    plan_ms: dict[str, float] = field(default_factory=dict[str, float])  #: of a first call in this thread, on CUDA
     _stopwatch: _MarkedStopwatch | None = None
 
     @property
@@ -196,7 +204,7 @@ class Race:
         return {**self.skipped, **{name: self.rounds.dropped[name] for name in self.rounds.short_of_time}}
 
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
-        (candidate, admitted), timing = self.runners[name], self.rounds.timings[name]
+        candidate, timing = self.runners[name][0], self.rounds.timings[name]
         # Preemption makes any first call longer.
         builds = not self.rounds.load.disturbed or hasattr(candidate.backend, "first_call_ms")
         return choice.Entrant(
@@ -204,7 +212,7 @@ class Race:
             timing,
             workspace_bytes=candidate.workspace_bytes,
             rank=rank,
-            plan_ms=max(0.0, admitted.first_ms - timing.median_ms) if builds else 0.0,
+            plan_ms=max(0.0, self._first_ms(name) - timing.median_ms) if builds else 0.0,
             dropped=self.rounds.dropped.get(name),
         )
 
@@ -239,7 +247,7 @@ class Race:
         failures: dict[str, Exception] = {}
         if cuda is not None:
             cuda.warms = not self.stepped
-            failures = yield from _call_untimed(calls, stopwatch)
+            self.plan_ms, failures = yield from _call_untimed(calls, stopwatch)
             cuda.warm()
         rounds = yield from sampled_in_rounds(
             {name: call for name, call in calls.items() if name not in failures},
@@ -257,20 +265,29 @@ class Race:
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""
         admitted = self.runners[name][1]
-        return choice.per_call_ms(admitted.first_ms - admitted.call_ms, _expected_calls())
+        return choice.per_call_ms(self._first_ms(name) - admitted.call_ms, _expected_calls())
+
+    def _first_ms(self, name: str) -> float:
+        """Milliseconds of a first call, without what a process does once, such as loading a library."""
+        candidate, admitted = self.runners[name]
+        if hasattr(candidate.backend, "first_call_ms") and not shares_builds(candidate):
+            return admitted.first_ms  # it was built for this problem
+        return min(admitted.first_ms, self.plan_ms.get(name, math.inf))
 
 
-def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> Steps[dict[str, Exception]]:
-    """Call every candidate once; the exceptions of those that failed.
+def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> Steps[tuple[dict[str, float], dict[str, Exception]]]:
+    """Call every candidate once: the milliseconds, and the exceptions of those that failed.
 
-    Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's.
+    Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's. The
+    milliseconds are those of a first call where no plan was kept, without loading the library.
     """
+    times: dict[str, float] = {}
     failures: dict[str, Exception] = {}
     for name, call in calls.items():
         yield 0.0
         with ending_on_failure(name, failures):
-            stopwatch.mean_ms(call)
-    return failures
+            times[name] = stopwatch.mean_ms(call)
+    return times, failures
 
 
 @dataclass
@@ -287,6 +304,10 @@ class _MarkedStopwatch:
     @property
     def load(self) -> Load:
         return self.stopwatch.load
+
+    @property
+    def shortest_ms(self) -> float:
+        return getattr(self.stopwatch, "shortest_ms", SHORTEST_MS)
 
     def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
         with self._marked(call):

@@ -21,11 +21,12 @@ from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import load, memory
 from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
-from attn_dispatch.tuning import guard
+from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, example_bytes, made_timed
@@ -143,10 +144,9 @@ class Trial:
             say_once(f"not measured, too little memory {what}: {printable(str(self.problem))} ({why})")
             self.chosen = None
         self.gate = None
-        if self.chosen is None:
-            memory.release(self.problem.device)  # only here: in the handler the exception still references tensors
         self._clear_all_tables()
         if self.chosen is None:
+            memory.release(self.problem.device)  # only here: in the handler the exception still references tensors
             return None
         self._clear_strikes()
         return self._decision(self.chosen)
@@ -192,6 +192,8 @@ class Trial:
             found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
+                # What is kept on disk is compiled once per machine, as by `prepare`.
+                self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * candidates.shares_builds(candidate)
             else:
                 self._reject(candidate, found)
         yield from self._race(example)
@@ -225,9 +227,8 @@ class Trial:
                 due.append(by_title[title])
             rejected: dict[str, Rejected] = {}
             for each in due:
-                found = yield from gate.check_hard_cases(each)
-                if found is not None:
-                    rejected[each.title] = found
+                found = yield from gate.check_hard_cases(each, waiting=self.waiting)
+                rejected |= {} if found is None else {each.title: found}
             due.clear()
             for name, found in rejected.items():
                 self.race.remove(name)
@@ -297,9 +298,12 @@ class Trial:
         first, remaining = self._first_admitted(), self._remaining_s()
         if remaining is None or first is None:
             return "", 0.0
+        compiles_s = candidates.first_call_ms(candidate, self.problem) / 1e3
+        if self.waiting and compiles_s and isinstance(self.problem.pattern.natural, Dense):
+            return f"compiles first: a call that {first.title} serves by one kernel does not wait for that", 0.0
         left_s = max(remaining, SHORT_S if self.waiting else 0.0)
         first_s = gate.builds_ms(candidate) / 1e3
-        if self.live_s is not None and (reason := self._too_long(candidate, first, first_s)):
+        if self.live_s is not None and (reason := self._too_long(candidate, first, max(first_s, compiles_s))):
             return reason, first_s + self._expected_s(candidate) * ENOUGH_ROUNDS
         if first_s > left_s:
             return (
@@ -329,9 +333,8 @@ class Trial:
     @property
     def _longest_s(self) -> float:
         """Seconds of a candidate's call from which it would delay a call of the program too much."""
-        call_s = self.first_call_s
-        stepped = self.live_s is not None and call_s is not None
-        return max(STEP_S + STEP_SHARE * call_s, STEP_CALLS * call_s) if stepped and call_s else math.inf
+        call_s = self.first_call_s if self.live_s is not None else None
+        return max(STEP_S + STEP_SHARE * call_s, STEP_CALLS * call_s) if call_s else math.inf
 
     def _too_long(self, candidate: Candidate, first: Candidate, first_s: float) -> str:
         """Why a candidate is not tried between calls of the program: a single one would be delayed too long."""

@@ -70,8 +70,9 @@ def test_efficient_backward_gets_contiguous_rows(monkeypatch: pytest.MonkeyPatch
         torch.randn(1, 40, 2, 64)[:, :, :1].expand(1, 40, 2, 64),
         torch.randn(40 * 2 * 64 + 1)[1:].view(1, 40, 2, 64),
         torch.randn(1, 40, 64, 2).transpose(2, 3),
+        torch.randn(1, 40, 64).as_strided((1, 40, 1, 64), (2560, 64, 1, 1)),
     ],
-    ids=["odd rows", "expanded", "odd start", "turned"],
+    ids=["odd rows", "expanded", "odd start", "turned", "one head"],
 )
 def test_cuda_rows_start_on_whole_vectors(view: torch.Tensor) -> None:
     aligned = dense.vector_aligned(view)

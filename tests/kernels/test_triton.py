@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.blocks import BlockConfig, precision
 from attn_dispatch.kernels.triton.launch_order import L2Cache, heads_in_turn
 from attn_dispatch.kernels.triton.work_list import (
     Side,
@@ -36,7 +34,6 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.backends.test_conformance import lengths, patterns
 from tests.support.cases import CASES, Case
-from tests.support.compiling import compiled, run_alone
 from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import thinned
 
@@ -295,99 +292,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 def test_the_interpreter_has_no_bfloat16() -> None:
     assert texts(replace(CUDA, device=torch.device("cpu"))) == ["computes in float16, float32, not bfloat16"]
-
-
-# --- blocks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shared", [99 * 2**10, 163 * 2**10, 227 * 2**10])
-@pytest.mark.parametrize("dtype", support.DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [1, 16, 64, 100, 128, 256])
-def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch, (9, 0), shared)
-    problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
-    for each in (triton.FORWARD, triton.BACKWARD_Q, triton.BACKWARD_KV):
-        found = triton.block_configs(each, problem)
-        assert found
-        for block in found:
-            assert support.shared_bytes(each, problem, block) <= shared
-            assert min(block.rows, block.columns) >= 16
-            assert block.rows & (block.rows - 1) == 0
-
-
-def test_short_segments_get_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch, (9, 0))
-    problem = replace(CUDA, pattern=Dilated((64, 128), (1, 2)))
-    assert {block.rows for block in triton.block_configs(triton.FORWARD, problem)} == {32}
-
-
-def test_a_block_that_needs_too_much_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = pytest.importorskip("triton.runtime.errors")
-    large, small = BlockConfig(128, 128, 8, 3), BlockConfig(64, 64, 4, 2)
-    started = []
-
-    def start(block: BlockConfig) -> None:
-        started.append(block)
-        if block == large:
-            raise errors.OutOfResources(2**20, 2**18, "shared memory")
-
-    here = replace(CUDA, device=torch.device("cpu"))
-    for problem in (here, here, replace(here, dtype=torch.float16)):
-        support.launch(triton.FORWARD, (large, small), problem, start)
-    assert started == [large, small, small, large, small]
-
-
-def test_products_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = replace(CUDA, dtype=torch.float32)
-    for capability, expected in (((8, 0), "tf32x3"), ((8, 6), "ieee"), ((9, 0), "tf32x3"), ((12, 0), "ieee")):
-        fake_gpu(monkeypatch, capability)
-        assert precision(problem) == expected
-        assert precision(replace(problem, matmul_precision="high")) == "tf32"
-    assert precision(replace(problem, device=torch.device("cpu"))) == "ieee"
-
-
-@pytest.mark.parametrize(
-    ("stride", "wide"), [((2**31 - 64) // 2 // 16 * 16, False), (2**30, True)], ids=["32-bit", "64-bit"]
-)
-def test_wide_offsets(stride: int, wide: bool) -> None:
-    x = torch.empty_strided((1, 3, 2, 16), (3 * stride, stride, 16, 1), dtype=torch.float16, device="meta")
-    y = torch.empty(1, 3, 2, 16, dtype=torch.float16, device="meta")
-    assert support.needs_wide_offsets((y, x)) == wide
-
-
-def test_the_version_changes_with_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = triton.version()
-    for path in Path(support.__file__).parent.glob("*.py"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(support, "__file__", str(tmp_path / "support.py"))
-    support._digest.cache_clear()
-    assert triton.version() == before
-    (tmp_path / "forward.py").write_text("# another kernel")
-    support._digest.cache_clear()
-    assert triton.version() != before
-    support._digest.cache_clear()
-
-
-COMPILE = """
-from itertools import product
-
-from attn_dispatch.backends.triton import BACKWARD_KV, BACKWARD_Q, FORWARD
-from tests.support.compiling import compile_for
-
-LISTS = dict.fromkeys(("tiles", "runs", "first_tile", "kind_of", "launches"), "*i32")
-
-every = list(product((FORWARD, BACKWARD_Q, BACKWARD_KV), ((80, False), (90, False), (90, True))))
-for each, (capability, listed) in every:
-    constants = {"LISTED": listed, "LOW": each is FORWARD, "HIGH": True} | ({} if listed else {"launches": None})
-    compile_for(each, capability, LISTS, constants)
-"""
-
-
-@compiled
-@pytest.mark.full
-def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
-    """To machine code: the interpreter accepts code that the compiler rejects."""
-    run_alone(COMPILE, tmp_path)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -1,146 +1,185 @@
-"""All checks that need a CUDA device: conformance, timings, and a profile that can be shipped.
+"""All checks that need a CUDA device, in one run: rates, results, block sizes, CUDA graphs, decisions and tests.
 
-    python -m tools.checks.gpu_check --output FOLDER [--minutes 8]
+    python -m tools.checks.gpu_check --output FOLDER [--minutes 9] [--only STEP...] [--dry-run]
 
-Writes into the folder: conformance.txt (the CUDA tests), routes.json (every decision, with all candidates),
-<silicon>.json (the same as a profile for profiles/), and summary.json.
+Needs, besides a PyTorch with CUDA and Triton: msgspec and platformdirs, which images with PyTorch often lack (carry
+their wheels), and for the last step pytest, pytest-xdist and hypothesis. The steps, in their order, are modules in
+tools/checks/gpu:
+
+    device       hardware, versions, clocks; rates of copying and of matrix products
+    smoke        each backend and dtype against float64, in a process of its own
+    blocks       every block size of Triton's kernels
+    graphs       attend() in CUDA graphs; times on the host
+    decisions    trials, and a profile <silicon>.json that can be shipped
+    conformance  the tests marked `cuda`
+
+Each writes FOLDER/STEP.json after every item, so that a run that is ended keeps what it has. A step may take its part
+of the time that is left. --dry-run runs all of it on a CPU, with tiny problems and without CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
+import importlib
 import json
 import os
 import sys
+import tempfile
+import threading
 import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-TAKES = "8 min"  #: unless --minutes says otherwise
+from attn_dispatch.text import one_line
+from tools.checks.gpu.workers import Item, Phase, Row, Setup, command_of, rows_of
+
+TAKES = "9 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+#: The steps in their order, and the seconds of each in a run of nine minutes; unused ones go to later steps.
+STEPS = {"device": 20, "smoke": 85, "blocks": 205, "graphs": 55, "decisions": 110, "conformance": 65}
+COUNTS = ("items", "failed", "left_out", "took_s")  #: of every step's summary
+WIDEST = 240  #: characters of a line on the terminal
 
 
-FIRST_S, LATER_S = 20.0, 3.0  #: seconds per problem; the first ones include compiling
+class Results:
+    """The rows of a step, in a file from the first one on. Rows may be added by several threads."""
+
+    def __init__(self, path: Path, step: Any, head: dict[str, Any]) -> None:
+        self._path, self._step, self._lock = path, step, threading.Lock()
+        self._head = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), **head}
+        self._begun = time.monotonic()
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        with self._lock:
+            self.rows.append(row)
+            self._write({})
+            self._say(row)
+
+    def _say(self, row: Row) -> None:
+        text = f"FAILED {row['failed']}" if "failed" in row else self._step.line(row)
+        print(f"{self._path.stem}  {self._step.label(row)}  {row.get('took_s', 0):.1f} s  {text}"[:WIDEST], flush=True)
+
+    def _write(self, summary: dict[str, Any]) -> None:
+        write(self._path, {**self._head, "summary": summary, "rows": self.rows})
+
+    def end(self, left_out: int) -> dict[str, Any]:
+        """The summary, which the file then has too. `left_out`: items that no time was left for."""
+        failed = sum("failed" in row for row in self.rows)
+        took_s = round(time.monotonic() - self._begun, 1)
+        counts = dict(zip(COUNTS, (len(self.rows), failed, left_out, took_s)))
+        summary = {**counts, **self._step.summary(self.rows)}
+        self._write(summary)
+        return summary
 
 
-def first_problems() -> list[Any]:
-    """What the README's table needs: every backend's rate, from 4K to 1M tokens, forward and backward."""
-    import torch
-
-    from attn_dispatch import Dense, Dilated, Window
-    from attn_dispatch.spec.shapes import problem_of
-
-    device = torch.device("cuda", 0)
-    longnet = Dilated((2048, 4096, 8192), (1, 2, 4), True)
-    found = []
-    for length in (4096, 32_768, 262_144, 1_048_576):
-        for head_dim in (64, 128):
-            # Dense attention at 1M tokens would take the time of everything else.
-            patterns = [longnet, Window(4095, 0)] + [Dense(True)] * (length <= 32_768)
-            for backward in (False, True):
-                shape = (1, length, 8, head_dim)
-                found += [problem_of(shape, p, torch.bfloat16, device, backward=backward) for p in patterns]
-    return found
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Replace a file of results: one that is ended while it writes leaves the one before."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(found, indent=1) + "\n")
+    new.replace(path)
 
 
-def problems() -> list[Any]:
-    import torch
-
-    from attn_dispatch import Dense, Dilated, Neighborhood, Window
-    from attn_dispatch.spec.shapes import problem_of
-
-    device = torch.device("cuda", 0)
-    longnet = ((2048, 4096, 8192), (1, 2, 4))
-    found = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for head_dim in (64, 128):
-            for length in (1024, 4096, 16384, 65536):
-                patterns = [Dense(), Dense(True), Dilated(*longnet), Dilated(*longnet, True), Window(1023, 0)]
-                for backward in (False, True):
-                    shape = (1, length, 8, head_dim)
-                    found += [problem_of(shape, p, dtype, device, backward=backward) for p in patterns]
-    grids = [Neighborhood((64, 64), (13, 13)), Neighborhood((16, 16, 16), (5, 5, 5))]
-    shape = (1, 4096, 8, 64)
-    return found + [
-        problem_of(shape, p, torch.bfloat16, device, backward=backward) for p in grids for backward in (False, True)
-    ]
+def run_step(
+    name: str, setup: Setup, seconds: float, environment: dict[str, str], head: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure all phases of a step, and return its summary. `head`: what its file says beside."""
+    step: Any = importlib.import_module(f"tools.checks.gpu.{name}")
+    results = Results(Path(setup.output, f"{name}.json"), step, head)
+    end, number, left_out = time.monotonic() + seconds, 0, 0
+    if name == "conformance":
+        results.rows = step.run(Path(setup.output, f"{name}.json"), setup, seconds, environment)
+        return results.end(0)
+    while (phase := step.phase(number, results.rows, setup)) is not None:
+        now = time.monotonic()
+        before = len(results.rows)
+        run_phase(phase, command_of(name, setup), now + (end - now) * phase.share, environment, results)
+        left_out += max(0, sum(map(len, phase.groups)) - (len(results.rows) - before))
+        number += 1
+    return results.end(left_out)
 
 
-def rates(problem: Any, row: dict[str, Any]) -> dict[str, float]:
-    """TFLOP/s of every timed candidate, by the arithmetic of the pattern: computing more pairs does not raise it."""
-    from attn_dispatch.backends import native
+def run_phase(phase: Phase, command: Sequence[str], end: float, environment: dict[str, str], results: Results) -> None:
+    """Measure the groups, several at a time; with several, each computes with one thread on the CPU."""
+    alone = environment if phase.parallel == 1 else {**environment, "OMP_NUM_THREADS": "1"}
 
-    work = native.flops(problem)
-    timed = {one["backend"]: one["median_ms"] for one in row["candidates"] if one["median_ms"]}
-    return {name: work / median_ms / 1e9 for name, median_ms in timed.items()}
+    def run_group(items: list[Item]) -> None:
+        for row in rows_of(items, command, phase.item_s, end, alone):
+            results.add(row)
 
-
-def conformance(output: Path) -> int:
-    import pytest
-
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        code = pytest.main(["-m", "cuda", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")])
-    (output / "conformance.txt").write_text(text.getvalue())
-    print(text.getvalue()[-3000:])
-    return int(code)
+    with ThreadPoolExecutor(phase.parallel) as pool:
+        for _ in pool.map(run_group, phase.groups):
+            pass
 
 
-def measure(output: Path, seconds: float) -> dict[str, Any]:
-    """Decide as many problems as the time allows, and write them as results and as a profile."""
-    import torch
+def seconds_of(step: str, steps: Sequence[str], left_s: float) -> float:
+    """The part of the seconds left that a step may take, the later ones considered."""
+    return left_s * STEPS[step] / sum(STEPS[each] for each in steps[steps.index(step) :])
 
-    from attn_dispatch import profile
-    from attn_dispatch.kernels import registry
-    from attn_dispatch.machine.hardware import silicon
-    from attn_dispatch.settings import cache_folder
-    from attn_dispatch.store.bundle import shareable, write_bundle
-    from attn_dispatch.store.folder import Store
 
-    end = time.monotonic() + seconds
-    rows: list[dict[str, Any]] = []
-    planned = [(problem, FIRST_S) for problem in first_problems()] + [(problem, LATER_S) for problem in problems()]
-    for problem, most_s in planned:
-        left = end - time.monotonic()
-        if left <= 0:
-            break
-        try:
-            (row,) = (one.to_dict() for one in profile([problem], budget_s=min(left, most_s), progress=False))
-            rows.append({**row, "tflops": rates(problem, row)} if most_s == FIRST_S else row)
-        except Exception as error:  # noqa: BLE001 - a kernel that breaks the device must not lose other results
-            rows.append({"problem": str(problem), "failed": f"{type(error).__name__}: {error}"})
-        (output / "routes.json").write_text(json.dumps(rows, indent=1))
-    where = silicon(torch.device("cuda", 0))
-    decisions = [decision for _, decision in Store(cache_folder()).all() if decision.silicon == where]
-    shared = shareable(decisions, (*registry.BUILT_IN, registry.LAST_RESORT)).decisions
-    (output / f"{where}.json").write_bytes(write_bundle(shared))
-    return {"silicon": where, "problems": len(planned), "measured": len(decisions), "rows": len(rows)}
+def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    """A few lines for each step: what the run found, short enough for the end of a log."""
+    lines = []
+    for name, summary in summaries.items():
+        counts = ", ".join(f"{summary[key]} {key.replace('_', ' ')}" for key in COUNTS if key in summary)
+        lines.append(f"{name}: {counts}")
+        for key, found in summary.items():
+            if key in COUNTS:
+                continue
+            text = found
+            if name == "blocks" and isinstance(found, list):
+                text = "  ".join(f"{tuple(each['block'])} {each['of_best']}" for each in found[:3])
+            elif isinstance(found, dict):
+                text = "; ".join(f"{part} {value}" for part, value in found.items())
+            lines.append(f"  {key}: {text}"[:WIDEST])
+    return lines
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    options.add_argument("--output", type=Path, default=ROOT / "tools" / "results" / "gpu", help="folder of results")
+    options.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: 9)")
+    options.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help="some of the steps")
+    options.add_argument("--dry-run", action="store_true", help="tiny problems on the CPU")
+    given = options.parse_args(arguments)
+    if not given.minutes > 0:
+        options.error(f"--minutes must be over 0, not {given.minutes}")
+    return given
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--output", type=Path, default=ROOT / "tools" / "results" / "gpu")
-    options.add_argument("--minutes", type=float, default=8.0)
-    arguments = options.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    os.environ["ATTN_DISPATCH_CACHE_DIR"] = str(arguments.output / "cache")
+    given = parse()
+    start = time.monotonic()
+    given.output.mkdir(parents=True, exist_ok=True)
     import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("there is no CUDA device: nothing was checked")
-    from attn_dispatch import hardware
+    from attn_dispatch.machine.hardware import hardware, provenance, silicon
 
-    print(hardware())
-    start = time.monotonic()
-    code = conformance(arguments.output)
-    left = arguments.minutes * 60 - (time.monotonic() - start)
-    summary = {"conformance_exit_code": code, "hardware": hardware().to_dict(), **measure(arguments.output, left)}
-    (arguments.output / "summary.json").write_text(json.dumps(summary, indent=1))
-    print(json.dumps(summary, indent=1))
-    sys.exit(code)
+    if not (given.dry_run or torch.cuda.is_available()):
+        sys.exit("there is no CUDA device: nothing was checked (--dry-run checks this program on a CPU)")
+    device = "cpu" if given.dry_run else "cuda:0"
+    head = {"silicon": silicon(device), "provenance": provenance(torch.device(device))}
+    setup = Setup(str(given.output.resolve()), given.dry_run, hardware().cpu.cores)
+    steps = [name for name in STEPS if given.only is None or name in given.only]
+    summaries = {}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": cache} | (
+            {"TRITON_INTERPRET": "1"} if given.dry_run else {}
+        )
+        for name in steps:
+            left_s = given.minutes * 60 - (time.monotonic() - start)
+            try:
+                summaries[name] = run_step(name, setup, seconds_of(name, steps, left_s), environment, head)
+            except Exception as error:  # noqa: BLE001 - the other steps are worth the time that is left
+                traceback.print_exc()
+                summaries[name] = {"failed": 1, "error": one_line(error)}
+    print(*table(summaries), sep="\n")
+    sys.exit(any(summary["failed"] for summary in summaries.values()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,320 @@
+"""`tools.checks.gpu_check`: crashes and hangs, how time is divided, what is ranked; a run without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools.checks import gpu_check
+from tools.checks.gpu import blocks, conformance, decisions, device, graphs, smoke, workers
+from tools.checks.gpu.machine import Dry
+from tools.checks.gpu.workers import Item, Phase, Row, Setup
+
+ROOT = Path(__file__).parents[2]
+DRY = Setup("", True, 2)
+WHOLE = Setup("", False, 16)
+
+#: Stands for a worker: an item says what becomes of the process that measures it.
+CHILD = """
+import json, os, signal, sys
+for item in json.load(sys.stdin):
+    if item["does"] == "crash":
+        print("lost", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while item["does"] == "hang":
+        signal.pause()
+    print(json.dumps({"process": os.getpid()}), flush=True)
+sys.exit(3 if item["does"] == "fail at the end" else 0)
+"""
+
+
+def rows(*does: str, item_s: float = 30.0) -> list[Row]:
+    items = [{"does": each} for each in does]
+    command = [sys.executable, "-c", CHILD]
+    return list(workers.rows_of(items, command, item_s, time.monotonic() + 60, dict(os.environ)))
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_items_share_a_process() -> None:
+    found = rows("work", "work")
+    assert [row["does"] for row in found] == ["work", "work"]
+    assert len({row["process"] for row in found}) == 1
+
+
+def test_a_crash_costs_one_item() -> None:
+    first, crashed, last = rows("work", "crash", "work")
+    assert crashed == {"does": "crash", "failed": "the process ended with -11: lost"}
+    assert "failed" not in first
+    assert "failed" not in last
+    assert first["process"] != last["process"]
+
+
+def test_a_hang_costs_one_item() -> None:
+    _, hung, last = rows("work", "hang", "work", item_s=0.1)
+    assert hung == {"does": "hang", "failed": "no result within 0 s"}
+    assert "failed" not in last
+
+
+def test_a_process_that_fails_at_its_end_is_reported() -> None:
+    *measured, end = rows("work", "fail at the end")
+    assert all("failed" not in row for row in measured)
+    assert end["failed"] == "after its last item the process ended with 3: "
+
+
+def test_nothing_is_begun_without_time() -> None:
+    late = list(workers.rows_of([{"does": "work"}], [sys.executable, "-c", CHILD], 1.0, time.monotonic(), {}))
+    assert late == []
+
+
+def test_an_item_that_no_time_was_left_for_has_not_failed() -> None:
+    items = [{"does": "hang"}]
+    assert list(workers.rows_of(items, [sys.executable, "-c", CHILD], 30.0, time.monotonic() + 0.1, {})) == []
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, ends: bool) -> list[Row]:
+    def measure(item: Item, machine: object, setup: Setup) -> Row:
+        if item["item"] == 0:
+            raise ValueError("no such kernel")
+        return {"machine": type(machine).__name__}
+
+    step: Any = ModuleType("fake")
+    step.measure, step.ENDS_AFTER_FAILURE = measure, ends
+    monkeypatch.setitem(sys.modules, "tools.checks.gpu.fake", step)
+    said: list[Row] = []
+    workers.serve("fake", DRY, [{"item": 0}, {"item": 1}], said.append)
+    for row in said:
+        row.pop("took_s")
+    return said
+
+
+def test_an_exception_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve(monkeypatch, ends=False) == [{"failed": "ValueError: no such kernel"}, {"machine": "Dry"}]
+
+
+def test_a_failure_ends_a_process_that_it_leaves_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve(monkeypatch, ends=True) == [{"failed": "ValueError: no such kernel", "ended": True}]
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def test_unused_time_goes_to_later_steps() -> None:
+    steps = list(gpu_check.STEPS)
+    assert gpu_check.seconds_of("device", steps, 540.0) == pytest.approx(gpu_check.STEPS["device"])
+    assert gpu_check.seconds_of("conformance", steps, 300.0) == 300.0
+    assert gpu_check.seconds_of("blocks", ["blocks"], 540.0) == 540.0
+
+
+def test_every_item_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Row]] = []
+
+    def rows_of(items: list[Item], *_: object) -> Any:
+        for item in items:
+            yield {**item, "failed": "lost"} if item["item"] == 1 else item
+            seen.append(json.loads((tmp_path / "fake.json").read_text())["rows"])
+
+    step: Any = ModuleType("fake")
+    step.phase = lambda number, rows, setup: Phase([[{"item": 0}, {"item": 1}]]) if number == 0 else None
+    step.label, step.line, step.summary = (lambda item: str(item["item"])), (lambda row: "good"), (lambda rows: {})
+    monkeypatch.setitem(sys.modules, "tools.checks.gpu.fake", step)
+    monkeypatch.setattr(gpu_check, "rows_of", rows_of)
+    summary = gpu_check.run_step("fake", Setup(str(tmp_path), True, 1), 60.0, {}, {"silicon": "here"})
+    assert [len(each) for each in seen] == [1, 2]
+    assert (summary["items"], summary["failed"], summary["left_out"]) == (2, 1, 0)
+    written = json.loads((tmp_path / "fake.json").read_text())
+    assert written["silicon"] == "here"
+    assert written["summary"] == summary
+
+
+def test_items_without_time_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step: Any = ModuleType("fake")
+    step.phase = lambda number, rows, setup: Phase([[{"item": 0}]] * 3, 2) if number == 0 else None
+    step.summary = lambda rows: {}
+    monkeypatch.setitem(sys.modules, "tools.checks.gpu.fake", step)
+    monkeypatch.setattr(gpu_check, "rows_of", lambda *_: iter(()))
+    assert gpu_check.run_step("fake", Setup(str(tmp_path), True, 1), 60.0, {}, {})["left_out"] == 3
+
+
+@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--only", "speed"]])
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.parse(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_the_documented_steps_are_those_there_are() -> None:
+    listed = [line.split()[0] for line in (gpu_check.__doc__ or "").splitlines() if line.startswith("    ")]
+    assert listed[1:] == list(gpu_check.STEPS)
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def test_smoke_has_a_process_for_each_backend_and_dtype() -> None:
+    found = smoke.phase(0, [], WHOLE)
+    assert found is not None
+    for group in found.groups:
+        assert len({(item["backend"], item["dtype"]) for item in group}) == 1
+    items = [smoke.label(item) for group in found.groups for item in group]
+    assert len(items) == len(set(items)) == len(smoke.cases())
+    assert {item["head_dim"] for group in found.groups for item in group if item["backend"] == "flex"} == {64}
+
+
+def test_steps_name_their_items_apart() -> None:
+    for step in (device, blocks, graphs, decisions):
+        phases = [step.phase(0, [], setup) for setup in (DRY, WHOLE)]
+        for found in phases:
+            assert found is not None
+            labels = [step.label(item) for group in found.groups for item in group]
+            assert len(labels) == len(set(labels)) > 0, step.__name__
+
+
+def compiled(kernel: str, block: tuple[int, ...], **more: Any) -> Row:
+    values = ("triton", "causal", kernel, 64, "bfloat16", None, block)
+    return {**dict(zip(blocks.FIELDS, values)), "stage": "compile", **more}
+
+
+def test_what_compiles_is_timed_after_blocks_that_compile() -> None:
+    wide, narrow, small = blocks.BLOCKS[blocks.BACKWARD_Q][64][:3]
+    forward = blocks.BLOCKS[blocks.FORWARD][64][:2]
+    done = [
+        compiled(blocks.BACKWARD_Q, narrow),
+        compiled(blocks.BACKWARD_Q, wide),
+        compiled(blocks.BACKWARD_Q, small, failed="lost"),
+        compiled(blocks.FORWARD, forward[0], too_large="shared memory"),
+        compiled(blocks.FORWARD, forward[1]),
+    ]
+    timed = blocks.timed_items(done)
+    assert [(item["kernel"], item["block"]) for item in timed] == [
+        (blocks.FORWARD, forward[1]),
+        (blocks.BACKWARD_Q, wide),
+        (blocks.BACKWARD_Q, narrow),
+    ]
+    assert timed[-1]["before"] == {blocks.FORWARD: forward[1]}
+
+
+def test_only_what_an_item_needs_is_launched() -> None:
+    """Another kernel would be compiled with a block that may be too large for it."""
+    item = compiled(blocks.BACKWARD_Q, (64, 64, 4, 3))
+    assert blocks.launched(item) == {blocks.BACKWARD_Q}
+    timed = {**item, "before": {blocks.FORWARD: (64, 64, 4, 3)}}
+    assert blocks.launched(timed) == {blocks.FORWARD, blocks.BACKWARD_Q}
+
+
+def test_a_kernel_is_not_timed_where_none_before_it_compiles() -> None:
+    assert blocks.timed_items([compiled(blocks.BACKWARD_KV, blocks.BLOCKS[blocks.BACKWARD_KV][64][0])]) == []
+
+
+def test_blocks_are_ranked_by_their_mean_share_of_the_best() -> None:
+    def timed(pattern: str, block: tuple[int, ...], tflops: float) -> Row:
+        return {**compiled(blocks.FORWARD, block), "stage": "time", "pattern": pattern, "tflops": tflops}
+
+    found = blocks.summary(
+        [
+            timed("causal", (128, 64, 8, 3), 100.0),
+            timed("dense", (128, 64, 8, 3), 100.0),
+            timed("causal", (64, 64, 4, 3), 90.0),
+            timed("dense", (64, 64, 4, 3), 160.0),
+            timed("causal", (64, 64, 4, 4), 95.0),
+        ]
+    )
+    (ranked,) = found.values()
+    assert [each["block"] for each in ranked] == [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 4)]
+    assert [each["of_best"] for each in ranked] == [pytest.approx(0.949), pytest.approx(0.791), 0.95]
+
+
+def test_a_watched_kernel_keeps_its_launch() -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        side = "queries"
+
+        def load(self) -> Any:
+            return {(4,): lambda *given, **constants: launched.append((given, constants))}
+
+    for launches, times in ((False, 0), (True, 1)):
+        launched.clear()
+        each = blocks.Watched(Kernel(), launches)
+        assert each.side == "queries"
+        each.load()[(4,)](1, ROWS=16)
+        assert len(launched) == times
+        each.launch()
+        assert launched[-1] == ((1,), {"ROWS": 16})
+
+
+def test_the_host_is_timed_by_its_fastest_batch() -> None:
+    # The call that the number of calls follows from, then the batches.
+    ends = iter([0.0, 1e-3, *(t for batch in (5e-3, 4e-3, 6e-3, 7e-3, 8e-3) for t in (0.0, batch))])
+    assert graphs.host_us(lambda: None, Dry(), lambda: next(ends)) == pytest.approx(4e-3 / 50 * 1e6)
+
+
+def test_a_graph_that_keeps_old_inputs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Dry()
+    item = {"kind": "capture", "backend": "manual", "case": "dense"}
+    assert graphs.measure(item, machine, DRY)["equal"]
+    monkeypatch.setattr(machine, "captured", lambda call: (call(), lambda: None), raising=False)
+    assert "differs" in graphs.measure(item, machine, DRY)["failed"]
+
+
+def test_conformance_runs_the_marked_tests_without_benchmark() -> None:
+    command = conformance.command_of(WHOLE)
+    assert "no:benchmark" in command
+    assert "filterwarnings=default" in command
+    assert command[command.index("-m", 3) + 1] == "cuda"
+    assert "tests/backends/test_conformance.py" in command
+    assert "tests/house/test_docs.py" not in command
+
+
+def test_conformance_writes_every_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "conformance.json"
+    monkeypatch.setenv(conformance.RESULTS, str(path))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(conformance, "_rows", [])
+
+    def report(when: str, outcome: str) -> Any:
+        is_failed, is_passed = outcome == "failed", outcome == "passed"
+        text = "x" * 5000 + "illegal access"
+        fields = {"nodeid": "test", "duration": 1.0, "failed": is_failed, "passed": is_passed, "longreprtext": text}
+        return SimpleNamespace(when=when, outcome=outcome, **fields)
+
+    for when, outcome in (("setup", "passed"), ("call", "passed"), ("teardown", "failed")):
+        conformance.pytest_runtest_logreport(report(when, outcome))
+    found = json.loads(path.read_text())["rows"]
+    assert [row["outcome"] for row in found] == ["passed", "failed"]
+    assert found[1]["failed"].endswith("illegal access")
+    assert len(found[1]["failed"]) == conformance.MOST_TEXT
+    assert conformance.summary(found) == {"passed": 1, "failed": 1, "failed tests": ["test"]}
+
+
+def test_decisions_write_a_profile(tmp_path: Path) -> None:
+    setup = Setup(str(tmp_path), True, 2)
+    item = {"problem": "causal", "backward": False, "budget_s": 0.05}
+    row = {**item, **decisions.measure(item, Dry(), setup)}
+    assert row["tflops"]
+    assert "->" in decisions.line(row)
+    assert [path.suffix for path in tmp_path.glob("*.json")] == [".json"]
+
+
+@pytest.mark.full
+def test_a_run_without_a_gpu(tmp_path: Path) -> None:
+    """Every step, and a file of at most those that it should write."""
+    arguments = ["--dry-run", "--output", str(tmp_path), "--minutes", "9"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.checks.gpu_check", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step in gpu_check.STEPS:
+        found = json.loads((tmp_path / f"{step}.json").read_text())
+        assert found["rows"], step
+        assert found["summary"]["left_out"] == 0, step
+    assert len(list(tmp_path.iterdir())) == len(gpu_check.STEPS) + 1

@@ -1,0 +1,107 @@
+"""Step `decisions`: trials of problems from a few tokens to 256K, with the rates of all candidates, and a profile.
+
+The profile, `<silicon>.json` in the folder of results, is what `attn-dispatch profile --share` writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_dispatch import profile
+from attn_dispatch.backends import native
+from attn_dispatch.kernels import registry
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.store.bundle import shareable, write_bundle
+from attn_dispatch.store.folder import Store
+from tools.checks.gpu.machine import Machine
+from tools.checks.gpu.workers import Item, Phase, Row, Setup
+
+LONGNET = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
+CAUSAL = Dense(is_causal=True)
+#: Shape [batch, len, heads, head_dim], pattern and dtype of each, the most wanted first.
+PROBLEMS: dict[str, tuple[tuple[int, int, int, int], Pattern, str]] = {
+    "causal hd128 4k": ((1, 4096, 16, 128), CAUSAL, "bfloat16"),
+    "longnet 16k": ((1, 16_384, 16, 64), LONGNET, "bfloat16"),
+    "causal hd64 4k": ((1, 4096, 16, 64), CAUSAL, "bfloat16"),
+    "neighborhood 2-D": ((1, 4096, 16, 64), Neighborhood((64, 64), (13, 13)), "bfloat16"),
+    "longnet 64k": ((1, 65_536, 8, 128), LONGNET, "bfloat16"),
+    "window 16k": ((1, 16_384, 16, 64), Window(1023, 0), "bfloat16"),
+    "one token": ((1, 1, 32, 128), Dense(), "bfloat16"),
+    "small batch": ((4, 512, 16, 64), Dense(), "bfloat16"),
+    "causal hd128 16k": ((1, 16_384, 16, 128), CAUSAL, "bfloat16"),
+    "neighborhood 3-D": ((1, 4096, 16, 64), Neighborhood((16, 16, 16), (5, 5, 5)), "bfloat16"),
+    "float32 4k": ((1, 4096, 16, 64), CAUSAL, "float32"),
+    "longnet 256k": ((1, 262_144, 8, 64), LONGNET, "bfloat16"),
+    "causal hd64 16k": ((1, 16_384, 16, 64), CAUSAL, "bfloat16"),
+}
+WITHOUT_BACKWARD = ("one token",)
+DRY_PROBLEMS: dict[str, tuple[tuple[int, int, int, int], Pattern, str]] = {
+    "causal": ((1, 32, 2, 16), CAUSAL, "float32"),
+    "longnet": ((1, 64, 2, 16), Dilated((16, 32), (1, 2)), "float32"),
+}
+BUDGET_S, DRY_BUDGET_S = 4.2, 0.3  #: of one trial
+MOST_S = 40.0  #: of one trial, whatever its budget: then it is ended
+
+
+def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
+    if number:
+        return None
+    items = [
+        {"problem": name, "backward": backward, "budget_s": DRY_BUDGET_S if setup.dry_run else BUDGET_S}
+        for name in (DRY_PROBLEMS if setup.dry_run else PROBLEMS)
+        for backward in (False, True)
+        if not (backward and name in WITHOUT_BACKWARD)
+    ]
+    return Phase([items[:3] if setup.dry_run else items], item_s=MOST_S)
+
+
+def measure(item: Item, machine: Machine, setup: Setup) -> Row:
+    shape, pattern, dtype = (DRY_PROBLEMS if setup.dry_run else PROBLEMS)[item["problem"]]
+    problem = problem_of(shape, pattern, getattr(torch, dtype), machine.device, backward=item["backward"])
+    (found,) = (each.to_dict() for each in profile([problem], budget_s=item["budget_s"], progress=False))
+    _share(Path(setup.output), machine.device)
+    return {"tflops": rates(problem, found), "decision": found}
+
+
+def rates(problem: Problem, found: dict[str, Any]) -> dict[str, float]:
+    """TFLOP/s of every timed candidate, by the arithmetic of the pattern: computing more pairs does not raise it."""
+    work = native.flops(problem)
+    timed = [one for one in found["candidates"] if one["median_ms"]]
+    return {f"{one['backend']} {one['order']}": work / one["median_ms"] / 1e9 for one in timed}
+
+
+def _share(folder: Path, device: torch.device) -> None:
+    """Write the decisions up to now: a run may be ended at any time."""
+    where = silicon(device)
+    decisions = [decision for _, decision in Store(cache_folder()).all() if decision.silicon == where]
+    shared = shareable(decisions, (*registry.BUILT_IN, registry.LAST_RESORT)).decisions
+    (folder / f"{where}.json").write_bytes(write_bundle(shared))
+
+
+def label(item: Item) -> str:
+    return f"{item['problem']} {'forward + backward' if item['backward'] else 'forward'}"
+
+
+def line(row: Row) -> str:
+    chosen = row["decision"]
+    ranked = sorted(row["tflops"].items(), key=lambda each: -each[1])
+    best = "  ".join(f"{name} {rate:.0f}" for name, rate in ranked[:4])
+    return f"-> {chosen['choice']} {chosen['order']}{', provisional' * bool(chosen['provisional'])}; TFLOP/s: {best}"
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """By problem: the choice, and its TFLOP/s."""
+    found = {}
+    for row in rows:
+        if "decision" in row:
+            chosen = f"{row['decision']['choice']} {row['decision']['order']}"
+            rate = row["tflops"].get(chosen)
+            found[label(row)] = chosen + ("" if rate is None else f" {rate:.1f} TFLOP/s")
+    return found
