@@ -402,7 +402,8 @@ def failures_alone(
         return found, None, ""
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
         fault = guard.device_fault(problem.device, error, timeout_s())
-        return (None, *(fault or (None, "")))
+        kind, reason = fault or (None, "")
+        return None, kind, reason
 
 
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:
