@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from attn_dispatch import process_state
-from attn_dispatch.decisions import decide, observers
+from attn_dispatch.decisions import decide, observers, unmeasured
 from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, run_function
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.decisions.torch_state import cannot_measure
+from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
@@ -227,14 +227,16 @@ def _new_route(
     if forced:
         decision = decide.forced_decision(problem, backend, order)
         if graphed:
-            decide.check_traceable(problem, decision)
+            unmeasured.check_traceable(problem, decision)
     else:
         decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
     cast = autocast_dtype(q.device.type)
     cast = cast if cast is not None and q.dtype != torch.float64 else None
     transposed = layout == "bhnd"
-    run = run_function(problem, decision, traced)
     with lock:
+        if not (forced or traced):
+            decision = decide.latest(problem, decision)
+        run = run_function(problem, decision, traced, _drop_routes)
         next_route = _chain(signature)
         route = Route(
             fits=fits(*tensors),
@@ -256,6 +258,17 @@ def _new_route(
         if is_current and signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
             _routes[signature] = route
     return route
+
+
+def _drop_routes(problem: Problem) -> None:
+    """Forget the routes of a problem, and those that were found with them."""
+    with lock:
+        for signature, route in list(_routes.items()):
+            found: Route | None = route
+            while found is not None and found.problem != problem:
+                found = found.next_route
+            if found is not None:
+                del _routes[signature]
 
 
 def _chain(signature: Any) -> Route | None:

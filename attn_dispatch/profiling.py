@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import dispatch
-from attn_dispatch.decisions import decide, look_up
+from attn_dispatch.decisions import decide, look_up, trial_limits
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine.child import kept
@@ -101,7 +101,7 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
         return Explanation.of(stored.decision)
     if stored is not None and anew:
         stored = look_up.StoredDecision(stored.decision, stored.choice)  # `changed` empty: all candidates
-    decision = decide.measure(request, share_s, stored)
+    decision = trial_limits.measure(request, share_s, **look_up.as_prior(stored))
     if decision is None:
         return decide.explain_problem(problem)
     dispatch.adopt(problem, decision)

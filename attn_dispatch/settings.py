@@ -13,7 +13,7 @@ import platformdirs
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.log import say_once
 
-MODES = ("tune", "predict", "locked", "off")
+MODES = ("tune", "online", "predict", "locked", "off")
 NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
 
 DEFAULT_MB = 256.0  #: size of the cache folder in MB (10**6 bytes)
@@ -49,6 +49,8 @@ expected_calls = Number("ATTN_DISPATCH_EXPECTED_CALLS", 1000.0, 1.0, math.inf, "
 trial_seconds = Number("ATTN_DISPATCH_TRIAL_SECONDS", 30.0, 0.0, math.inf, "a number >= 0")
 #: Seconds beyond its expected time after which a backend's call in a trial counts as hung.
 timeout_s = Number("ATTN_DISPATCH_TIMEOUT_S", 30.0, 0.1, 1e6, "a number from 0.1 to 1e6")
+#: Share of the time of calls that trials beside them may take, in mode `online`.
+overhead_share = Number("ATTN_DISPATCH_OVERHEAD", 0.05, 0.0, 1.0, "a number from 0 to 1")
 #: Share of calls that the drift check times.
 sentinel_share = Number("ATTN_DISPATCH_SENTINEL", 0.0, 0.0, 1.0, "a number from 0 to 1")
 
@@ -59,6 +61,11 @@ def mode() -> str:
     if found not in MODES:
         raise InvalidInput(f"$ATTN_DISPATCH_MODE must be one of {', '.join(MODES)}, got {found!r}")
     return found
+
+
+def measures() -> bool:
+    """Whether calls measure, now or beside later ones. Raises as `mode`."""
+    return mode() in ("tune", "online")
 
 
 def cache_folder() -> Path:

@@ -85,6 +85,11 @@ def prepare() -> None:
     library.load()
 
 
+def prepared() -> bool:
+    """Whether the library is there, so that `prepare` takes no time."""
+    return library.is_compiled()
+
+
 def flops(problem: Problem) -> int:
     return problem.batch * pair_count(problem) * problem.head_dim * (14 if problem.needs_grad else 4)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.decisions import decide, observers
-from attn_dispatch.decisions.torch_state import cannot_measure
+from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
@@ -60,10 +60,20 @@ _calls: dict[tuple[Problem, int], ResolvedCall] = {}  # by number of threads too
 process_state.register(process_state.ROUTES, _calls.clear)
 
 
-def run_function(problem: Problem, decision: Decision, traced: bool) -> Callable[..., Result]:
-    """The run function of a decision; it samples times for the drift check if that is on and the call is not traced."""
+def run_function(
+    problem: Problem, decision: Decision, traced: bool, drop: Callable[[Problem], None]
+) -> Callable[..., Result]:
+    """The run function of a decision. Where the call is not traced, it samples times for the drift check if that is on,
+    and for a trial that goes on beside it, at the end of which `drop` is called to forget the problem's routes.
+    """
     run = runner(registry.load(decision.choice), decision.order)
-    if traced or not sentinel_share():
+    if traced:
+        return run
+    if (decision.silicon, problem) in decide.on_trial and decision.source != "forced":
+        from attn_dispatch.decisions import online  # mode `online` alone
+
+        return online.sampled(run, problem, decision, drop)
+    if not sentinel_share():
         return run
     from attn_dispatch.decisions import drift  # the drift check is off by default
 
@@ -107,11 +117,20 @@ def _resolve(problem: Problem) -> ResolvedCall:
     forgotten = process_state.forgotten
     observers.notify(problem)
     decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
-    call = ResolvedCall(run_function(problem, decision, traced), problem, titled(*decision.chosen))
-    if not cannot_measure(problem.device):
-        with decide.lock:
+    with decide.lock:
+        decision = decision if traced else decide.latest(problem, decision)
+        run = run_function(problem, decision, traced, _drop_calls)
+        call = ResolvedCall(run, problem, titled(*decision.chosen))
+        if not cannot_measure(problem.device):
             if len(_calls) >= MAX_CALLS:
                 _calls.clear()
             if forgotten == process_state.forgotten:  # see dispatch._new_route
                 _calls[key] = call
     return call
+
+
+def _drop_calls(problem: Problem) -> None:
+    """Forget the resolved calls of a problem."""
+    with decide.lock:
+        for key in [key for key in _calls if key[0] == problem]:
+            del _calls[key]

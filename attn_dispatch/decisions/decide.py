@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,20 +23,17 @@ from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import evidence, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation, with_current_candidates
 from attn_dispatch.decisions.modes import decide_by_mode
-from attn_dispatch.decisions.rate_limit import RateLimit
-from attn_dispatch.decisions.torch_state import cannot_measure, isolated, preserved_rng
-from attn_dispatch.errors import BackendFailed, NoBackend, NotDecided
-from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import traceable
+from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, measure, passes_hard_cases
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.learning.predict import Prediction
-from attn_dispatch.log import logger, say_once
+from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
-from attn_dispatch.text import one_line, printable, titled
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, ruled_out
+from attn_dispatch.text import printable, titled
+from attn_dispatch.tuning.candidates import Request, current_environment, static_choice, to_measure
 
 MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
 COUNTED = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
@@ -58,10 +56,10 @@ os.register_at_fork(after_in_child=_forget_locks)
 _Key = tuple[str, Problem, str | None, str | None]
 WHOLE_DECISIONS = 512  #: latest decisions of a process that are remembered with the rows of all candidates
 _decided: dict[_Key, Decision] = {}
+on_trial: dict[tuple[str, Problem], look_up.StoredDecision | None] = {}  #: by silicon: problems on trial between calls
 _counts: Counter[str] = Counter()
 _rate_limit = RateLimit()
-process_state.register(process_state.DECISIONS, _decided.clear, _counts.clear, _rate_limit.clear)
-_UNTRACEABLE = "a graph traced from it would not be valid for other inputs"
+process_state.register(process_state.DECISIONS, _decided.clear, on_trial.clear, _counts.clear, _rate_limit.clear)
 
 
 def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
@@ -77,6 +75,8 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
         decision = look_up.with_drift(request, decision)
     if decision.choice and not decision.candidates:
         decision = look_up.with_rows(request, decision)
+    if (request.silicon, problem) in on_trial:
+        decision = unmeasured.with_reason(decision, "the guess, while a trial goes on between calls")
     return Explanation.of(with_current_candidates(decision, request.candidates) if decision.choice else decision)
 
 
@@ -105,6 +105,11 @@ def decision_for(problem: Problem) -> Decision:
             return _decided.get(key) or _decide(request, key)
         finally:
             _deciding.pop(key, None)
+
+
+def latest(problem: Problem, decision: Decision) -> Decision:
+    """The decision by which a route is made under `lock`: a trial may have ended since this one was taken."""
+    return _decided.get((decision.silicon, problem, None, None), decision)
 
 
 def _decide(request: Request, key: _Key) -> Decision:
@@ -151,29 +156,16 @@ def decision_while_traced(problem: Problem) -> Decision:
         known = _decided.get((request.silicon, problem, None, None))
         if known is None and setting == "locked" and steps.stored() is None:
             steps.locked_miss()
-        decision = unmeasured.static_decision(request, [_traceable(each, problem) for each in request.candidates])
+        decision = unmeasured.static_decision(
+            request, [unmeasured.if_traceable(each, problem) for each in request.candidates]
+        )
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
-        if known is None and setting == "tune" and steps.on_disk is None:
+        if known is None and settings.measures() and steps.on_disk is None:
             note_missed(cache_folder(), request.plain)
     _count("heuristic")
     logger.info("%s: %s, while it is traced", problem, decision.choice)
     return decision
-
-
-def check_traceable(problem: Problem, decision: Decision) -> None:
-    """Raise NoBackend if the decision's backend cannot be traced on this problem."""
-    if not traceable(registry.load(decision.choice), problem):
-        raise NoBackend(
-            f"{decision.choice} cannot be traced on {problem}: {_UNTRACEABLE}; "
-            "pass backend=None, or call attend outside of torch.export and make_fx"
-        )
-
-
-def _traceable(each: Candidate, problem: Problem) -> Candidate:
-    if each.row is not None or traceable(each.backend, problem):
-        return each
-    return ruled_out(each.backend, each.order, "unsupported", _UNTRACEABLE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,14 +177,18 @@ class _DeviceSteps:
 
     @cached_property
     def found(self) -> look_up.StoredDecision | None:
-        budget_ms = settings.budget_ms() if mode() == "tune" and not self.explained else -1.0
+        budget_ms = settings.budget_ms() if settings.measures() and not self.explained else -1.0
         return look_up.look_up(self.request, budget_ms)
 
     @cached_property
     def on_disk(self) -> look_up.StoredDecision | None:
         """The stored decision, if it was measured here, or is confirmed here."""
         found = self.found
-        if found is not None and not self.explained and not look_up.is_believed(found.decision):
+        if found is None or look_up.is_believed(found.decision):
+            return found
+        if mode() == "online":
+            return None  # a check would delay the call: a trial beside later ones measures
+        if not self.explained:
             with measuring:
                 if not look_up.confirmed(self.request, found, _rate_limit):
                     return None
@@ -245,7 +241,8 @@ class _DeviceSteps:
                 note_missed(cache_folder(), self.request.plain)
                 return None
             start = time.perf_counter()
-            decision = measure(self.request, settings.budget_ms() / 1e3, stored, first, waiting=True)
+            prior = look_up.as_prior(stored)
+            decision = measure(self.request, settings.budget_ms() / 1e3, waiting=True, first=first, **prior)
             _rate_limit.add(time.perf_counter() - start)
             if decision is not None:
                 store_measured(self.request.problem, decision)
@@ -254,10 +251,19 @@ class _DeviceSteps:
         return again.predicted() or again.static()
 
     def _sure(self) -> Decision | None:
-        """The learned choice, if it replaces a trial."""
+        """The learned choice if it is sure enough to replace a trial."""
         found = self.prediction
         sure = found is not None and found.in_bucket and found.confidence >= MIN_CONFIDENCE
         return self._learned() if sure else None
+
+    def deferred(self) -> Decision | None:
+        """A confident prediction; else, unless the stored decision leaves nothing open, a trial between calls."""
+        stored = self.on_disk
+        learned = self._sure() if stored is None else None
+        needed = learned is None and (stored is None or stored.changed)
+        if needed and not self.explained and not cannot_measure(self.request.problem.device):
+            on_trial[self.request.silicon, self.request.problem] = stored
+        return learned
 
     def predicted(self) -> Decision | None:
         """The best candidate of the stored decision that is still valid, else the learned choice."""
@@ -275,18 +281,24 @@ class _DeviceSteps:
 
     def _may_run(self, name: CandidateId) -> bool:
         """Whether a candidate that no trial of this problem has chosen passes the hard cases."""
+        if mode() == "online":  # nothing is run before the first call
+            first = static_choice(self.request.candidates)
+            return (first is not None and first.id == name) or passes_hard_cases(self.request, name, run=False)
         if self.explained or cannot_measure(self.request.problem.device):
             return True
-        from attn_dispatch.tuning import tuner  # loaded only when something is tried
-
-        with isolated(self.request.problem.device):
-            return tuner.passes_hard_cases(self.request, name)
+        return passes_hard_cases(self.request, name, run=True)
 
     def static(self) -> Decision:
+        """The static choice; in online mode a candidate with far less work if that has passed the hard cases."""
+        able = self.request.able
+        if mode() == "online" and able:
+            least = to_measure(self.request.problem, able)[0]
+            if self._may_run(least.id):
+                return unmeasured.static_decision(self.request, self.request.candidates, least.id)
         return unmeasured.static_decision(self.request)
 
     def _use(self, stored: look_up.StoredDecision) -> Decision:
-        return _adjusted(stored) if self.explained else _from_store(stored)
+        return look_up.adjusted(stored) if self.explained else _from_store(stored)
 
 
 def _from_store(stored: look_up.StoredDecision) -> Decision:
@@ -300,25 +312,7 @@ def _from_store(stored: look_up.StoredDecision) -> Decision:
         )
     elif not stored.changed and decision.environment != current_environment():
         decision = look_up.with_current_environment(decision)
-    return _adjusted(look_up.StoredDecision(decision, stored.choice, stored.changed))
-
-
-def _adjusted(stored: look_up.StoredDecision) -> Decision:
-    """The decision with the candidate that runs now as its choice, and outdated rows marked."""
-    rows = tuple(_adjusted_row(row, stored) for row in stored.decision.candidates)
-    backend, order = stored.choice or ("", "")
-    return msgspec.structs.replace(stored.decision, choice=backend, order=order, candidates=rows)
-
-
-def _adjusted_row(row: Row, stored: look_up.StoredDecision) -> Row:
-    if row.id == stored.choice:
-        row = msgspec.structs.replace(row, status="chosen")
-    elif row.status == "chosen":
-        row = msgspec.structs.replace(row, status="slower")
-    if row.id in stored.changed and row.median_ms is not None:
-        text = f"measured with version {row.version}, which has changed"
-        row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
-    return row
+    return look_up.adjusted(look_up.StoredDecision(decision, stored.choice, stored.changed))
 
 
 def _trial_allowed(problem: Problem) -> bool:
@@ -332,42 +326,39 @@ def _trial_allowed(problem: Problem) -> bool:
     return True
 
 
-def measure(
-    request: Request,
-    budget_s: float | None,
-    stored: look_up.StoredDecision | None,
-    first: CandidateId | None = None,
-    *,
-    waiting: bool = False,
-) -> Decision | None:
-    """Run a trial; with `stored`, of its changed candidates only, if any. Arguments as for `tuner.run_trial`.
-
-    None also where the machine lacks memory, threads or files beside a trial, which is warned of once.
-    """
-    from attn_dispatch.tuning import guard, tuner  # loaded only when something is measured
-
-    prior, changed = (None, None) if stored is None else (stored.decision, stored.changed or None)
-    try:
-        with isolated(request.problem.device), preserved_rng(request.problem):
-            return tuner.run_trial(request, budget_s, waiting=waiting, prior=prior, changed=changed, first=first)
-    except Exception as error:
-        if isinstance(error, BackendFailed) or not guard.is_shortage(error):
-            raise
-        say_once(f"not measured, too little memory: {printable(str(request.problem))} ({one_line(error)})")
-        return None
-
-
-def store_measured(problem: Problem, decision: Decision) -> None:
-    """Store a new measurement and use it in this process."""
+def store_measured(problem: Problem, decision: Decision, *, use: bool = True) -> None:
+    """Store a new measurement and, with `use`, take it in this process from now on."""
     Store(cache_folder()).put(decision)
     evidence.add(decision)
-    _remember((decision.silicon, problem, None, None), decision)
+    if use:
+        _remember((decision.silicon, problem, None, None), decision)
     _count("measured")
+
+
+def sure_prediction(request: Request) -> Decision | None:
+    """A learned decision that is sure enough to replace a trial."""
+    return _DeviceSteps(request)._sure()
+
+
+def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, use: bool) -> None:
+    """End a trial between calls. Store its decision and take it if `use`; without one, decide anew at the next call."""
+    key = guess.silicon, problem, None, None
+    with lock:  # a route that is made meanwhile is of the one or of the other
+        on_trial.pop((guess.silicon, problem), None)
+        if decision is not None and decision.source == "measured":
+            store_measured(problem, decision, use=use)
+        elif decision is not None and use:
+            _remember(key, decision)
+            _count(decision.source)
+        with suppress(InvalidInput):  # the guess is not registered any more
+            if decision is None and use and not Request.of(problem).can_run(*guess.chosen):
+                _decided.pop(key, None)  # the trial has quarantined the guess
 
 
 def replace_measured(problem: Problem, decision: Decision) -> None:
     """Like `store_measured`, and drop remembered decisions of partly forced calls, which it may change."""
     with lock:
+        on_trial.pop((decision.silicon, problem), None)
         for key in [key for key in _decided if key[:2] == (decision.silicon, problem)]:
             del _decided[key]
     store_measured(problem, decision)

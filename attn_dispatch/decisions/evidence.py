@@ -1,6 +1,6 @@
 """Measured decisions as evidence for problems of other sizes, cached by group.
 
-In `tune` mode other machines' decisions are none before they are confirmed here.
+In modes that measure, other machines' decisions are none before they are confirmed here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from attn_dispatch import process_state
 from attn_dispatch.decisions import look_up
 from attn_dispatch.learning import predict as learned
 from attn_dispatch.learning import thresholds
-from attn_dispatch.settings import cache_folder, mode
+from attn_dispatch.settings import cache_folder, measures
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store, shipped
@@ -39,7 +39,7 @@ def predict_for(request: Request) -> learned.Prediction | None:
 
 def group_evidence(silicon: str, group: str) -> learned.Evidence:
     """Every decision of a group: the user's, and the shipped ones of other problems."""
-    key = silicon, group, mode() != "tune"
+    key = silicon, group, not measures()
     known = _evidence.get(key)
     if known is None:
         own = Store(cache_folder()).group(silicon, group, MOST_DECISIONS)

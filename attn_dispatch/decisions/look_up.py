@@ -13,17 +13,16 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from attn_dispatch.decisions.rate_limit import RateLimit
-from attn_dispatch.decisions.torch_state import cannot_measure, isolated, preserved_rng
+from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, preserved_rng
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger, say_once
 from attn_dispatch.machine import load
-from attn_dispatch.settings import cache_folder, mode, trial_seconds
+from attn_dispatch.settings import cache_folder, measures, trial_seconds
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed, quarantine
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
@@ -59,6 +58,11 @@ class StoredDecision(NamedTuple):
     def is_valid_locked(self) -> bool:
         """Whether locked mode accepts it: a measured candidate can run, and the decision's choice is not outdated."""
         return self.choice is not None and self.decision.chosen not in self.changed
+
+
+def as_prior(stored: StoredDecision | None) -> dict[str, Any]:
+    """The arguments of a trial that completes a stored decision: of its changed candidates only, if any."""
+    return {} if stored is None else {"prior": stored.decision, "changed": stored.changed or None}
 
 
 def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
@@ -99,7 +103,7 @@ def read_believed(request: Request) -> Decision | None:
 
 def is_believed(decision: Decision) -> bool:
     """Whether a decision may be used: measured or confirmed here, or in a mode that measures nothing."""
-    return mode() != "tune" or passed.is_confirmed(cache_folder(), decision)
+    return not measures() or passed.is_confirmed(cache_folder(), decision)
 
 
 def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> bool:
@@ -228,3 +232,21 @@ def with_current_environment(decision: Decision) -> Decision:
     if decision.source == "measured":
         Store(cache_folder()).amend(decision, environment=now)
     return msgspec.structs.replace(decision, environment=now)
+
+
+def adjusted(stored: StoredDecision) -> Decision:
+    """The decision with the candidate that runs now as its choice, and outdated rows marked."""
+    rows = tuple(_adjusted_row(row, stored) for row in stored.decision.candidates)
+    backend, order = stored.choice or ("", "")
+    return msgspec.structs.replace(stored.decision, choice=backend, order=order, candidates=rows)
+
+
+def _adjusted_row(row: Row, stored: StoredDecision) -> Row:
+    if row.id == stored.choice:
+        row = msgspec.structs.replace(row, status="chosen")
+    elif row.status == "chosen":
+        row = msgspec.structs.replace(row, status="slower")
+    if row.id in stored.changed and row.median_ms is not None:
+        text = f"measured with version {row.version}, which has changed"
+        row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
+    return row

@@ -20,6 +20,9 @@ class Steps(Protocol):
     def measured(self) -> Decision | None:
         """The decision of a trial run now."""
 
+    def deferred(self) -> Decision | None:
+        """A decision that needs no trial; else a trial is to be run between calls."""
+
     def predicted(self) -> Decision | None:
         """A decision from evidence without a trial."""
 
@@ -41,4 +44,6 @@ def decide_by_mode(steps: Steps, *, force: bool = False) -> Decision:
         return steps.locked_miss()
     if found is None and setting == "tune":
         found = steps.measured()
+    if found is None and setting == "online":
+        found = steps.deferred()
     return found or steps.predicted() or steps.static()

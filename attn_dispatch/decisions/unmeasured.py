@@ -12,9 +12,9 @@ from itertools import groupby
 import msgspec
 
 from attn_dispatch.decisions import look_up
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Backend, forced_orders, orders_of
+from attn_dispatch.kernels.contract import Backend, forced_orders, orders_of, traceable
 from attn_dispatch.learning import predict
 from attn_dispatch.spec import orders
 from attn_dispatch.spec.orders import NATURAL
@@ -23,13 +23,26 @@ from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning.candidates import Candidate, Request, refusals_of, ruled_out, static_choice, status_and_reason
 
+_UNTRACEABLE = "a graph traced from it would not be valid for other inputs"
 
-def static_decision(request: Request, found: Sequence[Candidate] | None = None) -> Decision:
-    """The first candidate by order of preference, of `found` or all candidates; no choice if none can run."""
+
+def static_decision(
+    request: Request, found: Sequence[Candidate] | None = None, chosen: CandidateId | None = None
+) -> Decision:
+    """`chosen`, else the first by order of preference, of `found` or all candidates; no choice if none can run."""
     found = request.candidates if found is None else found
     first = static_choice(found)
-    chosen = None if first is None else first.id
+    chosen = chosen or (None if first is None else first.id)
     return request.decision(chosen, "heuristic", (_decision_row(each, chosen, None) for each in found))
+
+
+def with_reason(decision: Decision, text: str) -> Decision:
+    """The decision with a text added to the reason of its choice."""
+    rows = list(decision.candidates)
+    for index, row in enumerate(rows):
+        if row.id == decision.chosen:
+            rows[index] = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
+    return msgspec.structs.replace(decision, candidates=tuple(rows))
 
 
 def learned_decision(request: Request, prediction: predict.Prediction) -> Decision:
@@ -152,3 +165,19 @@ def _decision_row(each: Candidate, choice: CandidateId | None, measured: Row | N
     if not chosen or measured.status == "chosen":
         return without_ratio
     return msgspec.structs.replace(without_ratio, status="chosen", reason="")
+
+
+def check_traceable(problem: Problem, decision: Decision) -> None:
+    """Raise NoBackend if the decision's backend cannot be traced on this problem."""
+    if not traceable(registry.load(decision.choice), problem):
+        raise NoBackend(
+            f"{decision.choice} cannot be traced on {problem}: {_UNTRACEABLE}; "
+            "pass backend=None, or call attend outside of torch.export and make_fx"
+        )
+
+
+def if_traceable(each: Candidate, problem: Problem) -> Candidate:
+    """The candidate, ruled out if it cannot be traced on this problem."""
+    if each.row is not None or traceable(each.backend, problem):
+        return each
+    return ruled_out(each.backend, each.order, "unsupported", _UNTRACEABLE)

@@ -95,6 +95,9 @@ class _GroupDecision:
         _store(decision)
         return decision
 
+    def deferred(self) -> None:
+        """None: nothing is measured between calls, which all ranks would have to interrupt together."""
+
     def predicted(self) -> None:
         """None: decisions over ranks are not predicted from other sizes."""
 

@@ -1,5 +1,5 @@
-"""The candidates of a problem: every backend in every order that it offers, with refusals and needed memory; and the
-static choice among them.
+"""The candidates of a problem: every backend in every order that it offers, with refusals, needed memory and declared
+work; the static choice among them, and the order in which they are tried.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -27,13 +28,14 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.store.quarantine import Entry, Quarantine, until
+from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, until
 from attn_dispatch.text import gib, one_line, printable, titled
 from attn_dispatch.tuning import guard
 
 T = TypeVar("T")
 
 MEMORY_SHARE = 0.8  #: share of the free memory that a candidate may need; the rest covers errors of the estimate
+LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
 UNCHECKED_BYTES = 16 << 20  #: below this, free memory is not read: that would dominate a look-up
 
 _stalled: dict[str, str] = {}  # plug-ins that did not answer in this process, with the reason
@@ -70,7 +72,8 @@ class Candidate:
         return self.backend, self.order
 
     def measured_row(self, status: str, reason: str, **values: float | bool | None) -> Row:
-        """A row of this candidate, measured now; `values` are further fields of `Row`."""
+        """A row of this candidate, measured now; `values` are further fields of `Row`, without infinite ones."""
+        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         return Row(
             backend=self.name,
             order=self.order,
@@ -79,7 +82,7 @@ class Candidate:
             version=self.version,
             workspace_bytes=self.workspace_bytes,
             measured=utc_now(),
-            **values,  # type: ignore[arg-type]
+            **known,  # type: ignore[arg-type]
         )
 
     def problem_title(self, problem: Problem) -> str:
@@ -241,6 +244,41 @@ def _add_hang(where: str, name: str, version: str | None, reason: str, title: st
     Quarantine(cache_folder(), where).add(entry)
 
 
+def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str, scope: str = "") -> None:
+    """Exclude the candidate's version, for a group's problems or all; never that of the last resort."""
+    if candidate.name == registry.LAST_RESORT:
+        return
+    entry = Entry(
+        backend=candidate.name,
+        version=candidate.version,
+        silicon=address.silicon,
+        kind=kind,
+        scope=scope,
+        reason=why,
+        title=candidate.problem_title(problem),
+    )
+    Quarantine(cache_folder(), address.silicon).add(entry)
+
+
+@contextmanager
+def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Address) -> Iterator[None]:
+    """Quarantine a candidate that hangs on a CUDA device or destroys its context, before anything else is done.
+
+    Raises:
+        DeviceLost: so it was.
+    """
+    from attn_dispatch.tuning.oracle import NoReference  # with torch
+
+    try:
+        yield
+    except Exception as error:
+        fault = None if isinstance(error, NoReference) else guard.device_fault(problem.device, error, timeout_s())
+        if fault is None:
+            raise
+        quarantine(candidate, problem, address, *fault)
+        raise guard.DeviceLost(f"{candidate.title} left {problem.device} unusable: {one_line(error)}") from error
+
+
 def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:
     """Import a plug-in within the time limit and under a crash marker; one that died or hung before is left out.
 
@@ -300,6 +338,45 @@ def static_choice(found: Sequence[Candidate]) -> Candidate | None:
     return min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
 
 
+def to_measure(
+    problem: Problem,
+    found: list[Candidate],
+    prior: Decision | None = None,
+    changed: Collection[CandidateId] | None = None,
+    first: CandidateId | None = None,
+) -> list[Candidate]:
+    """The candidates to measure, in order: the first, then by work and, where that is about the same, by memory."""
+    able = {candidate.id: candidate for candidate in found if candidate.row is None}
+    names = set(able)
+    if prior is not None and changed is not None:
+        names &= {*changed, prior.chosen, *_best_unchanged(prior, able.keys() - set(changed))}
+    measurable = [able[name] for name in able if name in names]
+    leading = next((each for each in measurable if each.id == first), None) or static_choice(measurable)
+    rest = sorted((each for each in measurable if each is not leading), key=lambda each: _effort(each, problem))
+    if prior is None and first is None and leading is not None and _has_far_less_work(rest, leading, problem):
+        leading, rest = rest[0], [leading, *rest[1:]]
+    return rest if leading is None else [leading, *rest]
+
+
+def _effort(candidate: Candidate, problem: Problem) -> tuple[int, int, float]:
+    """Octaves of declared work, then declared memory, then work itself; 0 where the work is unknown."""
+    declared = flops(candidate, problem) or 0.0
+    return round(math.log2(declared)) if declared >= 1 else 0, candidate.workspace_bytes, declared
+
+
+def _has_far_less_work(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
+    """Whether the least work of the others is at most 1 / `LESS_WORK_FACTOR` of the first one's."""
+    least, whole = (flops(rest[0], problem) if rest else None), flops(first, problem)
+    return bool(least and whole and least * LESS_WORK_FACTOR <= whole)
+
+
+def _best_unchanged(prior: Decision, names: Collection[CandidateId]) -> list[CandidateId]:
+    """The fastest unchanged candidate, measured again so that ratios to it are paired."""
+    timed = [row for row in prior.candidates if row.id in names and row.median_ms is not None]
+    best = min(timed, key=lambda row: (row.id != prior.chosen, row.median_ms), default=None)
+    return [] if best is None else [best.id]
+
+
 def work(candidate: Candidate, problem: Problem) -> float:
     """Floating-point operations, at least 1: the backend's count, else that of all query-key pairs."""
     count = flops(candidate, problem)
@@ -336,11 +413,6 @@ def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> f
 def current_environment() -> str:
     """The fingerprint of the installed and registered backends and their environment."""
     return environment({backend.name: version_of(backend) for backend in registry.registered()})
-
-
-def finite(value: float | None) -> float | None:
-    """A number that JSON can hold, else None."""
-    return None if value is None or not math.isfinite(value) else value
 
 
 def utc_now() -> str:

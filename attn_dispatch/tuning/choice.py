@@ -43,6 +43,34 @@ DISTURBED_DOUBT = 2.0  #: ratio of such an estimate to that of the chosen candid
 DISTURBED_SHORT_MS = 40.0  #: milliseconds up to which preemption may have made such an estimate as a whole
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The candidate may race.
+
+    `first_ms` is its first call, `call_ms` the call that was checked, `error` the largest absolute error of out.
+    """
+
+    first_ms: float
+    call_ms: float
+    peak_bytes: int | None
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The candidate may not race: its status (`failed` or `incorrect`) and the reason.
+
+    `quarantined` is whether the backend's version is quarantined, for other reasons than its results.
+    """
+
+    status: str
+    reason: str
+    first_ms: float | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+    quarantined: bool = False
+
+
 @dataclass(frozen=True)
 class Entrant:
     """One candidate with its measurements.

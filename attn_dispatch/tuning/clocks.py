@@ -83,12 +83,14 @@ class HostStopwatch:
     Args:
         reading: this process's load so far; None: disturbances are not noticed.
         rest: lets some seconds pass.
+        retakes: times that a disturbed sample is taken again at most.
     """
 
     clock: Callable[[], float] = time.perf_counter
     synchronize: Callable[[], None] = lambda: None
     reading: Callable[[], Load] | None = None
     rest: Callable[[float], None] = time.sleep
+    retakes: int = RETAKES
     load: Load = NO_LOAD
     # How often all retakes of a call were disturbed too; -inf once one was not: it can end within a slice.
     _failures: defaultdict[Call, float] = field(default_factory=lambda: defaultdict[Call, float](float))
@@ -97,7 +99,7 @@ class HostStopwatch:
         mean_ms, disturbed = self._sample(call, repeats)
         if not disturbed or self._failures[call] >= MOST_FAILURES or mean_ms * repeats > LONGEST_DISTURBED_MS:
             return mean_ms
-        for _ in range(RETAKES):
+        for _ in range(self.retakes):
             self.rest(REST_S)
             again_ms, disturbed = self._burst(call)
             mean_ms = min(mean_ms, again_ms)
@@ -259,9 +261,9 @@ class CudaStopwatch:
     """
 
     load = NO_LOAD
-    shortest_ms = (
-        4.0  #: of a sample: the first call after a wait for the device takes the host up to three times as long
-    )
+    warms = True  #: unless what runs between samples does
+    #: Milliseconds of a sample: the first call after a wait for the device takes the host up to three times as long.
+    shortest_ms = 4.0
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
@@ -301,7 +303,7 @@ class CudaStopwatch:
 
         Idle devices lower their clocks, by up to five times, and take some ten milliseconds to raise them.
         """
-        if self._clock() - self._worked_s <= PAUSE_S:
+        if not self.warms or self._clock() - self._worked_s <= PAUSE_S:
             return
         cuda = self._torch.cuda
         with suppress(RuntimeError), cuda.device(self._device):  # no memory for it, or torch's settings refuse products

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from attn_dispatch.kernels.contract import Backend, Result, runner
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.strides import randn
+from attn_dispatch.tuning.rounds import Steps, exhausted
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Example:
     v: Tensor
     grad: Tensor | None
     masks: dict[str, Tensor]
+    seed: int = 0
+    on_device: bool = False  #: as for `make`, with `seed`
 
     def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
         """The call to time: forward, and backward where the problem needs gradients."""
@@ -46,6 +49,25 @@ class Example:
 
         return forward_backward if self.problem.needs_grad else forward
 
+    def empty(self) -> None:
+        """Free the memory of the tensors, the masks' excepted, until `refill`: between the steps of a trial."""
+        for each in self._tensors():
+            each.untyped_storage().resize_(0)
+
+    def refill(self) -> None:
+        """Allocate the tensors that `empty` freed and draw the same values again."""
+        with torch.no_grad():
+            device = self.problem.device if self.on_device else "cpu"
+            for each, fresh in zip(
+                self._tensors(), _drawn(self.problem, torch.Generator(device).manual_seed(self.seed))
+            ):
+                storage = fresh.untyped_storage()
+                each.untyped_storage().resize_(storage.nbytes())
+                each.untyped_storage().copy_(storage)
+
+    def _tensors(self) -> list[Tensor]:
+        return [each for each in (self.q, self.k, self.v, self.grad) if each is not None]
+
     def without_dropout(self) -> Example:
         """The same example with dropout 0, so that results can be compared."""
         return replace(self, problem=replace(self.problem, dropout_p=0.0)) if self.problem.dropout_p else self
@@ -60,17 +82,22 @@ def example_bytes(problem: Problem) -> int:
 
 
 def make_timed(problem: Problem) -> tuple[Example, float]:
+    """All steps of `made_timed` at once."""
+    return exhausted(made_timed(problem, time.perf_counter))
+
+
+def made_timed(problem: Problem, clock: Callable[[], float]) -> Steps[tuple[Example, float]]:
     """The example of a trial, and the seconds that its budget does not include: on CUDA those of drawing it.
 
     There they are drawn on the device, for a CPU would take a minute for the longest sequences; the first use of the
     device, which may take seconds, falls into them.
     """
-    start = time.perf_counter()
-    example = make(problem, on_device=True)
+    start = clock()
+    example = yield from made(problem, on_device=True)
     if problem.device.type != "cuda":
         return example, 0.0
     torch.cuda.synchronize(problem.device)
-    return example, time.perf_counter() - start
+    return example, clock() - start
 
 
 def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example:
@@ -79,20 +106,21 @@ def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example
     Args:
         on_device: whether to draw q, k, v and the gradient on a CUDA device itself: other values than a CPU's.
     """
-    generator = torch.Generator().manual_seed(seed)
-    values = generator
-    if on_device and problem.device.type == "cuda":
-        values = torch.Generator(problem.device).manual_seed(seed)
-    q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
-    kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
-    q, k, v = (
-        randn(shape, kind, problem.dtype, problem.device, values)
-        for shape, kind in zip((q_shape, kv_shape, kv_shape), problem.strides)
+    return exhausted(made(problem, seed, on_device=on_device))
+
+
+def made(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Steps[Example]:
+    """`make` in steps: one for each tensor."""
+    generator, drawn = torch.Generator().manual_seed(seed), []
+    values = (
+        torch.Generator(problem.device).manual_seed(seed) if on_device and problem.device.type == "cuda" else generator
     )
-    grad = None
+    for each in _drawn(problem, values):
+        drawn.append(each)
+        yield 0.0
+    q, k, v, *grads = drawn
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        grad = randn(q_shape, "bnhd", problem.dtype, problem.device, values)
     masks = {}
     if problem.has_seq_lens:
         low = (problem.q_len + 1) // 2
@@ -101,4 +129,13 @@ def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example
     if problem.has_key_mask:
         visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
         masks["key_mask"] = visible.to(problem.device)
-    return Example(problem, q, k, v, grad, masks)
+    return Example(problem, q, k, v, grads[0] if grads else None, masks, seed, on_device)
+
+
+def _drawn(problem: Problem, generator: torch.Generator) -> Iterator[Tensor]:
+    """q, k, v and, where the problem needs gradients, that of out."""
+    q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
+    kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
+    shapes = ((q_shape, problem.strides[0]), (kv_shape, problem.strides[1]), (kv_shape, problem.strides[2]))
+    for shape, kind in (*shapes, *[(q_shape, "bnhd")] * problem.needs_grad):
+        yield randn(shape, kind, problem.dtype, problem.device, generator)

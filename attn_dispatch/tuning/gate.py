@@ -11,8 +11,8 @@ import math
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
@@ -31,17 +31,21 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker, digest
-from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
+from attn_dispatch.store.quarantine import Kind
 from attn_dispatch.text import one_line
-from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import Candidate, first_call_ms, shares_builds, work
+from attn_dispatch.tuning import candidates, guard
+from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, shares_builds, work
+from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.hard_cases import HardCase, class_key, hard_cases
-from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference
+from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
+from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference, referenced
+from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
+Check = Callable[[], Sequence[str]]  # returns what failed
 
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
+CASE_S = 0.01  #: seconds that a hard case is expected to take
 PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
 FIRST_CALL_FACTOR = 10.0  #: factor on the time that a backend declares for a first call, before it counts as hung
 START_S = 120.0  #: seconds in which a process of its own must have loaded PyTorch and evaluated the hard cases
@@ -57,34 +61,6 @@ _passed: set[tuple[str, str, str | None, object]] = set()
 process_state.register(process_state.FACTS, _passed.clear)
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """The candidate may race.
-
-    `first_ms` is its first call, `call_ms` the call that was checked, `error` the largest absolute error of out.
-    """
-
-    first_ms: float
-    call_ms: float
-    peak_bytes: int | None
-    error: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """The candidate may not race: its status (`failed` or `incorrect`) and the reason.
-
-    `quarantined` is whether the backend's version is quarantined, for other reasons than its results.
-    """
-
-    status: str
-    reason: str
-    first_ms: float | None = None
-    peak_bytes: int | None = None
-    error: float | None = None
-    quarantined: bool = False
-
-
 @dataclass
 class Gate:
     """The gate of one trial.
@@ -92,12 +68,14 @@ class Gate:
     Args:
         example: of the problem; None where only the hard cases are to be run.
         pairs: query-key pairs of the example that are compared with float64, at most.
+        stepped: whether other code may run between the steps of `check_hard_cases`; crash markers are then removed.
     """
 
     problem: Problem
     address: Address
     example: Example | None = None
     pairs: int = PAIRS
+    stepped: bool = False
     _marker: CrashMarker | None = field(init=False, default=None)  #: that of the candidate on trial
 
     @cached_property
@@ -110,6 +88,25 @@ class Gate:
         with reference():
             return hard_cases(self.problem)
 
+    def evaluate(self) -> Steps[None]:
+        """Evaluate the expected results of the example in steps; else the first `admit` does. Raises NoReference."""
+        assert self.example is not None
+        self.__dict__["_oracle"] = yield from referenced(Oracle.evaluated(self.example, 0, self.pairs), self.problem)
+
+    def empty(self) -> None:
+        """Free the memory of the example until `refill`."""
+        if self.example is not None:
+            self.example.empty()
+        if "_oracle" in self.__dict__:
+            self._oracle.empty()
+
+    def refill(self) -> None:
+        """Draw the example again that `empty` freed."""
+        if self.example is not None:
+            self.example.refill()
+        if "_oracle" in self.__dict__:
+            self._oracle.refill()
+
     @property
     def case_problems(self) -> tuple[Problem, ...]:
         """The problems of the hard cases that were needed."""
@@ -118,7 +115,7 @@ class Gate:
     def builds_ms(self, candidate: Candidate) -> float:
         """Milliseconds the backend declares to build for this problem alone, and for the hard cases due."""
         here_ms = 0.0 if shares_builds(candidate) else first_call_ms(candidate, self.problem)
-        if not here_ms or self._has_passed(candidate):
+        if not here_ms or self.has_passed(candidate):
             return here_ms
         return here_ms + sum(
             first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
@@ -149,19 +146,21 @@ class Gate:
         oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
         return self._tried(candidate, partial(self._admit, candidate, oracle))
 
-    def check_hard_cases(self, candidate: Candidate, *, waiting: bool = False) -> Rejected | None:
+    def check_hard_cases(self, candidate: Candidate, *, waiting: bool = False) -> Steps[Rejected | None]:
         """Run the hard cases, unless this version has passed them on this machine; the rejection if it fails one.
 
         Where a caller waits for them on CUDA they run in this process, since to start another takes many seconds, and
         none to compile for: those are due when nobody waits. Raises as `admit`.
         """
-        if self._has_passed(candidate):
+        if self.has_passed(candidate):
             return None
-        cuda = self.problem.device.type == "cuda"
-        brief, found = cuda and waiting, self._failures_alone(candidate) if cuda and not waiting else None
+        cuda, waiting = self.problem.device.type == "cuda", waiting and not self.stepped
+        brief, found = cuda and waiting, (yield from self._failures_alone(candidate)) if cuda and not waiting else None
         if found is None:
-            cases = self._cases  # outside of the candidate's trial, as in `admit`
-            found = self._tried(candidate, lambda: self._case_failures(candidate, cases, brief=brief))
+            for spec in class_key(self.problem):  # outside of the candidate's trial, as in `admit`
+                yield CASE_S
+                yield from case_of(spec)
+            found = yield from self._failures_here(candidate, self._cases, brief)
         if isinstance(found, Rejected):
             return found
         if found:
@@ -220,11 +219,12 @@ class Gate:
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
-    def _has_passed(self, candidate: Candidate) -> bool:
+    def has_passed(self, candidate: Candidate) -> bool:
+        """Whether this version has passed the hard cases of the problem's class on this machine."""
         key = *candidate.id, candidate.version, class_key(self.problem)
         return key in _passed or passed.has_passed(cache_folder(), self.address.silicon, _digest_of(key))
 
-    def _failures_alone(self, candidate: Candidate) -> list[str] | Rejected | None:
+    def _failures_alone(self, candidate: Candidate) -> Steps[Sequence[str] | Rejected | None]:
         """What the hard cases showed in a process of their own: a CUDA context does not survive an illegal access.
 
         None where that is not known: the process did not get so far, or the candidate raised, as it would here too.
@@ -235,7 +235,11 @@ class Gate:
         limit_s = sum(self._limit_s(candidate, spec.problem) for spec in class_key(self.problem)) + timeout_s()
         args = self.problem, self.address, candidate.name, candidate.order, candidate.version
         try:
-            ended = run_alone(__name__, "failures_alone", args, start_s=START_S, limit_s=limit_s)
+            with ThreadPoolExecutor(1) as pool:
+                run = pool.submit(run_alone, __name__, "failures_alone", args, start_s=START_S, limit_s=limit_s)
+                while self.stepped and not run.done():
+                    yield CASE_S
+                ended = run.result()
         except OSError:
             return None
         known, kind, reason = ended.value or (None, None, "")
@@ -250,27 +254,58 @@ class Gate:
         self._quarantine(candidate, kind, reason)
         return Rejected("failed", reason, quarantined=True)
 
+    def _failures_here(
+        self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool
+    ) -> Steps[Sequence[str] | Rejected]:
+        """What the hard cases showed: all at once, or in steps, each beside a crash marker of its own."""
+        if not self.stepped:
+            return self._tried(candidate, partial(self._case_failures, candidate, cases, brief=brief))
+        checks = self._tried(candidate, partial(self._case_checks, candidate, cases, brief))
+        for number, check in enumerate(() if isinstance(checks, Rejected) else checks):
+            yield CASE_S
+            if found := self._tried(candidate, partial(self._failures_of, check, number)):
+                return found
+        return checks if isinstance(checks, Rejected) else ()
+
+    def _failures_of(self, check: Check, earlier: int) -> Sequence[str]:
+        """Run a check; its marker says how many earlier ones there were, which had other markers."""
+        if self._marker is not None:
+            self._marker.pause()
+            self._marker.calls = earlier
+            self._marker.resume()
+        return check()
+
     def _limit_s(self, candidate: Candidate, problem: Problem) -> float:
         """Seconds that a call may take, with what the backend declares of a first one."""
         return timeout_s() + FIRST_CALL_FACTOR * first_call_ms(candidate, problem) / 1e3
 
     def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...], *, brief: bool = False) -> list[str]:
-        """Run the cases that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
-        most = (0 if brief else len(cases)) if shares_builds(candidate) else COMPILED_CASES
-        accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
-        compiled = 0
-        for case in accepted:
-            compiles = first_call_ms(candidate, case.problem) > 0
-            if compiles and compiled == most:
-                continue
-            compiled += compiles
-            limit_s = self._limit_s(candidate, case.problem)
-            found = self._guarded(partial(case.run, *candidate.backend_and_order), limit_s)
-            if failures := case.check(found).failures:
-                return list(failures)
-        return self._second_call_failures(candidate, accepted)
+        """Run the checks up to the first that fails; its failures."""
+        checks = self._case_checks(candidate, cases, brief)
+        return next((list(failures) for check in checks if (failures := check())), [])
 
-    def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> list[str]:
+    def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool) -> list[Check]:
+        """A check of each case that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
+        shares = shares_builds(candidate)
+        most = len(cases) if shares else COMPILED_CASES
+        accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
+        if brief and shares:
+            accepted = [case for case in accepted if not first_call_ms(candidate, case.problem)]
+        compiled: set[str] = set()
+
+        def check(case: HardCase) -> Sequence[str]:
+            if first_call_ms(candidate, case.problem) > 0:
+                if len(compiled) == most:
+                    return ()
+                compiled.add(case.name)
+            found = self._guarded(
+                partial(case.run, *candidate.backend_and_order), self._limit_s(candidate, case.problem)
+            )
+            return case.check(found).failures
+
+        return [*(partial(check, case) for case in accepted), partial(self._second_call_failures, candidate, accepted)]
+
+    def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> Sequence[str]:
         """Call again on the same tensors with other values; failures where the first result changed or was returned."""
         if not cases:
             return []
@@ -323,7 +358,7 @@ class Gate:
     def _incorrect(
         self,
         candidate: Candidate,
-        failures: list[str] | tuple[str, ...],
+        failures: Sequence[str],
         first_ms: float | None = None,
         peak: int | None = None,
         error: float | None = None,
@@ -344,43 +379,7 @@ class Gate:
         return "memory" if is_free else None
 
     def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
-        _quarantine(candidate, self.problem, self.address, kind, reason, scope)
-
-
-def _quarantine(
-    candidate: Candidate, problem: Problem, address: Address, kind: Kind, reason: str, scope: str = ""
-) -> None:
-    if candidate.name == registry.LAST_RESORT:
-        return  # there is nothing else to fall back on
-    entry = Entry(
-        backend=candidate.name,
-        version=candidate.version,
-        silicon=address.silicon,
-        kind=kind,
-        scope=scope,
-        reason=reason,
-        title=candidate.problem_title(problem),
-    )
-    Quarantine(cache_folder(), address.silicon).add(entry)
-
-
-@contextmanager
-def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Address) -> Iterator[None]:
-    """Quarantine a candidate that hangs on a CUDA device or destroys its context, before anything else is done.
-
-    Raises:
-        DeviceLost: so it was.
-    """
-    try:
-        yield
-    except NoReference:
-        raise
-    except Exception as error:
-        fault = guard.device_fault(problem.device, error, timeout_s())
-        if fault is None:
-            raise
-        _quarantine(candidate, problem, address, *fault)
-        raise guard.DeviceLost(f"{candidate.title} left {problem.device} unusable: {one_line(error)}") from error
+        candidates.quarantine(candidate, self.problem, self.address, kind, reason, scope)
 
 
 def failures_alone(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from attn_dispatch.spec.problem import DTYPES, Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.strides import randn, stride_class
 from attn_dispatch.tuning.example import Example
-from attn_dispatch.tuning.oracle import CheckResult, Oracle
+from attn_dispatch.tuning.oracle import PAIRS, CheckResult, Oracle, referenced
+from attn_dispatch.tuning.rounds import Steps, exhausted
 
-CACHED_CLASSES = 8  #: classes of problems whose cases stay in memory, a few MiB each
+CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
 LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
@@ -107,7 +108,18 @@ class HardCase:
 
 def hard_cases(problem: Problem) -> tuple[HardCase, ...]:
     """The hard cases of a problem's class, evaluated once; empty where the sequence is sharded."""
-    return _cases(class_key(problem))
+    return tuple(exhausted(case_of(spec)) for spec in class_key(problem))
+
+
+def case_of(spec: CaseSpec) -> Steps[HardCase]:
+    """The hard case of a recipe, evaluated once, in steps. Raises NoReference."""
+    found = _cases.get(spec)
+    if found is None:
+        found = yield from referenced(_evaluated(spec), spec.problem)
+        if len(_cases) >= CACHED_CASES:
+            _cases.clear()
+        _cases[spec] = found
+    return found
 
 
 def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
@@ -209,12 +221,10 @@ def _whole(kind: str) -> str:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=CACHED_CLASSES)
-def _cases(specs: tuple[CaseSpec, ...]) -> tuple[HardCase, ...]:
-    return tuple(map(_case, specs))
+_cases: dict[CaseSpec, HardCase] = {}
 
 
-def _case(spec: CaseSpec) -> HardCase:
+def _evaluated(spec: CaseSpec) -> Steps[HardCase]:
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
@@ -232,7 +242,8 @@ def _case(spec: CaseSpec) -> HardCase:
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     example = Example(problem, q, k, v, grad if problem.needs_grad else None, masks)
-    oracle = Oracle.of(example)
+    yield 0.0
+    oracle = yield from Oracle.evaluated(example, 0, PAIRS)
     if oracle.grad is not None and len(oracle.rows) * len(oracle.heads) == problem.q_len * problem.heads:
         oracle = replace(oracle, grad=grad)  # the same values in the unusual memory order
     tensors = {"q": q, "k": k, "v": v, "the gradient": grad, **example.masks}

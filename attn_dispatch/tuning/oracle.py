@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,12 +26,16 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example
+from attn_dispatch.tuning.rounds import Steps, T, exhausted
 
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
 FEW_PAIRS = 2**16  #: the same where a caller waits
 KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; past this, heads are drawn
+STEP_PAIRS = 2**13  #: the same where a single call waits for a step of a trial; heads are drawn then too
 ONE_THREAD = 2**19  #: entries of q or k up to which a single thread compares results
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
+FEWEST_HEADS = 2  #: the same of heads
+BOUNDS_FACTOR = 4.0  #: time of bounding the rounding errors, relative to that of the exact results
 
 
 class NoReference(Exception):
@@ -45,6 +51,17 @@ def reference() -> Iterator[None]:
         if not guard.is_shortage(error):
             raise
         raise NoReference(one_line(error)) from error
+
+
+def referenced(steps: Steps[T], problem: Problem) -> Steps[T]:
+    """Each of these steps as `reference` runs it, with threads for the problem."""
+    while True:
+        with reference(), _threads_for(problem):
+            try:
+                need_s = next(steps)
+            except StopIteration as end:
+                return cast(T, end.value)
+        yield need_s
 
 
 @contextmanager
@@ -101,15 +118,16 @@ class Oracle:
     expected: dict[str, Expected]
 
     @classmethod
-    @reference()
     def of(cls, example: Example, seed: int = 0, pairs: int | None = None) -> Oracle:
         """Evaluate the expected results, of rows with about `pairs` (`PAIRS`) query-key pairs. Raises NoReference."""
-        with _threads_for(example.problem):
-            return cls._of(example.without_dropout(), seed, pairs)
+        steps = cls.evaluated(example, seed, PAIRS if pairs is None else pairs)
+        return exhausted(referenced(steps, example.problem))
 
     @classmethod
-    def _of(cls, example: Example, seed: int, pairs: int | None) -> Oracle:
-        rows, heads = draw(example.problem, seed, PAIRS if pairs is None else pairs)
+    def evaluated(cls, example: Example, seed: int, pairs: int) -> Steps[Oracle]:
+        """The same in steps, to be taken by `referenced`."""
+        example = example.without_dropout()
+        rows, heads = draw(example.problem, seed, pairs)
         rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
         grad = grad_lse = None
         if example.grad is not None:
@@ -117,12 +135,30 @@ class Oracle:
             grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
             grad_lse = _grad_lse(example.problem, rows, heads, seed)
         sample = _Sample.of(example, rows, heads, grad_lse)
-        exact, rounded = sample.evaluate(torch.float64), sample.evaluate(example.problem.dtype)
+        yield 0.0
+        start_s = time.perf_counter()
+        exact = sample.evaluate(torch.float64)
+        took_s = time.perf_counter() - start_s
+        yield took_s
+        rounded = sample.evaluate(example.problem.dtype)
+        yield took_s * BOUNDS_FACTOR
         bounds = sample.rounding_errors(exact)
         expected = {
             name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()
         }
         return cls(example, rows, heads, grad, grad_lse, expected)
+
+    def empty(self) -> None:
+        """Free the memory of the gradient until `refill`."""
+        if self.grad is not None:
+            self.grad.untyped_storage().resize_(0)
+
+    def refill(self) -> None:
+        """Allocate the gradient that `empty` freed, of an example that has its values."""
+        if self.grad is not None and self.example.grad is not None:
+            self.grad.untyped_storage().resize_(self.grad.numel() * self.grad.itemsize)
+            where = (slice(None), self.rows[:, None], self.heads)
+            self.grad.zero_()[where] = self.example.grad[where]
 
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
         """Run the candidate at full size; its tensors by name.
@@ -206,6 +242,8 @@ def draw(problem: Problem, seed: int, pairs: int) -> tuple[Tensor, Tensor]:
     """Draw the query rows and heads to compare: all if that is little work, else first, last and some between."""
     generator = torch.Generator().manual_seed(seed)
     few = max(1, KEY_BYTES // (problem.batch * problem.k_len * problem.head_dim * 8))
+    if pairs < FEW_PAIRS:
+        few = min(few, max(FEWEST_HEADS, pairs // (problem.batch * problem.k_len * FEWEST_ROWS)))
     heads = _sample(problem.heads, few, generator)
     rows = max(FEWEST_ROWS, pairs // (problem.batch * len(heads) * problem.k_len))
     return _sample(problem.q_len, rows, generator), heads

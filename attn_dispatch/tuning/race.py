@@ -6,24 +6,36 @@ And a short one, which checks another machine's choice against the static choice
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
-from attn_dispatch.store.decision import CandidateId, Row
+from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, finite, shares_builds, static_choice
-from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, SHORTEST_MS, CudaStopwatch, HostStopwatch, Stopwatch
-from attn_dispatch.tuning.example import Example, example_bytes, make_timed
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected, ending_on_lost_device
+from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, shares_builds, static_choice
+from attn_dispatch.tuning.choice import Admitted, Rejected
+from attn_dispatch.tuning.clocks import (
+    LONGEST_DISTURBED_MS,
+    RETAKES,
+    SHORTEST_MS,
+    CudaStopwatch,
+    HostStopwatch,
+    Stopwatch,
+)
+from attn_dispatch.tuning.example import Example, example_bytes, make
+from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, ending_on_failure, time_in_rounds
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, exhausted, sampled_in_rounds
 
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
@@ -42,24 +54,29 @@ class Race:
     """One race; all tables are keyed by candidate title.
 
     `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
-    the fastest one's.
+    the fastest one's. `clock` measures the budget, in seconds; `stepped` is whether other code runs between two steps.
+    Candidates whose calls take more than `longest_ms` milliseconds are skipped.
     """
 
     request: Request
     runners: dict[str, tuple[Candidate, Admitted]]
     incumbent: str
+    clock: Callable[[], float] = time.perf_counter
+    stepped: bool = False
+    longest_ms: float = math.inf
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
     plan_ms: dict[str, float] = field(default_factory=dict[str, float])  #: of a first call in this thread, on CUDA
+    _stopwatch: _MarkedStopwatch | None = None
 
     @property
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self, example: Example, remaining_s: float | None, disturbed_s: float | None = None) -> None:
+    def run(self, example: Example, remaining_s: float | None, disturbed_s: float | None = None) -> Steps[None]:
         """Time the candidates round by round, within what remains of the budget (seconds); `disturbed_s` if that is
-        more, and other programs take the cores.
+        more, and other programs take the cores. Where other code runs between two steps, call `pause` before it.
         """
         self._skip_slowest(remaining_s)
         racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.skipped}
@@ -71,7 +88,15 @@ class Race:
             return
         guard.end_idle_threads()  # they would occupy cores during the timing
         calls = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
-        self.rounds = self._time(calls, remaining_s, disturbed_s)
+        try:
+            self.rounds = yield from self._time(calls, remaining_s, disturbed_s)
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """Lift the limit of memory and remove the crash markers until the next sample."""
+        if self._stopwatch is not None:
+            self._stopwatch.pause()
 
     def remove(self, name: str) -> None:
         """Take a candidate out of the choice: it was timed, and its results proved wrong."""
@@ -125,6 +150,30 @@ class Race:
             error=admitted.error,
         )
 
+    def all_rows(
+        self, candidates: Sequence[Candidate], others: Mapping[str, Row], prior: Decision | None, chosen: Candidate
+    ) -> Iterator[Row]:
+        """The rows of the decision: those of this race, else the `others`, else those of the prior decision."""
+        earlier = {} if prior is None else {row.id: row for row in prior.candidates}
+        for candidate in candidates:
+            known = earlier.get(candidate.id)
+            row = self.row(candidate) or others.get(candidate.title) or candidate.row
+            row = row or self._earlier_row(known, candidate, chosen)
+            if row.status == "failed" and known is not row:  # later trials retry it less often
+                again = known is not None and (known.status, known.version) == ("failed", row.version)
+                row = msgspec.structs.replace(row, failures=1 + ((known.failures or 1) if again and known else 0))
+            yield row
+
+    def _earlier_row(self, row: Row | None, candidate: Candidate, chosen: Candidate) -> Row:
+        """The prior row of a candidate not measured again, compared with the chosen one's times."""
+        if row is None:
+            return candidate.measured_row("not_measured", "was not available when the trial began")
+        if row.status not in TIMED or row.low_ms is None:
+            return row
+        status = "slower" if row.low_ms > self.rounds.timings[chosen.title].high_ms else "tie"
+        relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
+        return msgspec.structs.replace(row, status=status, open=False, **relative)
+
     def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
         timing, admitted = self.rounds.timings[candidate.title], self.runners[candidate.title][1]
         if self.rounds.load.disturbed:  # what is stored is what the machine can do when left alone
@@ -144,7 +193,7 @@ class Race:
             ratio=outcome.ratio,
             ratio_low=outcome.ratio_low,
             ratio_high=outcome.ratio_high,
-            break_even=finite(outcome.break_even),
+            break_even=outcome.break_even,
             open=outcome.open,
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
@@ -168,7 +217,7 @@ class Race:
         )
 
     def _skip_slowest(self, remaining_s: float | None) -> None:
-        """Skip candidates that are hopeless by their first calls, where the budget is short of rounds.
+        """Skip candidates that are hopeless by their first calls, where the budget is short of rounds, or too long.
 
         Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
         times of short calls, which one-time work or, on a busy machine, preemption may have made.
@@ -183,43 +232,35 @@ class Race:
         for name in sorted(times, key=lambda name: -times[name]):
             rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
             factor = 1.0 if name != self.incumbent else INCUMBENT_FACTOR
-            if rounds >= ENOUGH_ROUNDS or ratio < factor * HOPELESS_RATIO or times[name] <= doubtful_ms:
+            hopeless = rounds < ENOUGH_ROUNDS and ratio >= factor * HOPELESS_RATIO
+            too_long = times[name] > self.longest_ms and name != self.incumbent
+            if not (hopeless or too_long) or times[name] <= doubtful_ms:
                 return
             self.skipped[name] = times.pop(name) / least
 
-    def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Rounds:
+    def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Steps[Rounds]:
         device = self.problem.device
-        with guard.capped(device), ExitStack() as stack:
-            marked = {
-                call: (self.runners[name][0], stack.enter_context(self._marker(name))) for name, call in calls.items()
-            }
-            cuda = CudaStopwatch(device) if device.type == "cuda" else None
-            stopwatch = _MarkedStopwatch(cuda or HostStopwatch(reading=Load.so_far), self.request, marked)
-            failures: dict[str, Exception] = {}
-            if cuda is not None:
-                self.plan_ms, failures = _call_untimed(calls, stopwatch)
-                cuda.warm()
-            rounds = time_in_rounds(
-                {name: call for name, call in calls.items() if name not in failures},
-                budget_s=budget_s,
-                disturbed_budget_s=disturbed_s,
-                short_of_rounds=cuda is None,
-                stopwatch=stopwatch,
-                incumbents=(self.incumbent,),
-                first_ms={name: self.runners[name][1].call_ms for name in calls},
-                extra_ms={name: self._plan_share_ms(name) for name in calls},
-            )
-            return replace(rounds, failures=failures | rounds.failures)
-
-    @contextmanager
-    def _marker(self, name: str) -> Iterator[CrashMarker]:
-        """A crash marker for one candidate, paused except while that candidate is being sampled."""
-        candidate = self.runners[name][0]
-        where, version = self.request.silicon, candidate.version
-        title = candidate.problem_title(self.problem)
-        with crash_marker(cache_folder(), where, candidate.name, version, title, patience_s=timeout_s()) as marker:
-            marker.pause()
-            yield marker
+        cuda = CudaStopwatch(device) if device.type == "cuda" else None
+        host = HostStopwatch(reading=Load.so_far, retakes=0 if self.stepped else RETAKES)  # a step is one sample
+        candidates = {call: self.runners[name][0] for name, call in calls.items()}
+        stopwatch = self._stopwatch = _MarkedStopwatch(cuda or host, self.request, candidates)
+        failures: dict[str, Exception] = {}
+        if cuda is not None:
+            cuda.warms = not self.stepped
+            self.plan_ms, failures = yield from _call_untimed(calls, stopwatch)
+            cuda.warm()
+        rounds = yield from sampled_in_rounds(
+            {name: call for name, call in calls.items() if name not in failures},
+            budget_s=budget_s,
+            disturbed_budget_s=disturbed_s,
+            short_of_rounds=cuda is None,
+            clock=self.clock,
+            stopwatch=stopwatch,
+            incumbents=(self.incumbent,),
+            first_ms={name: self.runners[name][1].call_ms for name in calls},
+            extra_ms={name: self._plan_share_ms(name) for name in calls},
+        )
+        return replace(rounds, failures=failures | rounds.failures)
 
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""
@@ -234,7 +275,7 @@ class Race:
         return min(admitted.first_ms, self.plan_ms.get(name, math.inf))
 
 
-def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> tuple[dict[str, float], dict[str, Exception]]:
+def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> Steps[tuple[dict[str, float], dict[str, Exception]]]:
     """Call every candidate once: the milliseconds, and the exceptions of those that failed.
 
     Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's. The
@@ -243,18 +284,22 @@ def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> tuple[dict[str, float],
     times: dict[str, float] = {}
     failures: dict[str, Exception] = {}
     for name, call in calls.items():
+        yield 0.0
         with ending_on_failure(name, failures):
             times[name] = stopwatch.mean_ms(call)
     return times, failures
 
 
-@dataclass(frozen=True)
+@dataclass
 class _MarkedStopwatch:
-    """A stopwatch that resumes a candidate's crash marker while it samples the candidate's call."""
+    """A stopwatch that caps memory, and has a crash marker for each call that is paused but while it is sampled."""
 
     stopwatch: Stopwatch
     request: Request
-    marked: Mapping[Callable[[], object], tuple[Candidate, CrashMarker]]
+    candidates: Mapping[Callable[[], object], Candidate]
+    markers: dict[Callable[[], object], CrashMarker] = field(default_factory=dict[Callable[[], object], CrashMarker])
+    entered: ExitStack = field(default_factory=ExitStack)
+    samples: Counter[Callable[[], object]] = field(default_factory=Counter[Callable[[], object]])
 
     @property
     def load(self) -> Load:
@@ -278,12 +323,27 @@ class _MarkedStopwatch:
         with self._marked(call):
             return self.stopwatch.cold_ms(call)
 
+    def pause(self) -> None:
+        """Lift the cap and remove the markers until the next sample."""
+        self.markers.clear()
+        self.entered.close()
+
     @contextmanager
     def _marked(self, call: Callable[[], object]) -> Iterator[None]:
-        candidate, marker = self.marked[call]
+        candidate, problem = self.candidates[call], self.request.problem
+        if not self.markers:
+            self.entered.enter_context(guard.capped(problem.device))
+        marker = self.markers.get(call)
+        if marker is None:
+            names = self.request.silicon, candidate.name, candidate.version, candidate.problem_title(problem)
+            made = crash_marker(cache_folder(), *names, patience_s=timeout_s())
+            marker = self.markers[call] = self.entered.enter_context(made)
+            marker.pause()
+            marker.calls = self.samples[call]
         marker.resume()
+        self.samples[call] += 1
         try:
-            with ending_on_lost_device(candidate, self.request.problem, self.request.address):
+            with ending_on_lost_device(candidate, problem, self.request.address):
                 yield
         finally:
             marker.pause()
@@ -304,10 +364,10 @@ def why_refuted(request: Request, name: CandidateId) -> str:
         return f"{titled(*name)} cannot run"
     try:
         with reference():
-            example, _ = make_timed(request.problem)
+            example = make(request.problem, on_device=True)
         gate = Gate(request.problem, request.address, example, FEW_PAIRS)
         why = "" if decided is static else _why_slower(request, gate, example, decided, static)
-        rejected = None if why else gate.check_hard_cases(decided)
+        rejected = None if why else exhausted(gate.check_hard_cases(decided))
     except NoReference as error:
         return f"too little memory to check it ({error})"
     return why if rejected is None else rejected.reason
@@ -325,7 +385,7 @@ def _why_slower(request: Request, gate: Gate, example: Example, decided: Candida
     if not clear or request.problem.device.type == "cuda":
         runners = {decided.title: (decided, mine), static.title: (static, other)}
         race = Race(request, runners, static.title)
-        race.run(example, max(CHECK_S, CHECK_ROUNDS * sum(times.values()) / 1e3))
+        exhausted(race.run(example, max(CHECK_S, CHECK_ROUNDS * sum(times.values()) / 1e3)))
         times |= {title: min(timing.samples_ms) for title, timing in race.rounds.timings.items()}
     forget = getattr(static.backend, "forget", None)
     if forget is not None:

@@ -15,9 +15,10 @@ import random
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar, cast
 
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, HostStopwatch, Stopwatch, calibrate
@@ -38,6 +39,10 @@ FAR_SLOWER = 1.5  #: ratio of the fastest samples from which a candidate is reti
 SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them add nothing
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 _EXTRA_SAMPLES = 5
+
+T = TypeVar("T")
+#: Work in steps: yields, before each one, the seconds that it is expected to take; 0 where they are unknown or few.
+Steps: TypeAlias = Generator[float, None, T]
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,21 @@ class Rounds:
     load: Load = NO_LOAD
 
 
-def time_in_rounds(
+def time_in_rounds(calls: Mapping[str, Callable[[], object]], **options: Any) -> Rounds:
+    """All of :func:`sampled_in_rounds` at once; same arguments and errors."""
+    return exhausted(sampled_in_rounds(calls, **options))
+
+
+def exhausted(steps: Steps[T]) -> T:
+    """Run all steps; what they return."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(T, end.value)
+
+
+def sampled_in_rounds(
     calls: Mapping[str, Callable[[], object]],
     *,
     budget_s: float | None,
@@ -80,8 +99,10 @@ def time_in_rounds(
     incumbents: Collection[str] = (),
     first_ms: Mapping[str, float] | None = None,
     extra_ms: Mapping[str, float] | None = None,
-) -> Rounds:
+) -> Steps[Rounds]:
     """Time the calls against one another: every survivor once per round, in shuffled order.
+
+    Yields, before each candidate's sample, the seconds that it is expected to take.
 
     First calls: each call runs once in the given order, unless ``first_ms`` already has its milliseconds.
 
@@ -127,12 +148,12 @@ def time_in_rounds(
         rules=_Rules(margin, resolution, target, frozenset(incumbents), extra_ms or {}),
         order=random.Random(seed),
     )
-    timer.run_first_calls(calls, first_ms or {})
-    timer.run_warm_round()
+    yield from timer.run_first_calls(calls, first_ms or {})
+    yield from timer.run_warm_round()
     if short_of_rounds:
         timer.drop_slowest()
-    timer.run_rounds(min_rounds, max_rounds, start_s)
-    timer.sample_host_and_cold_ms()
+    yield from timer.run_rounds(min_rounds, max_rounds, start_s)
+    yield from timer.sample_host_and_cold_ms()
     retired = frozenset(timer.retired)
     return Rounds(
         timer.timings(),
@@ -231,33 +252,37 @@ class _RoundTimer:
     short_of_time: frozenset[str] = frozenset()
     rounds: int = 0
 
-    def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> None:
+    def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> Steps[None]:
         for name, call in calls.items():
+            if name not in known_ms:
+                yield 0.0
             with self._ending_on_failure(name):
                 first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
                 self.candidates[name] = _Timed(call, first_ms)
 
-    def run_warm_round(self) -> None:
+    def run_warm_round(self) -> Steps[None]:
         hopeless = self._hopeless_among({name: candidate.first_ms for name, candidate in self.candidates.items()})
         for name, candidate in self._shuffled():
             if name in hopeless and self.clock() >= self.end_s:
                 candidate.samples_ms.append(candidate.first_ms)
                 self.dropped[name] = hopeless[name]
                 continue
+            yield candidate.first_ms / 1e3
             with self._ending_on_failure(name):
                 candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
                 candidate.samples_ms.append(sample_ms)
         self.short_of_time = frozenset(self.dropped)
-        self._drop_hopeless()
+        yield from self._drop_hopeless()
         self.rounds += bool(self.running())
 
-    def _drop_hopeless(self) -> None:
+    def _drop_hopeless(self) -> Steps[None]:
         """Drop hopeless candidates by the better of two runs: a single one may have been disturbed."""
         least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
         for name in self._hopeless_among(least_ms):
             candidate = self.candidates[name]
             first_call_was_slow = candidate.first_ms > 2 * candidate.samples_ms[0]
             if first_call_was_slow and self.clock() < self.end_s:
+                yield candidate.sample_s()
                 with self._ending_on_failure(name):
                     least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(candidate.call, candidate.repeats))
         running = self.running().keys()
@@ -284,7 +309,7 @@ class _RoundTimer:
         end_s = max(self.end_s, self.disturbed_end_s) if self.stopwatch.load.disturbed else self.end_s
         return end_s - self.clock()
 
-    def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> None:
+    def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> Steps[None]:
         next_look = min_rounds
         while self.rounds < max_rounds and self.running():
             if self.rounds >= next_look:
@@ -294,24 +319,28 @@ class _RoundTimer:
             limit_s = min((most for rounds, most in TIME_LIMITS_S.items() if self.rounds >= rounds), default=math.inf)
             if self.clock() - start_s >= limit_s or not self._next_round_fits():
                 break
-            self.run_round()
+            yield from self.run_round()
 
-    def run_round(self) -> None:
+    def run_round(self) -> Steps[None]:
         for name, candidate in self._shuffled():
+            yield candidate.sample_s()
             with self._ending_on_failure(name):
                 candidate.samples_ms.append(self.stopwatch.mean_ms(candidate.call, candidate.repeats))
         self.rounds += bool(self.running())
 
-    def sample_host_and_cold_ms(self) -> None:
+    def sample_host_and_cold_ms(self) -> Steps[None]:
         for name, candidate in self.running().items():
             with self._ending_on_failure(name):
                 candidate.device_ms = self.stopwatch.device_ms(candidate.call)
                 candidate.host_ms = self.stopwatch.host_ms(candidate.call)
-                candidate.cold_ms = self._median_of(self.stopwatch.cold_ms, candidate)
+                candidate.cold_ms = yield from self._median_of(self.stopwatch.cold_ms, candidate)
 
-    def _median_of(self, sample: Callable[[Callable[[], object]], float | None], candidate: _Timed) -> float | None:
+    def _median_of(
+        self, sample: Callable[[Callable[[], object]], float | None], candidate: _Timed
+    ) -> Steps[float | None]:
         samples: list[float] = []
         while len(samples) < _EXTRA_SAMPLES and self.clock() + candidate.sample_s() <= self.end_s:
+            yield candidate.sample_s()
             sample_ms = sample(candidate.call)
             if sample_ms is None:
                 return None

@@ -4,17 +4,17 @@ The incumbent is the prior decision's choice, else the static choice. It runs fi
 less work and might otherwise get no time; `choice` says what replaces it. With a prior decision only changed candidates
 are measured again, with the best unchanged one for comparison. The chosen candidate must pass the hard cases.
 
-Where a caller waits, the trial may take some tens of the problem's own calls, and everything that it does counts.
+Where a caller waits, the trial may take some tens of the problem's own calls, and everything that it does counts. A
+trial can also be taken in steps, between calls of the program: each is one call of a candidate, or some milliseconds.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import Any
 
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
@@ -23,25 +23,17 @@ from attn_dispatch.machine import load, memory
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import one_line, printable
-from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.candidates import (
-    Candidate,
-    Request,
-    current_environment,
-    finite,
-    first_call_ms,
-    flops,
-    shares_builds,
-    static_choice,
-)
-from attn_dispatch.tuning.example import Example, example_bytes, make_timed
-from attn_dispatch.tuning.gate import Admitted, Gate, Rejected
-from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, NoReference, reference
+from attn_dispatch.tuning import candidates, guard
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
+from attn_dispatch.tuning.choice import Admitted, Rejected
+from attn_dispatch.tuning.example import Example, example_bytes, made_timed
+from attn_dispatch.tuning.gate import Gate
+from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
 from attn_dispatch.tuning.race import Race
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted
 
 # Of a trial that a caller waits for.
 FIXED_S = 0.1  #: seconds that it may take for a problem of microseconds
@@ -50,12 +42,23 @@ SHORT_S = 0.02  #: seconds of a first call that are always left
 RACE_S, RACE_CALLS = 0.02, 6  #: seconds and calls of the fastest candidate that a race gets at least
 BUSY_FACTOR = 4  #: factor on all seconds where other programs take the cores: calls take longer, samples are repeated
 
-LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
+# Of a trial that is taken in steps between calls of the program.
+STEP_S, STEP_SHARE = 0.02, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
+STEP_CALLS = 1.25  #: the same of long calls: calls of the first candidate
+CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to take
+BACKWARD_CALLS = 3.5  #: forward and backward pass in forward passes, as expected before one was timed
+
 RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
 LAST_RESORT_RATE = 0.25  #: the same for the last resort, which writes the matrix of scores to memory several times
 
 
-def run_trial(
+def run_trial(request: Request, budget_s: float | None, **options: Any) -> Decision | None:
+    """All steps of `trial_of` at once, with the same arguments; the decision, or None if nothing could be measured."""
+    trial = trial_of(request, budget_s, **options)
+    return None if trial is None else exhausted(trial.steps())
+
+
+def trial_of(
     request: Request,
     budget_s: float | None,
     *,
@@ -63,8 +66,10 @@ def run_trial(
     prior: Decision | None = None,
     changed: Collection[CandidateId] | None = None,
     first: CandidateId | None = None,
-) -> Decision | None:
-    """Measure the candidates of a problem and choose.
+    live_s: float | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Trial | None:
+    """A trial that measures the candidates of a problem and chooses; None without a candidate.
 
     Args:
         budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
@@ -74,99 +79,23 @@ def run_trial(
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
         first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
             that the budget suffices for.
-
-    Returns:
-        The decision, or None if nothing could be measured: no candidate, or no memory for a trial (warned once).
-
-    Raises:
-        BackendFailed: a candidate left the device unusable.
+        live_s: seconds of a call of the program, where the trial is taken in steps between such calls: then only
+            `budget_s` limits it, and no candidate is tried whose call takes much longer (`STEP_CALLS`).
+        clock: seconds that the trial has taken, from any start; time.perf_counter if None.
     """
     # The reference computes a few rows at a time: besides a candidate's call, only the example needs memory.
     problem = request.problem
     found = request.candidates_with(example_bytes(problem))
     first = first if prior is None else prior.chosen
-    runners = _to_measure(problem, found, prior, changed, first)
+    budget_s = None if budget_s == math.inf else budget_s
+    runners = to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    trial = _Trial(request, found, runners, budget_s, prior, waiting)
-    try:
-        trial.run()
-    except Exception as error:
-        if not isinstance(error, NoReference) and not guard.is_shortage(error):
-            raise
-        why = f"to check results: {printable(str(problem))} ({error})"
-        if not isinstance(error, NoReference):
-            why = f"for a trial: {printable(str(problem))} ({one_line(error)})"
-        say_once(f"not measured, too little memory {why}")
-        trial.chosen = None
-    if trial.chosen is None:
-        memory.release(problem.device)  # only here: in the handler the exception still references tensors
-    trial.release()
-    if trial.chosen is None:
-        return None
-    trial.clear_strikes()
-    return trial.decision(trial.chosen)
-
-
-def passes_hard_cases(request: Request, name: CandidateId) -> bool:
-    """Whether a candidate that no trial of this problem has chosen passed the hard cases, or passes them now.
-
-    Raises:
-        BackendFailed: it left the device unusable.
-    """
-    candidate = next((each for each in request.able if each.id == name), None)
-    try:
-        return candidate is not None and Gate(request.problem, request.address).check_hard_cases(candidate) is None
-    except Exception as error:
-        if not isinstance(error, NoReference) and not guard.is_shortage(error):
-            raise
-        return False
-
-
-def _to_measure(
-    problem: Problem,
-    found: list[Candidate],
-    prior: Decision | None,
-    changed: Collection[CandidateId] | None,
-    first: CandidateId | None,
-) -> list[Candidate]:
-    """The candidates to measure, in order: the first, then by increasing work, as less work is likely faster.
-
-    Of those with about the same work, the ones that move less memory come first.
-    """
-    able = {candidate.id: candidate for candidate in found if candidate.row is None}
-    names = set(able)
-    if prior is not None and changed is not None:
-        names &= {*changed, prior.chosen, *_best_unchanged(prior, able.keys() - set(changed))}
-    measurable = [able[name] for name in able if name in names]
-    leading = next((each for each in measurable if each.id == first), None) or static_choice(measurable)
-    rest = sorted((each for each in measurable if each is not leading), key=lambda each: _effort(each, problem))
-    if prior is None and first is None and leading is not None and _has_far_less_work(rest, leading, problem):
-        leading, rest = rest[0], [leading, *rest[1:]]
-    return rest if leading is None else [leading, *rest]
-
-
-def _effort(candidate: Candidate, problem: Problem) -> tuple[int, int, float]:
-    """Octaves of declared work, then declared memory, then work itself; 0 where the work is unknown."""
-    work = flops(candidate, problem) or 0.0
-    return round(math.log2(work)) if work >= 1 else 0, candidate.workspace_bytes, work
-
-
-def _has_far_less_work(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
-    """Whether the least work of the others is at most 1 / `LESS_WORK_FACTOR` of the first one's."""
-    least, whole = (flops(rest[0], problem) if rest else None), flops(first, problem)
-    return bool(least and whole and least * LESS_WORK_FACTOR <= whole)
-
-
-def _best_unchanged(prior: Decision, names: Collection[CandidateId]) -> list[CandidateId]:
-    """The fastest unchanged candidate, measured again so that ratios to it are paired."""
-    timed = [row for row in prior.candidates if row.id in names and row.median_ms is not None]
-    best = min(timed, key=lambda row: (row.id != prior.chosen, row.median_ms), default=None)
-    return [] if best is None else [best.id]
+    return Trial(request, found, runners, budget_s, prior, waiting, live_s, clock or time.perf_counter)
 
 
 @dataclass
-class _Trial:
+class Trial:
     """One trial; all tables are keyed by candidate title."""
 
     request: Request
@@ -175,7 +104,9 @@ class _Trial:
     budget_s: float | None
     prior: Decision | None
     waiting: bool = False
-    start: float = field(default_factory=time.perf_counter)
+    live_s: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+    start: float = field(init=False)
     calm: bool = field(default_factory=lambda: load.is_calm())
     outside_s: float = 0.0  #: seconds of `prepare`, and of drawing an example on CUDA
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
@@ -185,38 +116,106 @@ class _Trial:
     untried: list[str] = field(default_factory=list[str])  #: skipped for lack of time, though they may be the fastest
     race: Race | None = None
     chosen: Candidate | None = None
+    gate: Gate | None = None  #: while its example is needed
+    emptied: bool = False
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
 
     @property
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self) -> None:
-        """Admit, time and choose: `chosen` is None if nothing could be measured. Raises NoReference, BackendFailed."""
-        with reference():
-            example, self.outside_s = make_timed(self.problem)
-        gate = Gate(self.problem, self.request.address, example, FEW_PAIRS if self.waiting else PAIRS)
+    def steps(self) -> Steps[Decision | None]:
+        """Run the trial; the decision, or None if nothing could be measured: no memory for a trial (warned once).
+
+        Where other code runs between two steps, call `pause` before it and `resume` after it.
+
+        Raises:
+            BackendFailed: a candidate left the device unusable.
+        """
+        try:
+            yield from self._measure()
+        except Exception as error:
+            unchecked = isinstance(error, NoReference)
+            if not unchecked and not guard.is_shortage(error):
+                raise
+            what, why = ("to check results", str(error)) if unchecked else ("for a trial", one_line(error))
+            say_once(f"not measured, too little memory {what}: {printable(str(self.problem))} ({why})")
+            self.chosen = None
+        self.gate = None
+        self._clear_all_tables()
+        if self.chosen is None:
+            memory.release(self.problem.device)  # only here: in the handler the exception still references tensors
+            return None
+        self._clear_strikes()
+        return self._decision(self.chosen)
+
+    def pause(self, most_bytes: float) -> int:
+        """Give back what other code must not find; bytes of the tensors that stay, `most_bytes` at most."""
+        guard.end_idle_threads()
+        if self.race is not None:
+            self.race.pause()
+        if self.gate is None or self.emptied:
+            return 0
+        need = 2 * example_bytes(self.problem)  # the gradients of the reference too
+        if need <= most_bytes:
+            return need
+        self.gate.empty()
+        self.emptied = True
+        return 0
+
+    def resume(self) -> None:
+        """Make again what `pause` gave back. Raises NoReference."""
+        if self.emptied and self.gate is not None:
+            with reference():
+                self.gate.refill()
+        self.emptied = False
+
+    def _measure(self) -> Steps[None]:
+        """Admit, time and choose: `chosen` is None if nothing could be measured."""
+        example, self.outside_s = yield from referenced(made_timed(self.problem, self.clock), self.problem)
+        stepped = self.live_s is not None
+        pairs = STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS
+        gate = self.gate = Gate(self.problem, self.request.address, example, pairs, stepped)
+        yield from gate.evaluate()
         for candidate in self.runners:
             if candidate.title in self.rows:
                 continue
             reason, need_s = self._reason_to_skip(candidate, gate)
             if reason:
                 may_win = candidate.title in self.untried
-                more = {"need_ms": finite(_ms(need_s)), "open": may_win}
+                more = {"need_ms": round(need_s * 1e3, 3), "open": may_win}
                 self.rows[candidate.title] = candidate.measured_row("not_measured", reason, **more)
                 continue
+            yield CHECK_S + self._expected_s(candidate)
             found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
                 # What is kept on disk is compiled once per machine, as by `prepare`.
-                self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * shares_builds(candidate)
+                self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * candidates.shares_builds(candidate)
             else:
                 self._reject(candidate, found)
-        self._race(example)
+        yield from self._race(example)
+        self.gate = gate.example = None
+        gate.__dict__.pop("_oracle", None)
         del example
-        self._choose(gate)
+        yield from self._choose(gate)
         self.case_problems = gate.case_problems
 
-    def _choose(self, gate: Gate) -> None:
+    def _expected_s(self, candidate: Candidate) -> float:
+        """Seconds of a candidate's call, by its work and the rate of the first one."""
+        if (first := self._first_admitted()) is None:
+            return (self.live_s or 0.0) * (BACKWARD_CALLS if self.problem.needs_grad else 1)
+        rate = LAST_RESORT_RATE if candidate.name == registry.LAST_RESORT else 1.0
+        return self.admitted[first.title].call_ms / 1e3 * self._work_ratio(candidate, first) / rate
+
+    def _work_ratio(self, candidate: Candidate, first: Candidate) -> float:
+        """The candidate's work relative to the first one's; 1 where it is unknown."""
+        work = [flops(each, self.problem) for each in (candidate, first)]
+        return work[0] / work[1] if work[0] is not None and work[1] else 1.0
+
+    def _choose(self, gate: Gate) -> Steps[None]:
         """Choose the best candidate that passes the hard cases; all timed ones run them if no caller waits."""
         if self.race is None:
             return
@@ -226,11 +225,10 @@ class _Trial:
             title = self.race.choose()
             if title is not None and by_title[title] not in due:
                 due.append(by_title[title])
-            rejected = {
-                each.title: found
-                for each in due
-                if (found := gate.check_hard_cases(each, waiting=self.waiting)) is not None
-            }
+            rejected: dict[str, Rejected] = {}
+            for each in due:
+                found = yield from gate.check_hard_cases(each, waiting=self.waiting)
+                rejected |= {} if found is None else {each.title: found}
             due.clear()
             for name, found in rejected.items():
                 self.race.remove(name)
@@ -239,7 +237,7 @@ class _Trial:
                 self.chosen = None if title is None else by_title[title]
                 return
 
-    def release(self) -> None:
+    def _clear_all_tables(self) -> None:
         """Clear the backends' tables for the trial's problems, except the chosen backend's for this one."""
         for backend in {candidate.name: candidate.backend for candidate in self.runners}.values():
             try:
@@ -247,7 +245,7 @@ class _Trial:
             except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
                 say_once(f"{backend.name} failed to clear its tables: {one_line(error)}")
 
-    def clear_strikes(self) -> None:
+    def _clear_strikes(self) -> None:
         """Forget the deaths and hangs of the versions that passed the gate and did not fail in the race."""
         failures = {} if self.race is None else self.race.rounds.failures
         quarantine = Quarantine(cache_folder(), self.request.silicon)
@@ -264,6 +262,16 @@ class _Trial:
         elif release is not None:
             release()
 
+    @property
+    def first_call_s(self) -> float | None:
+        """Seconds of a call of the first candidate, as the gate took it; None before."""
+        first = self._first_admitted()
+        return None if first is None else self.admitted[first.title].call_ms / 1e3
+
+    def _first_admitted(self) -> Candidate | None:
+        """The admitted candidate that ran first."""
+        return next((candidate for candidate in self.runners if candidate.title in self.admitted), None)
+
     def _incumbent(self) -> str | None:
         """The title of the incumbent: the prior choice, else the static choice, among the admitted."""
         admitted = [candidate for candidate in self.candidates if candidate.title in self.admitted]
@@ -272,9 +280,9 @@ class _Trial:
         return None if incumbent is None else incumbent.title
 
     def _remaining_s(self) -> float | None:
-        spent = time.perf_counter() - self.start - self.outside_s
+        spent = self.clock() - self.start - self.outside_s
         most = [] if self.budget_s is None else [self.budget_s]
-        if self.waiting and self.admitted:
+        if self.waiting and self.admitted and self.live_s is None:
             most.append(FIXED_S * (1 if self.calm else BUSY_FACTOR) + CALLS * self._call_s())
         return min(most) - spent if most else None
 
@@ -282,33 +290,29 @@ class _Trial:
         """Seconds of a call of the fastest candidate so far."""
         return min(admitted.call_ms for admitted in self.admitted.values()) / 1e3
 
-    @property
-    def attempts(self) -> int:
-        """Earlier trials of the problem whose choice was provisional."""
-        return 0 if self.prior is None else self.prior.attempts
-
     def _reason_to_skip(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
         """Why a candidate is skipped, with the seconds it would need; empty if it is not.
 
         It is skipped if its one-time work or its estimated calls would exceed the rest of the budget.
         """
-        first = next((each for each in self.runners if each.title in self.admitted), None)
-        remaining = self._remaining_s()
+        first, remaining = self._first_admitted(), self._remaining_s()
         if remaining is None or first is None:
             return "", 0.0
-        if self.waiting and first_call_ms(candidate, self.problem) and isinstance(self.problem.pattern.natural, Dense):
+        compiles_s = candidates.first_call_ms(candidate, self.problem) / 1e3
+        if self.waiting and compiles_s and isinstance(self.problem.pattern.natural, Dense):
             return f"compiles first: a call that {first.title} serves by one kernel does not wait for that", 0.0
         left_s = max(remaining, SHORT_S if self.waiting else 0.0)
         first_s = gate.builds_ms(candidate) / 1e3
+        if self.live_s is not None and (reason := self._too_long(candidate, first, max(first_s, compiles_s))):
+            return reason, first_s + self._expected_s(candidate) * ENOUGH_ROUNDS
         if first_s > left_s:
             return (
                 f"its first calls, the checks' too, take about {first_s:.3g} s more than later ones, with "
                 f"{left_s:.3g} s of the budget left: `attn-dispatch profile --full` measures it"
             ), first_s
-        work = [flops(each, self.problem) for each in (candidate, first)]
-        if work[0] is None or not work[1]:
+        if flops(candidate, self.problem) is None or not flops(first, self.problem):
             return "", 0.0
-        ratio = work[0] / work[1]
+        ratio = self._work_ratio(candidate, first)
         rate = RATE_FACTOR if candidate.name != registry.LAST_RESORT else LAST_RESORT_RATE
         least_s = self.admitted[first.title].call_ms / 1e3 * ratio / rate
         need_s = first_s + least_s * max(rate, 1.0) * ENOUGH_ROUNDS
@@ -325,6 +329,25 @@ class _Trial:
                 f"compare the others"
             ), need_s
         return "", 0.0
+
+    @property
+    def _longest_s(self) -> float:
+        """Seconds of a candidate's call from which it would delay a call of the program too much."""
+        call_s = self.first_call_s if self.live_s is not None else None
+        return max(STEP_S + STEP_SHARE * call_s, STEP_CALLS * call_s) if call_s else math.inf
+
+    def _too_long(self, candidate: Candidate, first: Candidate, first_s: float) -> str:
+        """Why a candidate is not tried between calls of the program: a single one would be delayed too long."""
+        need_s, later = first_s + self._expected_s(candidate), "between calls: `attn-dispatch profile` measures it"
+        if need_s > self._longest_s:
+            if first_s <= self._longest_s and self._work_ratio(candidate, first) < RATE_FACTOR:
+                self.untried.append(candidate.title)
+            return f"a first call of about {need_s:.3g} s is too long to be tried {later}"
+        prepared = getattr(candidate.backend, "prepared", None)
+        if hasattr(candidate.backend, "prepare") and not (prepared is not None and prepared()):
+            self.untried.append(candidate.title)
+            return f"has to be prepared, which takes too long {later}"
+        return ""
 
     def _reject(self, candidate: Candidate, found: Rejected) -> None:
         self.admitted.pop(candidate.title, None)
@@ -354,82 +377,43 @@ class _Trial:
         prepare = getattr(candidate.backend, "prepare", None)
         if prepare is None or candidate.name in self.prepared:
             return self.prepared.get(candidate.name)
-        start = time.perf_counter()
+        start = self.clock()
         try:
             found = self.prepared[candidate.name] = gate.prepare(candidate, prepare)
         finally:
-            self.outside_s += time.perf_counter() - start
+            self.outside_s += self.clock() - start
         return found
 
-    def _race(self, example: Example) -> None:
+    def _race(self, example: Example) -> Steps[None]:
         incumbent = self._incumbent()
         if incumbent is None:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        self.race = Race(self.request, runners, incumbent)
+        limits = self.live_s is not None, self._longest_s * 1e3
+        self.race = Race(self.request, runners, incumbent, self.clock, *limits)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s
             remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_FACTOR))
-        self.race.run(example, remaining, more_s)
+        yield from self.race.run(example, remaining, more_s)
 
-    def decision(self, chosen: Candidate) -> Decision:
+    def _decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None
         untried = f"no time was left to try {', '.join(self.untried)}" if self.untried else ""
         provisional = self.race.why_provisional() or untried
         remaining, load = self._remaining_s(), self.race.rounds.load
+        earlier = 0 if self.prior is None else self.prior.attempts  # provisional ones
         if not self.waiting and not load.disturbed and (remaining is None or remaining > self.race.round_s):
             provisional = ""  # it had more time, which would tell no more
         return self.request.decision(
             chosen.id,
             "measured",
-            self._counted_failures(self._final_rows()),
+            self.race.all_rows(self.candidates, self.rows, self.prior, chosen),
             provisional=provisional,
-            attempts=self.attempts + 1 if provisional else 0,
+            attempts=earlier + 1 if provisional else 0,
             load=load._asdict(),
-            budget_ms=None if self.budget_s is None else finite(self.budget_s * 1e3),
-            elapsed_ms=_ms(time.perf_counter() - self.start),
+            budget_ms=None if self.budget_s is None else self.budget_s * 1e3,
+            elapsed_ms=round((self.clock() - self.start) * 1e3, 3),
             environment=current_environment(),
         )
-
-    def _final_rows(self) -> Iterator[Row]:
-        assert self.race is not None
-        earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
-        for candidate in self.candidates:
-            raced = self.race.row(candidate)
-            if raced is not None:
-                yield raced
-            elif candidate.title in self.rows:
-                yield self.rows[candidate.title]
-            elif candidate.row is not None:
-                yield candidate.row
-            else:
-                yield self._earlier_row(earlier.get(candidate.id), candidate)
-
-    def _counted_failures(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Count the trials in a row in which a candidate's version failed, so that later trials retry it less often."""
-        earlier = {} if self.prior is None else {row.id: row for row in self.prior.candidates}
-        for row in rows:
-            known = earlier.get(row.id)
-            if row.status == "failed" and known is not row:
-                same = known is not None and (known.status, known.version) == ("failed", row.version)
-                row = msgspec.structs.replace(row, failures=1 + ((known.failures or 1) if same and known else 0))
-            yield row
-
-    def _earlier_row(self, row: Row | None, candidate: Candidate) -> Row:
-        """The prior row of a candidate not measured again, compared with the chosen one's times."""
-        assert self.chosen is not None
-        assert self.race is not None
-        if row is None:
-            return candidate.measured_row("not_measured", "was not available when the trial began")
-        if row.status not in TIMED or row.low_ms is None:
-            return row
-        best = self.race.rounds.timings[self.chosen.title]
-        status = "slower" if row.low_ms > best.high_ms else "tie"
-        relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
-        return msgspec.structs.replace(row, status=status, open=False, **relative)
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from attn_dispatch.backends import flex
-from attn_dispatch.decisions import torch_state
+from attn_dispatch.decisions import trial_limits
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
@@ -263,7 +263,7 @@ def compiled(of: Problem) -> tuple[Example, Oracle]:
         pytest.skip("; ".join(reasons))
     example = make(of)
     gate = Oracle.of(example)
-    with torch_state.isolated(of.device):  # as a trial runs it
+    with trial_limits.isolated(of.device):  # as a trial runs it
         assert gate.check(gate.run(flex)).failures == ()
     assert flex.first_call_ms(of) == 0
     return example, gate

@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_dispatch import attend, explain, profile, register
 from attn_dispatch.backends import manual
 from attn_dispatch.decisions import decide as decisions
+from attn_dispatch.decisions import trial_limits
 from attn_dispatch.decisions.observers import observing
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
@@ -310,7 +311,7 @@ def test_a_stored_decision_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -
     attend(*qkv(24))
     forget()
     trial_begun, go_on = threading.Event(), threading.Event()
-    measure = decisions.measure
+    measure = trial_limits.measure
 
     def slow_measure(*given: Any, **named: Any) -> Any:
         trial_begun.set()
@@ -375,7 +376,7 @@ def test_a_thread_learns_from_a_trial_that_it_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
     monkeypatch.setattr(decisions, "MIN_CONFIDENCE", 0.0)
     begun, looked = threading.Event(), threading.Event()
-    measure, sure = decisions.measure, decisions._DeviceSteps._sure
+    measure, sure = trial_limits.measure, decisions._DeviceSteps._sure
 
     def slow_measure(*given: Any, **named: Any) -> Any:
         begun.set()

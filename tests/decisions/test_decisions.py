@@ -173,7 +173,7 @@ def test_an_invalid_mode(mode: str, set_mode: Callable[[str], None]) -> None:
     set_mode(mode)
     with pytest.raises(InvalidInput) as raised:
         attend(*qkv())
-    assert str(raised.value) == f"$ATTN_DISPATCH_MODE must be one of tune, predict, locked, off, got {mode!r}"
+    assert str(raised.value) == f"$ATTN_DISPATCH_MODE must be one of tune, online, predict, locked, off, got {mode!r}"
 
 
 @pytest.mark.parametrize("budget", ["-1", "soon", "nan", "1s"])

@@ -12,7 +12,7 @@ import torch
 
 from attn_dispatch import attend, explain
 from attn_dispatch.decisions import drift as sentinel
-from attn_dispatch.decisions.torch_state import capturing
+from attn_dispatch.decisions.trial_limits import capturing
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of

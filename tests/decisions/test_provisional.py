@@ -130,13 +130,13 @@ def test_a_clock_that_was_set_back_delays_nothing(busy: Callable[[bool], None]) 
 
 def runs_of_hard_cases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    check = gate.Gate._case_failures
+    check = gate.Gate._case_checks
 
-    def counted_check(self: gate.Gate, candidate: Any, cases: Any) -> Any:
+    def counted_check(self: gate.Gate, candidate: Any, cases: Any, brief: bool) -> Any:
         found.append(candidate.title)
-        return check(self, candidate, cases)
+        return check(self, candidate, cases, brief)
 
-    monkeypatch.setattr(gate.Gate, "_case_failures", counted_check)
+    monkeypatch.setattr(gate.Gate, "_case_checks", counted_check)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_dispatch.decisions.rate_limit import RateLimit
+from attn_dispatch.decisions.trial_limits import RateLimit
 
 
 class Clock:

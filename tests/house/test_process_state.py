@@ -12,7 +12,7 @@ from attn_dispatch import attend, dispatch, process_state
 from attn_dispatch.decisions import decide
 from tests.house.test_architecture import MODULES
 
-#: What is held for a process's threads, calls and files, and must outlive what was decided.
+#: What is held for a process's threads, calls and files, or follows from arguments alone, and outlives decisions.
 HELD = {
     "backends.flex._compiled",
     "backends.sdpa_mask._masks",
@@ -25,6 +25,7 @@ HELD = {
     "store.crash_markers._notes",
     "store.crash_markers._own_markers",
     "tuning.guard._idle",
+    "tuning.hard_cases._cases",
 }
 
 

@@ -18,6 +18,7 @@ def test_there_are_some() -> None:
         "TRIAL_SECONDS",
         "TIMEOUT_S",
         "SENTINEL",
+        "OVERHEAD",
     }
 
 

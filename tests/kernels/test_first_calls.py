@@ -103,7 +103,7 @@ def test_kernels_on_disk_do_not_count_against_the_budget(
     backend = SimpleNamespace(first_call_ms=lambda problem: 1000.0, shares_builds=shares)
     gate, candidate = object.__new__(Gate), SimpleNamespace(backend=backend)
     monkeypatch.setattr(gate, "problem", problem_of(device="cpu"), raising=False)
-    monkeypatch.setattr(Gate, "_has_passed", lambda self, candidate: True)
+    monkeypatch.setattr(Gate, "has_passed", lambda self, candidate: True)
     assert gate.builds_ms(candidate) == counted_ms  # type: ignore[arg-type]
 
 

@@ -141,8 +141,13 @@ def test_release_empties_the_cuda_cache_only(name: str, emptied: int, monkeypatc
 def test_a_cuda_device_without_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda.get_per_process_memory_fraction takes an index or None, and raises for such a device."""
     asked: list[object] = []
+
+    def fraction(index: int | None) -> float:
+        asked.append(index)
+        return 1.0
+
     monkeypatch.setattr("torch.cuda.init", lambda: None)
-    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda index: asked.append(index) or 1.0)
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", fraction)
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device=None: 0)
     assert memory.peak_bytes(lambda: "result", torch.device("cuda")) == ("result", 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch.tuning import clocks, rounds, tuner
+from attn_dispatch.tuning import clocks, rounds
 
 
 class VirtualClock:
@@ -27,10 +27,8 @@ def install(clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials, their gate and their races go by this clock, instead of the machine's."""
     monkeypatch.setattr(time, "perf_counter", clock)
     # These have looked the machine's clock up already.
-    race: Any = rounds.time_in_rounds
+    race: Any = rounds.sampled_in_rounds
     monkeypatch.setitem(race.__kwdefaults__, "clock", clock)
     stopwatch: Any = clocks.HostStopwatch.__init__
     _, *others = stopwatch.__defaults__
     monkeypatch.setattr(stopwatch, "__defaults__", (clock, *others))
-    trial: Any = tuner._Trial
-    monkeypatch.setattr(tuner, "_Trial", lambda *given: trial(*given, start=clock()))

@@ -14,8 +14,10 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning import example, guard, tuner
 from attn_dispatch.tuning.candidates import Candidate, Request
-from attn_dispatch.tuning.gate import COMPILED_CASES, Admitted, Gate
+from attn_dispatch.tuning.choice import Admitted
+from attn_dispatch.tuning.gate import COMPILED_CASES, Gate
 from attn_dispatch.tuning.oracle import CheckResult
+from attn_dispatch.tuning.rounds import Steps, exhausted
 from tests.support.planted import Planted
 
 CUDA = torch.device("cuda", 0)
@@ -82,9 +84,13 @@ def test_others_ask_for_the_same_values_everywhere(monkeypatch: pytest.MonkeyPat
 
 
 def test_drawing_takes_nothing_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "make_timed", lambda problem: (example.make(problem), 100.0))
-    trial = tuner._Trial(Request.of(ON_CPU), [], [], 1.0, None)
-    trial.run()
+    def drawn(problem: Problem, clock: object) -> Steps[tuple[example.Example, float]]:
+        found = yield from example.made(problem)
+        return found, 100.0
+
+    monkeypatch.setattr(tuner, "made_timed", drawn)
+    trial = tuner.Trial(Request.of(ON_CPU), [], [], 1.0, None)
+    exhausted(trial._measure())
     remaining = trial._remaining_s()
     assert remaining is not None
     assert remaining > 99.0
@@ -126,7 +132,7 @@ def test_a_declared_first_call_is_waited_for(limits: list[float]) -> None:
     assert len(limits) == 2
     assert all(limit_s >= 30 + 10 * 4 for limit_s in limits)
     limits.clear()
-    assert gate.check_hard_cases(candidate) is None
+    assert exhausted(gate.check_hard_cases(candidate)) is None
     assert [limit_s >= 30 + 10 * 4 for limit_s in limits] == [True] * COMPILED_CASES + [False] * 2
 
 
@@ -134,7 +140,7 @@ def test_cases_that_need_no_compiling_are_run(limits: list[float]) -> None:
     backend = Compiling()
     backend.most = 1
     gate, candidate = gate_and_candidate(backend)
-    assert gate.check_hard_cases(candidate) is None
+    assert exhausted(gate.check_hard_cases(candidate)) is None
     assert set(gate.case_problems) <= set(backend.seen)
 
 

@@ -19,6 +19,7 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard, race
 from attn_dispatch.tuning.candidates import Candidate, Request
+from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import (
     HOST_REPEATS,
     LEAD_FACTOR,
@@ -29,9 +30,8 @@ from attn_dispatch.tuning.clocks import (
     WARM_S,
     CudaStopwatch,
 )
-from attn_dispatch.tuning.gate import Admitted
 from attn_dispatch.tuning.race import Race
-from attn_dispatch.tuning.rounds import time_in_rounds
+from attn_dispatch.tuning.rounds import exhausted, time_in_rounds
 from tests.support import fakes
 from tests.support.cuda_stream import COLD_MS, DEVICE, HOST_MS, L2_BYTES, PRODUCT_MS, WARM_MS, Stream, buffers, install
 from tests.support.planted import Planted
@@ -220,6 +220,17 @@ def test_a_clock_that_stands_still_ends_the_work(stream: Stream) -> None:
 # --- races ------------------------------------------------------------------------------------------------------------
 
 
+def test_between_calls_of_a_program_nothing_is_warmed(stream: Stream) -> None:
+    stopwatch = watch(stream, warm=False)
+    stopwatch.warms = False
+    before = stream.clock()
+    stopwatch.warm()
+    assert stream.clock() == before
+    stopwatch.warms = True
+    stopwatch.warm()
+    assert stream.clock() > before
+
+
 def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
     turns = time_in_rounds(
         {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
@@ -240,16 +251,17 @@ def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: fakes.H100)
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: None)
     monkeypatch.setattr(race, "CudaStopwatch", lambda device: CudaStopwatch(device, stream.clock))
-    timed: Any = time_in_rounds
-    monkeypatch.setitem(timed.__kwdefaults__, "clock", stream.clock)
     monkeypatch.setattr(guard, "run_guarded", lambda call, limit_s: call())
     request = Request.of(PROBLEM)
 
     def run(budget_s: float | None = 1.0, **calls: Callable[[], None]) -> Race:
         admitted = Admitted(100.0, 100.0, 0, 0.0)
         runners = {name: (Candidate(Planted(name=name), NATURAL, "1"), admitted) for name in calls}
-        found = Race(request, runners, next(iter(calls)))
-        found.rounds = found._time(calls, budget_s, None)
+        found = Race(request, runners, next(iter(calls)), stream.clock)
+        try:
+            found.rounds = exhausted(found._time(calls, budget_s, None))
+        finally:
+            found.pause()
         return found
 
     yield run

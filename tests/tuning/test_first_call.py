@@ -21,7 +21,8 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.tuning import tuner
 from attn_dispatch.tuning.candidates import Request
-from attn_dispatch.tuning.gate import COMPILED_CASES, Admitted
+from attn_dispatch.tuning.choice import Admitted
+from attn_dispatch.tuning.gate import COMPILED_CASES
 from attn_dispatch.tuning.hard_cases import hard_cases
 from attn_dispatch.tuning.race import Race
 from tests.support import virtual_clock

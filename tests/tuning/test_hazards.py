@@ -205,7 +205,7 @@ def test_scores_are_very_large_and_very_negative() -> None:
 def test_one_class_has_one_set_of_cases() -> None:
     problem = asked("causal-grouped")
     alike = replace(problem, batch=1, q_len=8192, k_len=8192, heads=16, kv_heads=4, dropout_p=0.1)
-    assert hard_cases(alike) is hard_cases(problem)
+    assert all(one is other for one, other in zip(hard_cases(alike), hard_cases(problem), strict=True))
     changes: list[dict[str, Any]] = [
         {"dtype": torch.float64},
         {"head_dim": 8, "scale": 8**-0.5},

@@ -24,7 +24,9 @@ from attn_dispatch.store import passed
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from attn_dispatch.tuning import gate, guard
 from attn_dispatch.tuning.candidates import Candidate, Request
-from attn_dispatch.tuning.gate import Gate, Rejected
+from attn_dispatch.tuning.choice import Rejected
+from attn_dispatch.tuning.gate import Gate
+from attn_dispatch.tuning.rounds import exhausted
 from tests.support.fakes import GIB, H100, cuda_memory, fake_cuda, forget
 from tests.support.planted import Planted
 
@@ -231,12 +233,13 @@ def checked(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         monkeypatch.setattr(gate, "run_alone", alone.run_alone)
         monkeypatch.setattr(gate, "end_idle", lambda: setattr(alone, "ended", alone.ended + 1))
         monkeypatch.setattr(gate, "hard_cases", lambda problem: ())
+        monkeypatch.setattr(gate, "case_of", lambda spec: iter(()))
         monkeypatch.setattr(Gate, "_tried", tried)
         candidate = Candidate(Planted(), NATURAL, "1")
-        found = Gate(here.problem, here.address).check_hard_cases(candidate)
+        found = exhausted(Gate(here.problem, here.address).check_hard_cases(candidate))
         if found is None:
             asked = alone.asked
-            assert Gate(here.problem, here.address).check_hard_cases(candidate) is None
+            assert exhausted(Gate(here.problem, here.address).check_hard_cases(candidate)) is None
             assert alone.asked == asked, "passed once"
         return alone, found
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
 
 from attn_dispatch.machine.load import NO_LOAD
 from attn_dispatch.tuning import intervals
-from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
+from attn_dispatch.tuning.rounds import Rounds, sampled_in_rounds, time_in_rounds
 from tools.lib.simulated import Machine
 
 
@@ -315,6 +315,18 @@ def test_cold_times_need_budget_and_their_failure_ends_a_candidate() -> None:
     calls = {"a": failing(error, after=6)}
     turns = time_in_rounds(calls, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
     assert (turns.failures, turns.timings) == ({"a": error}, {})
+
+
+def test_a_step_is_one_sample() -> None:
+    machine = Machine()
+    steps = sampled_in_rounds(
+        {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
+        budget_s=None,
+        clock=machine.clock,
+        stopwatch=Doubling(machine),
+    )
+    calls = [*(len(machine.log) for _ in steps), len(machine.log)]
+    assert max(after - before for before, after in pairwise(calls)) == 1
 
 
 def test_host_clock_gives_no_host_and_cold_times() -> None:

@@ -17,6 +17,8 @@ from attn_dispatch.kernels.branches import run as branch_run
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.tuning import oracle
+from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import Case, gate
 from tests.support.fixtures import INTERPRETED
@@ -314,3 +316,22 @@ def test_sampled_gate(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPat
         missed = next(i for i in range(300) if i not in expected.rows.tolist())
         found["dq"][0, missed, 0, 0] += 1e-9
         assert "dq is not zero where the gradient of out is" in expected.check(found).failures
+
+
+def test_between_steps_the_callers_threads_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, within = torch.get_num_threads(), list[int]()
+    evaluate = oracle._Sample.evaluate
+
+    def noted(self: oracle._Sample, dtype: torch.dtype) -> dict[str, Tensor]:
+        within.append(oracle._openmp.omp_get_max_threads())
+        return evaluate(self, dtype)
+
+    monkeypatch.setattr(oracle._Sample, "evaluate", noted)
+    example = make(Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False))
+    torch.set_num_threads(2)
+    try:
+        for _ in oracle.referenced(Oracle.evaluated(example, 0, oracle.STEP_PAIRS), example.problem):
+            assert oracle._openmp.omp_get_max_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert within == [1, 1]

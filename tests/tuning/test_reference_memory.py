@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from attn_dispatch import attend, explain
-from attn_dispatch.decisions import decide
+from attn_dispatch.decisions import trial_limits
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import choice, gate, hard_cases, oracle, race, tuner
+from attn_dispatch.tuning import choice, example, gate, hard_cases, oracle, race, tuner
 from attn_dispatch.tuning.candidates import Request, static_choice
 from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
@@ -31,16 +31,16 @@ ERRORS = {
     "files": OSError(24, "Too many open files"),
 }
 PLACES = {
-    "example": (tuner, "make_timed", 1),
+    "example": (example, "_drawn", 1),
     "reference": (oracle._Sample, "evaluate", 1),
     "tolerance": (oracle._Sample, "rounding_errors", 1),
-    "hard cases": (hard_cases, "_case", 1),
+    "hard cases": (gate, "case_of", 1),
     "comparison": (oracle, "_error", 12),
     "another call": (oracle._Sample, "of", 2),
     "race": (race.Race, "run", 1),
     "choice": (choice, "choose", 1),
-    "decision": (tuner._Trial, "decision", 1),
-    "random state": (decide, "preserved_rng", 1),
+    "decision": (tuner.Trial, "_decision", 1),
+    "random state": (trial_limits, "preserved_rng", 1),
 }
 
 
@@ -63,7 +63,7 @@ def test_a_call_runs_without_memory_for_a_trial(
     place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     where, name, first = PLACES[place]
-    hard_cases._cases.cache_clear()
+    hard_cases._cases.clear()
     gate._passed.clear()
     calls = fail_from(monkeypatch, where, name, first, ERRORS[error])
     q, k, v = qkv(32)

@@ -26,6 +26,7 @@ MEANING = {
     "candidate always runs; the trial of a first call may end sooner; `profile` ignores it and uses `--budget`",
     "ATTN_DISPATCH_TRIAL_SECONDS": "seconds of any minute that calls of `attend` may spend on trials; `profile` is not "
     "limited by it",
+    "ATTN_DISPATCH_OVERHEAD": "in mode `online`, share of the time of calls on trial that trials beside them may take",
     "ATTN_DISPATCH_EXPECTED_CALLS": "calls over which the cost of a candidate's first call (compiling, planning) is "
     "spread when candidates are compared",
     "ATTN_DISPATCH_TIMEOUT_S": "seconds that a call in a trial may take beyond what was expected before the backend "

@@ -147,6 +147,11 @@ def version() -> str:
     return f"{Path(compiler().program).name} {build_digest()}" if found is None else found.version
 
 
+def is_compiled() -> bool:
+    """Whether `load` compiles nothing. Raises ImportError: there is no compiler, and no library in the package."""
+    return used_prebuilt() is not None or _trusted(_path())
+
+
 def in_use() -> str:
     """Say which code runs, and what a compiler would gain; tools/bench/prebuilt.py measures that."""
     try:

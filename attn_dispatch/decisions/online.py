@@ -1,0 +1,296 @@
+"""Trials that are paid for out of the running work, in mode `online`.
+
+A problem without a decision runs by the best guess. Its trial goes on in slices at the end of its calls, whenever
+`$ATTN_DISPATCH_OVERHEAD` of the time spent in calls of problems on trial exceeds what trials have taken so far. The
+guess runs until the trial has ended; then its routes are dropped, and the next call takes the decision.
+
+A slice takes place in the caller's thread, never while a graph is captured or a backward pass runs. Within a process, a
+problem with gradients that was ever called under saved-tensor hooks keeps its guess: a recomputation in a checkpoint
+must go the way of its forward pass. Its decision is stored for the next process.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn_dispatch import process_state, settings
+from attn_dispatch.decisions import decide, look_up
+from attn_dispatch.decisions.trial_limits import (
+    cannot_measure,
+    capturing,
+    in_backward,
+    isolated,
+    preserved_rng,
+    saving_tensors,
+)
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import runner
+from attn_dispatch.log import logger
+from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Decision
+from attn_dispatch.text import one_line
+from attn_dispatch.tuning.candidates import Request
+
+SLICE_S = 0.004  #: seconds that must be saved before a slice begins, so that a slice's own cost is small beside it
+SLICE_CALLS = 0.25  #: calls of the guess that a slice may take besides; its first step may take longer
+START_S = 0.02  #: seconds that the first slice of a trial is expected to take
+HELD_SHARE = 0.05  #: share of the free memory that trials may hold between slices
+MOST_AT_ONCE = 2  #: trials that go on at the same time, so that one ends before many have begun
+IDLE_CALLS = 200  #: calls of other problems after which a trial does not keep others from beginning
+
+Run = Callable[..., Any]
+Drop = Callable[[Problem], None]
+
+
+class _Account:
+    """Seconds of calls of problems on trial, and of slices; `calls` counts the former."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.live_s = self.spent_s = 0.0
+        self.calls = 0
+
+    def left_s(self, share: float) -> float:
+        return share * self.live_s - self.spent_s
+
+
+_account = _Account()
+_trials: dict[tuple[str, Problem], _LiveTrial] = {}
+_slicing = threading.Lock()  # held through a slice: nobody waits for it
+process_state.register(process_state.DECISIONS, _trials.clear, _account.clear)
+
+
+def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
+    """`run`, with slices of the problem's trial after its calls; `drop` forgets the problem's routes when it ends.
+
+    Raises:
+        InvalidInput: $ATTN_DISPATCH_OVERHEAD is wrong.
+    """
+    key = decision.silicon, problem
+    with decide.lock:
+        trial = _trials.get(key)
+        if trial is None:
+            trial = _trials[key] = _LiveTrial(problem, decision)
+        if drop not in trial.drops:
+            trial.drops.append(drop)
+    return _SampledRun(run, trial)
+
+
+class _SampledRun:
+    def __init__(self, run: Run, trial: _LiveTrial) -> None:
+        self._run, self._trial = run, trial
+
+    def __call__(self, *args: Any, **tensors: Any) -> Any:
+        trial = self._trial
+        run = trial.run_instead(self._run)
+        if trial.ended or capturing(trial.problem.device):
+            return run(*args, **tensors)
+        if trial.problem.device.type == "cuda":
+            return trial.timed_by_events(run, *args, **tensors)
+        start = time.perf_counter()
+        result = run(*args, **tensors)
+        trial.note(time.perf_counter() - start)
+        trial.watch_backward(result)
+        return result
+
+
+class _LiveTrial:
+    """A problem's trial, from its first call by the guess until it is decided or given up."""
+
+    def __init__(self, problem: Problem, guess: Decision) -> None:
+        self.problem, self.guess = problem, guess
+        self.ended = False
+        self.drops: list[Drop] = []
+        self.held_bytes = 0
+        self._share = settings.overhead_share()
+        self._stored = decide.on_trial.get((guess.silicon, problem))
+        self._new_run: Run | None = None
+        self._pinned = False
+        self._switching = threading.Lock()  # guards `_pinned`, `_new_run` and `ended`
+        self._live_s: deque[float] = deque(maxlen=5)
+        self._events: deque[Any] = deque(maxlen=64)
+        self._last_call = 0
+        self._backward_s = 0.0  # unknown before the gate ran the guess
+        self._trial: Any = None  # a tuner.Trial, and its steps
+        self._steps: Any = None
+        self._need_s = START_S
+        self._worked_s = self._slice_start = 0.0
+
+    def run_instead(self, run: Run) -> Run:
+        """`run`, or the decision's once the trial has ended; notes that a forward pass may be repeated."""
+        if self.problem.needs_grad and not self._pinned and saving_tensors():
+            with self._switching:
+                self._pinned = not self.ended
+        return self._new_run or run
+
+    def timed_by_events(self, run: Run, *args: Any, **tensors: Any) -> Any:
+        """Run on a CUDA device; times are noted when they are known, without waiting."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        result = run(*args, **tensors)
+        end.record()
+        self._events.append((start, end))
+        self.watch_backward(result)
+        while self._events and self._events[0][1].query():
+            first, last = self._events.popleft()
+            self.note(first.elapsed_time(last) / 1e3)
+        return result
+
+    def watch_backward(self, result: Any) -> None:
+        """Count the backward pass of a call's out, if it is ever run."""
+        out = result[0] if isinstance(result, tuple) else result
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+
+    def _note_backward(self, grad: torch.Tensor) -> None:
+        _account.live_s += self._backward_s
+
+    def note(self, call_s: float) -> None:
+        """Add the seconds of a call, and run a slice if enough is saved.
+
+        Raises:
+            BackendFailed: a candidate left the device unusable.
+        """
+        _account.live_s += call_s
+        _account.calls += 1
+        self._last_call = _account.calls
+        self._live_s.append(call_s)
+        if _account.left_s(self._share) < max(self._need_s, SLICE_S) or not self._may_go_on():
+            return
+        if not _slicing.acquire(blocking=False):
+            return
+        try:
+            if decide.measuring.acquire(blocking=False):
+                try:
+                    self._slice()
+                finally:
+                    decide.measuring.release()
+        finally:
+            _slicing.release()
+
+    def abandon(self) -> None:
+        """End the trial without a decision: the guess stays."""
+        self._steps = self._trial = None
+        self.ended, self.held_bytes = True, 0
+
+    def _may_go_on(self) -> bool:
+        """Whether a slice may run here, and the trial has begun or may begin."""
+        if in_backward() or cannot_measure(self.problem.device):
+            return False
+        for key, each in list(_trials.items()):
+            if key not in decide.on_trial:  # `profile` has decided meanwhile
+                each.abandon()
+                _trials.pop(key, None)
+        others = [each for each in list(_trials.values()) if each._steps is not None and each is not self]
+        busy = sum(_account.calls - each._last_call < IDLE_CALLS for each in others)
+        return not self.ended and (self._steps is not None or busy < MOST_AT_ONCE)
+
+    def _slice(self) -> None:
+        """Take steps while they are paid for; whatever fails ends the trial, not the call."""
+        self._slice_start = time.perf_counter()
+        try:
+            if not self.ended:
+                with isolated(self.problem.device), preserved_rng(self.problem):
+                    self._advance()
+        except Exception as error:
+            logger.warning("the trial beside calls of %s was given up: %s", self.problem, one_line(error))
+            self._end(None)
+            if isinstance(error, BackendFailed):  # the device is lost
+                raise
+        except BaseException:  # Ctrl-C
+            self._end(None)
+            raise
+        finally:
+            self._worked_s = self._clock()
+            _account.spent_s += time.perf_counter() - self._slice_start
+
+    def _advance(self) -> None:
+        if self._steps is not None or self._begin():
+            self._go_on()
+
+    def _go_on(self) -> None:
+        most_s = SLICE_S + SLICE_CALLS * statistics.median_low(self._live_s)
+        others = sum(each.held_bytes for each in list(_trials.values()) if each is not self)
+        trial, steps = self._trial, self._steps
+        try:
+            trial.resume()
+            while True:
+                self._need_s = next(steps)
+                spent_s = time.perf_counter() - self._slice_start
+                if spent_s + self._need_s >= most_s or _account.left_s(self._share) - spent_s < self._need_s:
+                    return
+        except StopIteration as end:
+            self._end(end.value)
+        finally:
+            both_s = trial.first_call_s  # forward and backward, where gradients are needed
+            if both_s is not None:
+                self._backward_s = max(0.0, both_s - statistics.median_low(self._live_s))
+            self.held_bytes = trial.pause(HELD_SHARE * available_bytes(self.problem.device) - others)
+
+    def _begin(self) -> bool:
+        """Begin the trial, unless neighbours that were measured meanwhile are sure; whether it goes on."""
+        from attn_dispatch.tuning import tuner  # loaded only when something is measured
+
+        request = Request.of(self.problem)
+        learned = decide.sure_prediction(request) if self._stored is None else None
+        self._trial = learned or tuner.trial_of(
+            request,
+            settings.budget_ms() / 1e3,
+            waiting=True,
+            **look_up.as_prior(self._stored),
+            first=self.guess.chosen,
+            live_s=statistics.median_low(self._live_s),
+            clock=self._clock,
+        )
+        if learned is not None or self._trial is None:
+            self._end(learned)
+            return False
+        self._steps = self._trial.steps()
+        return True
+
+    def _clock(self) -> float:
+        """Seconds that the trial's slices took."""
+        return self._worked_s + time.perf_counter() - self._slice_start
+
+    def _end(self, decision: Decision | None) -> None:
+        """Store and use the decision, or keep the guess; the next call finds a plain route."""
+        self.abandon()
+        with self._switching:
+            proven_wrong = decision is not None and any(
+                row.id == self.guess.chosen and row.status in ("incorrect", "quarantined")
+                for row in decision.candidates
+            )
+            use = not self._pinned or proven_wrong
+            decide.end_trial(self.problem, self.guess, decision, use=use)
+            if decision is not None and use:
+                self._new_run = runner(registry.load(decision.choice), decision.order)
+        _trials.pop((self.guess.silicon, self.problem), None)
+        for drop in self.drops:
+            drop(self.problem)
+
+
+def _abandon_all() -> None:
+    """In a forked child: trials are the parent's, and other threads may have been amid a slice."""
+    global _slicing
+    _slicing = threading.Lock()
+    for trial in _trials.values():
+        trial._switching = threading.Lock()
+        trial.abandon()
+    _trials.clear()
+    _account.clear()
+    decide.on_trial.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

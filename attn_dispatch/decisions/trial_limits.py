@@ -1,0 +1,144 @@
+"""What limits trials: state of PyTorch that they must respect (CUDA graph capture, traces, random numbers, modes), and
+the seconds per minute that attend() calls add on them, however many new problems appear.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.log import say_once
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import CandidateId, Decision
+from attn_dispatch.text import one_line, printable
+from attn_dispatch.tuning.candidates import Request
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the device or on the current one; nothing can be timed then."""
+    if device.type != "cuda":
+        return False
+    if torch.cuda.is_current_stream_capturing():  # no device may be waited for
+        return True
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
+    """Restore the state of the random number generators after a trial with dropout.
+
+    Only with dropout: the generator belongs to the process, so numbers that other threads draw meanwhile repeat.
+    """
+    if not problem.dropout_p:
+        return nullcontext()
+    return torch.random.fork_rng([problem.device] if problem.device.type == "cuda" else [])
+
+
+def saving_tensors() -> bool:
+    """Whether saved-tensor hooks are set, as checkpointing does: the forward pass may be computed again."""
+    autograd: Any = getattr(torch._C, "_autograd", None)  # private, and so is the function
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    task = getattr(torch._C, "_current_graph_task_id", None)  # private
+    return task is None or task() != -1
+
+
+def cannot_measure(device: torch.device) -> bool:
+    """Whether calls are captured, traced or transformed, so that nothing can be timed."""
+    return capturing(device) or tracing.is_traced()
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Run a trial without the caller's autocast, inference mode, saved-tensor hooks (set by checkpointing), default
+    device and dispatch modes.
+    """
+
+    def identity(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with (
+        torch.autocast(device.type, enabled=False),
+        torch.inference_mode(False),
+        torch.autograd.graph.saved_tensors_hooks(identity, identity),
+        torch.device("cpu"),
+        _disable_current_modes(),
+    ):
+        yield
+
+
+def measure(request: Request, budget_s: float | None, **options: Any) -> Decision | None:
+    """Run a trial, with the arguments of `tuner.trial_of`.
+
+    None also where the machine lacks memory, threads or files beside a trial, which is warned of once.
+    """
+    from attn_dispatch.tuning import guard, tuner  # loaded only when something is measured
+
+    try:
+        with isolated(request.problem.device), preserved_rng(request.problem):
+            return tuner.run_trial(request, budget_s, **options)
+    except Exception as error:
+        if isinstance(error, BackendFailed) or not guard.is_shortage(error):
+            raise
+        say_once(f"not measured, too little memory: {printable(str(request.problem))} ({one_line(error)})")
+        return None
+
+
+def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool:
+    """Whether a candidate that no trial of this problem has chosen passed the hard cases, or passes them now if `run`.
+
+    Raises:
+        BackendFailed: it left the device unusable.
+    """
+    from attn_dispatch.tuning import gate, guard, oracle, rounds  # loaded only when something is tried
+
+    candidate = next((each for each in request.able if each.id == name), None)
+    checks = gate.Gate(request.problem, request.address)
+    if candidate is None or not run:
+        return candidate is not None and checks.has_passed(candidate)
+    try:
+        with isolated(request.problem.device):
+            return rounds.exhausted(checks.check_hard_cases(candidate)) is None
+    except Exception as error:
+        if not isinstance(error, oracle.NoReference) and not guard.is_shortage(error):
+            raise
+        return False
+
+
+WINDOW_S = 60.0  #: seconds over which trials are limited
+
+
+class RateLimit:
+    """Sums the seconds of trials within the last minute. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._trials: deque[tuple[float, float]] = deque()
+
+    def allows(self, most_s: float) -> bool:
+        """Whether trials within the last minute took less than `most_s` seconds, so that another may start."""
+        now = self._clock()
+        while self._trials and self._trials[0][0] <= now - WINDOW_S:
+            self._trials.popleft()
+        return sum(seconds for _, seconds in self._trials) < most_s
+
+    def add(self, seconds: float) -> None:
+        """Add the seconds of a trial that has just ended."""
+        self._trials.append((self._clock(), seconds))
+
+    def clear(self) -> None:
+        """Forget all trials."""
+        self._trials.clear()

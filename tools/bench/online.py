@@ -1,0 +1,160 @@
+"""What mode `online` costs: a training loop and a serving loop, in mode `off`, in mode `online` with an empty cache
+folder, and with the decisions of `profile`; the worst single call, and how far the decisions are from `profile`'s.
+
+    python -m tools.bench.online [--quick]
+
+Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attn_dispatch import attend, counters, explain, profile
+from attn_dispatch.kernels import registry
+from attn_dispatch.spec.pattern import Dense, Dilated
+from tools.lib.choices import Planned, judged, wait_until_calm
+from tools.lib.common import parser, write
+
+STEPS, QUICK_STEPS = 2000, 150  #: of training
+PASSES, QUICK_PASSES = 100, 3  #: over the lengths
+LENGTHS = 500
+JUDGED, QUICK_JUDGED = 12, 2  #: lengths whose decision is compared with that of `profile`
+PROFILED_S = 4.0  #: of each problem
+TRAINED = (
+    Planned(Dense(is_causal=True), (1, 256, 4, 64), torch.float32, True),
+    Planned(Dilated((128, 256, 512), (1, 2, 4), is_causal=True), (1, 512, 4, 64), torch.float32, True),
+)
+SETTINGS = ("off", "online", "known")
+MOST_OVERHEAD, MOST_CALLS, MOST_MORE_MS, MOST_RATIO = 0.05, 1.5, 20.0, 1.02  #: what is hoped for
+
+
+def served(quick: bool) -> list[Planned]:
+    """A request each: 500 lengths, some of them again and again."""
+    drawn = random.Random(0)
+    lengths = [drawn.randrange(32, 1057, 8) for _ in range(LENGTHS)]
+    requests = [Planned(Dense(is_causal=True), (1, each, 4, 64), torch.float32, False) for each in lengths]
+    return requests * (QUICK_PASSES if quick else PASSES)
+
+
+def calls(loop: str, quick: bool) -> Iterator[Planned]:
+    if loop == "serving":
+        yield from served(quick)
+    else:
+        yield from TRAINED * (QUICK_STEPS if quick else STEPS)
+
+
+def run(loop: str, quick: bool) -> dict[str, Any]:
+    """Milliseconds of every call by problem, the whole loop's seconds, and what was decided."""
+    kinds = list(dict.fromkeys(calls(loop, quick)))
+    tensors = {one: one.tensors() for one in kinds}
+    times: dict[Planned, list[float]] = {one: [] for one in kinds}
+    start = time.perf_counter()
+    for one in calls(loop, quick):
+        before = time.perf_counter()
+        out = attend(*tensors[one], one.pattern)
+        if one.backward:
+            out.backward(torch.ones_like(out))
+        times[one].append((time.perf_counter() - before) * 1e3)
+    total_s = time.perf_counter() - start
+    trials_s = calls_s = 0.0
+    if os.environ["ATTN_DISPATCH_MODE"] == "online":
+        from attn_dispatch.decisions import online
+
+        trials_s, calls_s = online._account.spent_s, online._account.live_s
+    found = {one: explain(*tensors[one], one.pattern) for one in kinds}
+    return {
+        "total_s": total_s,
+        "trials_s": trials_s,
+        "calls_on_trial_s": calls_s,
+        "counters": counters(),
+        "problems": [
+            {
+                "title": found[one].problem,
+                "choice": [found[one].choice, found[one].order],
+                "source": found[one].source,
+                "median_ms": statistics.median(times[one]),
+                "worst_ms": max(times[one][1:], default=0.0),
+                "first_ms": times[one][0],
+            }
+            for one in kinds
+        ],
+    }
+
+
+def in_process(loop: str, mode: str, folder: str, quick: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tools.bench.online", "--loop", loop, *["--quick"] * quick]
+    surroundings = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": folder, "ATTN_DISPATCH_MODE": mode}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=surroundings)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compared(loop: str, quick: bool) -> dict[str, Any]:
+    """One loop in all settings, with the decisions of `profile` for comparison."""
+    kinds = list(dict.fromkeys(calls(loop, quick)))
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as known:
+        os.environ["ATTN_DISPATCH_CACHE_DIR"] = known
+        judges = kinds[: QUICK_JUDGED if quick else JUDGED]
+        explanations = profile([one.problem() for one in judges], budget_s=PROFILED_S * len(judges), progress=False)
+        for setting in SETTINGS:
+            mode = "predict" if setting == "known" else setting
+            wait_until_calm(0.0 if quick else 60.0)
+            found[setting] = in_process(loop, mode, known if setting == "known" else empty, quick)
+    rows = []
+    for one, best, reached in zip(judges, explanations, found["online"]["problems"], strict=False):
+        ids = [(reached["choice"][0], reached["choice"][1]), (str(best.choice), str(best.order))]
+        times = judged(one, list(dict.fromkeys(ids)))
+        rows.append({**reached, "profiled": ids[1], "ratio": times[ids[0]] / times[ids[1]]})
+    worst = [
+        on["worst_ms"] - (MOST_CALLS * off["median_ms"] + MOST_MORE_MS)
+        for off, on in zip(found["off"]["problems"], found["online"]["problems"], strict=True)
+    ]
+    return {
+        "overhead": found["online"]["trials_s"] / found["online"]["total_s"],
+        "relative_to_off": found["online"]["total_s"] / found["off"]["total_s"],
+        "relative_to_known": found["online"]["total_s"] / found["known"]["total_s"],
+        "worst_beyond_ms": max(worst),
+        "ratios": [row["ratio"] for row in rows],
+        "judged": rows,
+        "settings": found,
+    }
+
+
+def main() -> None:
+    options = parser(__doc__, "online.json")
+    options.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
+    options.add_argument("--loop", choices=("training", "serving"), help="run one loop in this process")
+    given = options.parse_args()
+    if given.loop:
+        print(json.dumps(run(given.loop, given.quick)))
+        return
+    native = registry.load("native")
+    if not native.refusals(TRAINED[0].problem()):
+        native.prepare()  # type: ignore[attr-defined]
+    figures = {loop: compared(loop, given.quick) for loop in ("training", "serving")}
+    for loop, each in figures.items():
+        print(
+            f"{loop:9} trials {each['overhead']:.1%} of the loop ({MOST_OVERHEAD:.0%}); "
+            f"loop {each['relative_to_off']:.3f} times that of mode off, "
+            f"{each['relative_to_known']:.3f} times that with decisions; "
+            f"worst call {each['worst_beyond_ms']:+.1f} ms from {MOST_CALLS:g} calls + {MOST_MORE_MS:g} ms; "
+            f"decisions {', '.join(f'{ratio:.2f}' for ratio in each['ratios'])} times profile's ({MOST_RATIO:g})"
+        )
+    write(given.output, {"quick": given.quick, **figures})
+
+
+if __name__ == "__main__":
+    main()
