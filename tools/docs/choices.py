@@ -1,4 +1,4 @@
-"""Tables of choices made beside other programs, and of what first calls cost."""
+"""Tables of choices made beside other programs or the running calls, and of what first calls cost."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ RUNS = {
 
 
 def choices() -> str:
-    """Both tables, with the machine of each."""
+    """The tables, with the machine of each."""
     return "\n\n".join(
-        ("## Beside other programs", _loaded(load("load")), "## First calls", _first(load("first_call")))
+        (
+            *("## Beside other programs", _loaded(load("load"))),
+            *("## First calls", _first(load("first_call"))),
+            *("## Beside the running calls", _online(load("online"))),
+        )
     )
 
 
@@ -53,4 +57,24 @@ def _first(found: Any) -> str:
     for name, one in found["processes"].items():
         seconds = (f"{one[key]:.2f} s" for key in ("first_s", "median_s", "largest_s"))
         rows.append((name, *seconds, f"{one['provisional']} of {len(one['problems'])}"))
+    return f"{about}\n\n{table(rows)}"
+
+
+def _online(found: Any) -> str:
+    about = (
+        "By `python -m tools.bench.online`: a training loop of two problems, and a serving loop of requests of many "
+        "lengths, in mode `online` with nothing stored, in mode `off`, and with the decisions of `profile`. Trials: share "
+        "of the loop's time; the setting is 5 %. Worst call: past 1.5 usual calls and 20 ms. Decisions: how many, of "
+        "those compared, are within 2 % of `profile`'s at the loop's end, and the worst: short requests earn little time "
+        f"for trials, and until a trial has ended the guess stays. {machine(found)}."
+    )
+    head = ("loop", "trials", "time, over mode `off`", "over known decisions", "worst call", "decisions", "worst")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for name in ("training", "serving"):
+        one = found[name]
+        near = sum(ratio <= 1.02 for ratio in one["ratios"])
+        times = (f"{one[key]:.3f}" for key in ("relative_to_off", "relative_to_known"))
+        worst = f"{one['worst_beyond_ms']:+.0f} ms"
+        decided = f"{near} of {len(one['ratios'])}"
+        rows.append((name, f"{one['overhead']:.1%}", *times, worst, decided, f"{max(one['ratios']):.2f}"))
     return f"{about}\n\n{table(rows)}"

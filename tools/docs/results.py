@@ -14,7 +14,7 @@ PAGES = {
         "LongNet, kernels, robustness, cost of a call, compiled libraries",
         ("longnet", "kernels", "trust", "strikes", "routes", "dispatch", "prebuilt"),
     ),
-    "choices": ("choices beside other programs, first calls", ("load", "first_call")),
+    "choices": ("choices beside other programs and running calls, first calls", ("load", "first_call", "online")),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
     "ring": ("a sequence over many ranks", ("ring", "ring_reports")),
     "plan": ("an example of `attn-dispatch plan`; counted, not measured", ("plan",)),
