@@ -63,10 +63,10 @@ def _first(found: Any) -> str:
 def _online(found: Any) -> str:
     about = (
         "By `python -m tools.bench.online`: a training loop of two problems, and a serving loop of requests of many "
-        "lengths, in mode `online` with nothing stored, in mode `off`, and with the decisions of `profile`. Trials: share "
-        "of the loop's time; the setting is 5 %. Worst call: past 1.5 usual calls and 20 ms. Decisions: how many, of "
-        "those compared, are within 2 % of `profile`'s at the loop's end, and the worst: short requests earn little time "
-        f"for trials, and until a trial has ended the guess stays. {machine(found)}."
+        "lengths, in mode `online` with nothing stored, in mode `off`, and with the decisions of `profile`. Trials: "
+        "share of the loop's time; the setting is 5 %. Worst call: past 1.5 usual calls and 20 ms. Decisions: how "
+        "many, of those compared, are within 2 % of `profile`'s at the loop's end, and the worst: loops of seconds "
+        f"earn little time for trials, and until a trial has ended the guess stays. {machine(found)}."
     )
     head = ("loop", "trials", "time, over mode `off`", "over known decisions", "worst call", "decisions", "worst")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
