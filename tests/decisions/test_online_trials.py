@@ -145,6 +145,7 @@ def test_a_backend_still_to_be_prepared_leaves_the_choice_open(
     assert (stored().choice, stored().provisional) == ("d", "")
 
 
+@pytest.mark.full
 def test_three_percent_are_seen_as_by_profile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller waits, so that the race may go on until its comparisons are resolved."""
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "2000")

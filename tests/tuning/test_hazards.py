@@ -70,7 +70,7 @@ def failures(backend: Any, problem: Problem) -> list[str]:
 
 @pytest.mark.usefixtures("uncompiled_flex")
 @crossed(
-    too_slow=lambda name, cases: cases == "every" or name == "flex",
+    too_slow=lambda name, cases: cases == "every" or name in ("flex", "sdpa_float32", "sdpa_mask"),
     name=("sdpa", "sdpa_float32", "sdpa_mask", "tiles", "native", "flex", "manual"),
     cases=("chosen", "every"),
 )
