@@ -127,7 +127,8 @@ class Race:
         if self.rounds.load.disturbed:
             return "other programs took the cores while it was measured"
         unclear = [name for name, outcome in self.outcomes.items() if outcome.open]
-        unclear += [name for name, ratio in self.left_out().items() if ratio < MAY_WIN_RATIO]
+        dropped = {**self.left_out(), **self.rounds.dropped}
+        unclear += [name for name, ratio in dropped.items() if name not in unclear and self._may_win(name, ratio)]
         return f"too few rounds to compare it with {', '.join(unclear)}" if unclear else ""
 
     def row(self, candidate: Candidate) -> Row | None:
@@ -145,7 +146,7 @@ class Race:
             "not_measured",
             f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
             first_ms=admitted.first_ms,
-            open=ratio < MAY_WIN_RATIO,
+            open=self._may_win(name, ratio),
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
         )
@@ -174,6 +175,13 @@ class Race:
         relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
         return msgspec.structs.replace(row, status=status, open=False, **relative)
 
+    def _may_win(self, name: str, ratio: float) -> bool:
+        """Whether a candidate that left the race at this ratio may be the fastest: one-time work slows short calls."""
+        if name not in self.runners:
+            return False  # its results proved wrong
+        short = self.runners[name][1].call_ms <= ONE_TIME_MS
+        return ratio < (HOPELESS_RATIO if short else MAY_WIN_RATIO)
+
     def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
         timing, admitted = self.rounds.timings[candidate.title], self.runners[candidate.title][1]
         if self.rounds.load.disturbed:  # what is stored is what the machine can do when left alone
@@ -194,7 +202,7 @@ class Race:
             ratio_low=outcome.ratio_low,
             ratio_high=outcome.ratio_high,
             break_even=outcome.break_even,
-            open=outcome.open,
+            open=outcome.open or self._may_win(candidate.title, self.rounds.dropped.get(candidate.title, math.inf)),
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
         )

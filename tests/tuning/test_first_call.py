@@ -25,6 +25,7 @@ from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.gate import COMPILED_CASES
 from attn_dispatch.tuning.hard_cases import hard_cases
 from attn_dispatch.tuning.race import Race
+from attn_dispatch.tuning.rounds import Rounds
 from tests.support import virtual_clock
 from tests.support.cases import Case
 from tests.support.virtual_clock import VirtualClock
@@ -357,3 +358,13 @@ def test_a_coarse_clock_skips_no_candidate() -> None:
     race = Race(Request.of(PROBLEM), {"a": unseen_call, "b": unseen_call}, "a")
     race._skip_slowest(0.5)
     assert race.skipped == {}
+
+
+@pytest.mark.parametrize(
+    ("call_ms", "ratio", "is_open"), [(2.0, 1.7, True), (2.0, 3.1, False), (80.0, 1.7, False), (80.0, 1.4, True)]
+)
+def test_one_time_work_of_short_calls_settles_nothing(call_ms: float, ratio: float, is_open: bool) -> None:
+    called: Any = (None, Admitted(call_ms, call_ms, None, 0.0))
+    race = Race(Request.of(PROBLEM), {"a": called, "b": called}, "a")
+    race.rounds = Rounds({}, {}, {"b": ratio, "wrong": 1.2}, 1, 0.0)
+    assert race.why_provisional() == ("too few rounds to compare it with b" if is_open else "")
