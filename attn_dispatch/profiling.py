@@ -20,7 +20,7 @@ from attn_dispatch import dispatch
 from attn_dispatch.decisions import decide, look_up, trial_limits
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.machine.child import kept
+from attn_dispatch.machine.child import reused
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
@@ -74,7 +74,7 @@ def profile(
             raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
     end = None if budget_s is None else time.monotonic() + budget_s
     found = []
-    with kept(), _bar(len(problem_list), progress) as advance:
+    with reused(), _bar(len(problem_list), progress) as advance:
         for index, problem in enumerate(problem_list):
             explanation = _measure_problem(problem, _seconds_each(end, len(problem_list) - index), force)
             found.append(explanation)

@@ -34,6 +34,7 @@ CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 Sides = tuple[int | None, int | None]
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  #: q, k, v, out and lse
 
 
 @dataclass(frozen=True)
@@ -74,26 +75,18 @@ class Generation(Kernel):
         scale: float,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._aligned_backward(grad, None, q, k, v, out, lse, is_causal, scale)
+        return self._aligned_backward(grad, (q, k, v, out, lse), None, is_causal, scale)
 
     def _aligned_backward(
-        self,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
+        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
         d = q.shape[-1]
         if self.window != (None, None):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
         grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out))
         # The kernels assume contiguous lse.
-        dq, dk, dv = self._backward(grad, q, k, v, out, lse.contiguous(), grad_lse, is_causal, scale)
+        dq, dk, dv = self._backward(grad, (q, k, v, out, lse.contiguous()), grad_lse, is_causal, scale)
         return dq[..., :d], dk[..., :d], dv[..., :d]
 
     @abstractmethod
@@ -101,16 +94,7 @@ class Generation(Kernel):
 
     @abstractmethod
     def _backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_lse: Tensor | None,
-        is_causal: bool,
-        scale: float,
+        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grad_lse` is None where the generation has no `backward_of_both`."""
         ...
@@ -132,22 +116,13 @@ class Flash2(Generation):
         return out, lse
 
     def _backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_lse: Tensor | None,
-        is_causal: bool,
-        scale: float,
+        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         library = PACKAGE2.load()
         left, right = self._sides()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
         library._wrapped_flash_attn_backward(
-            *(grad, q, k, v, out, lse, dq, dk, dv),
+            *(grad, *saved, dq, dk, dv),
             *(0.0, scale, is_causal, left, right, 0.0, None, self.deterministic),
         )
         return dq, dk, dv
@@ -169,21 +144,12 @@ class Flash3(Generation):
         return out, lse
 
     def _backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_lse: Tensor | None,
-        is_causal: bool,
-        scale: float,
+        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         left, right = self._sides()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
         torch.ops.flash_attn_3.bwd(
-            *(grad, q, k, v, out, lse, dq, dk, dv),
+            *(grad, *saved, dq, dk, dv),
             softmax_scale=scale,
             is_causal=is_causal,
             window_size_left=left,
@@ -210,18 +176,9 @@ class Flash4(Generation):
         return out, lse
 
     def _backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_lse: Tensor | None,
-        is_causal: bool,
-        scale: float,
+        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        left, right = self.window
+        (left, right), (q, k, v, out, lse) = self.window, saved
         with current_device(q.device):
             dq, dk, dv, *_ = library4()._flash_attn_bwd(
                 *(q, k, v, out, grad, lse),
@@ -252,7 +209,7 @@ class Flash4OfBoth(Flash4):
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, with the gradient of lse [batch, heads, q_len]."""
-        return self._aligned_backward(grad, grad_lse, q, k, v, out, lse, is_causal, scale)
+        return self._aligned_backward(grad, (q, k, v, out, lse), grad_lse, is_causal, scale)
 
 
 def library4() -> Any:

@@ -143,8 +143,9 @@ def block_configs(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ..
 
 
 @lru_cache(maxsize=4096)
-def _blocks(problem: Problem) -> tuple[tuple[BlockConfig, ...], ...]:
-    return tuple(block_configs(each, problem) for each in _kernels(problem))
+def _blocks(problem: Problem) -> str:
+    """The blocks of all kernels, as a text: it keeps its hash, which every call needs."""
+    return repr([block_configs(each, problem) for each in _kernels(problem)])
 
 
 def _fitting(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:

@@ -10,17 +10,20 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 
 _compiled: set[Hashable] = set()
-process_state.register(process_state.FACTS, _compiled.clear)
 
 
-def note(name: str, problem: Problem, *more: Hashable) -> None:
-    """Note that a call of the problem has been made; `more`: what its kernels are compiled for besides."""
-    _compiled.add((name, kernel_class(problem), *more))
+@lru_cache(maxsize=4096)
+def note(name: str, problem: Problem, more: Hashable = None) -> None:
+    """Note that a call of the problem has been made; `more`: what its kernels are compiled for besides.
+
+    Every call of a backend notes itself: the cache makes all but a problem's first cheap.
+    """
+    _compiled.add((name, kernel_class(problem), more))
 
 
-def is_noted(name: str, problem: Problem, *more: Hashable) -> bool:
+def is_noted(name: str, problem: Problem, more: Hashable = None) -> bool:
     """Whether the kernels of a problem are compiled: a call with such kernels has been noted."""
-    return (name, kernel_class(problem), *more) in _compiled
+    return (name, kernel_class(problem), more) in _compiled
 
 
 @lru_cache(maxsize=4096)
@@ -36,3 +39,6 @@ def kernel_class(problem: Problem) -> Hashable:
     axes = len(pattern.branches) if isinstance(pattern, Dilated) else 0
     axes = len(pattern.grid) if isinstance(pattern, Neighborhood) else axes
     return problem.device, type(pattern), sides, axes, masks, results, numbers
+
+
+process_state.register(process_state.FACTS, _compiled.clear, note.cache_clear)

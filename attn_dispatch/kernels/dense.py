@@ -200,9 +200,9 @@ def vector_aligned(x: Tensor) -> Tensor:
     if missing:
         # pad keeps the memory order, in which head_dim may not be last.
         return pad(x, (0, missing)).contiguous()
-    # The memory-efficient kernel also asks it of the stride of a single head, which may be any number.
-    alone = all(stride * x.itemsize % VECTOR_BYTES == 0 for stride in x.stride()[:-1])
-    return x if alone and _whole_rows(x) else x.clone(memory_format=torch.contiguous_format)
+    # The memory-efficient kernel also checks the stride of an axis of one element, which may be any number.
+    aligned = all(stride * x.itemsize % VECTOR_BYTES == 0 for stride in x.stride()[:-1])
+    return x if aligned and _whole_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _whole_rows(x: Tensor) -> bool:

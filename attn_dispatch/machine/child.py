@@ -33,8 +33,8 @@ serve({handle})
 class Outcome(NamedTuple):
     """What became of a function.
 
-    ``begun`` is whether it had said so, ``value`` what it returned, None without an answer. Then ``code`` is the exit
-    status of its process, negative for a signal, and None where it took too long and was killed.
+    ``begun`` is whether it announced its beginning, ``value`` what it returned, None without an answer. Then ``code``
+    is the exit status of its process, negative for a signal, and None where it took too long and was killed.
     """
 
     begun: bool
@@ -96,7 +96,7 @@ class _Child:
 
 
 _idle: list[_Child] = []
-_keeping = 0  # how often `kept` was entered and not left
+_reusing = 0  # how often `reused` was entered and not left
 
 
 def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: float, limit_s: float) -> Outcome:
@@ -120,12 +120,12 @@ def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: 
 
 
 def _asked(child: _Child, given: bytes, start_s: float, limit_s: float) -> Outcome:
-    """Ask a process, and end it unless it is to be kept."""
+    """Ask a process, and end it unless it is to be reused."""
     found = Outcome(False)
     try:
         found = child.ask(given, start_s, limit_s)
     finally:
-        if found.value is None or not _keeping:
+        if found.value is None or not _reusing:
             child.end()
         else:
             _idle.append(child)
@@ -133,16 +133,16 @@ def _asked(child: _Child, given: bytes, start_s: float, limit_s: float) -> Outco
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def reused() -> Iterator[None]:
     """Inside, the process waits for further functions, since it takes seconds to load PyTorch; elsewhere it ends with
     the first, and frees the memory that it took on a device.
     """
-    global _keeping
-    _keeping += 1
+    global _reusing
+    _reusing += 1
     try:
         yield
     finally:
-        _keeping -= 1
+        _reusing -= 1
         end_idle()
 
 

@@ -97,8 +97,11 @@ def factors_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> 
 
 
 def cost_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> int:
-    """Cost of a case, in tokens of interpreted programs."""
-    return math.prod(case.shape[:3]) if backend in SLOW else 0
+    """Cost of a case, about proportional to the interpreted programs: rows of each residue have tiles of their own."""
+    if backend not in SLOW:
+        return 0
+    rates = case.pattern.dilation_rates if isinstance(case.pattern, Dilated) else (1,)
+    return math.prod(case.shape[:3]) * math.lcm(*rates) * (4 if direction == "backward" else 1)
 
 
 def programs(problem: Problem, backend: str) -> int:

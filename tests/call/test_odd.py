@@ -210,7 +210,7 @@ print(*(row.backend for row in rows if row.status == "quarantined"))
 """
 
 
-@thinned("prepare", [False, True], 2, ["race", "prepare"])
+@thinned("prepare", [True, False], 2, ["prepare", "race"])
 def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
     """Only the backend that ran is quarantined."""
 

@@ -218,6 +218,7 @@ def test_explain_runs_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_measured_decisions_are_stored_after_ctrl_c(tmp_path: Path) -> None:
     lengths = ",".join(["64", *map(str, range(1500, 1510))])
     arguments = ("profile", "--shape", "1,1,8,64", "--lengths", lengths, "--device", "cpu", "--quick", "--json")

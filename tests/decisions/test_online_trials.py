@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from attn_dispatch import attend, explain, process_state
-from attn_dispatch.decisions import look_up, online
+from attn_dispatch.decisions import online
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
-from attn_dispatch.machine import load
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
@@ -26,7 +25,6 @@ from tests.decisions.test_foreign import give
 from tests.decisions.test_online import MS, Machine, Timed, call_until_measured
 from tests.support.calls import close, counted, forget, formula, qkv
 
-MOST_ATTEMPTS = look_up.MOST_ATTEMPTS  # as it is before a fixture of all tests changes it
 DISTURBED = "other programs took the cores while it was measured"
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -41,19 +39,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) ->
     for name, takes_ms in (("a", 4), ("b", 2), ("c", 5)):
         found.add(name, takes_ms)
     return found
-
-
-@pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Say whether other programs use the cores, from now on."""
-    switches: Iterator[int] = iter(range(0, 10**9, 50))
-
-    def say(value: bool) -> None:
-        monkeypatch.setattr(load, "involuntary_switches", (lambda: next(switches)) if value else lambda: 0)
-        monkeypatch.setattr(load, "is_calm", lambda: not value)
-
-    monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
-    return say
 
 
 def stored() -> Decision:

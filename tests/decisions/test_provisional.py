@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,23 +21,9 @@ from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning import gate
 from tests.support.calls import counted, forget, forget_all, qkv
 
-MOST_ATTEMPTS = look_up.MOST_ATTEMPTS  # as it is before a fixture of all tests changes it
 DISTURBED = "other programs took the cores while it was measured"
 
 pytestmark = pytest.mark.usefixtures("little_time")
-
-
-@pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Say whether other programs use the cores, from now on."""
-    switches: Iterator[int] = iter(range(0, 10**9, 50))
-
-    def say(value: bool) -> None:
-        monkeypatch.setattr(load, "involuntary_switches", (lambda: next(switches)) if value else lambda: 0)
-        monkeypatch.setattr(load, "is_calm", lambda: not value)
-
-    monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
-    return say
 
 
 def stored() -> Decision:

@@ -232,6 +232,7 @@ def test_no_torch_at_import() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_permutation_loads_no_more_than_it_needs() -> None:
     """Some of torch's functions load its symbolic mathematics, which takes half a second of a first call."""
     _, _, before, after, *_ = loaded_on_the_way()

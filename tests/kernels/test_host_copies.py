@@ -48,7 +48,7 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.id)
 @pytest.mark.parametrize("backend", [BRANCHED, sdpa_mask, tiles], ids=lambda backend: backend.name)
 def test_later_calls_do_not_wait(backend: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "KEPT_ON", ("cpu",))
+    monkeypatch.setattr(tables, "CACHED_ON", ("cpu",))
     monkeypatch.setattr("attn_dispatch.kernels.tiles.run.run_in_threads", in_order)
     for needs_grad in (False, True):
         problem = case.problem(torch.float32, needs_grad=needs_grad)

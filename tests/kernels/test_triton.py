@@ -324,6 +324,7 @@ def test_gradient_through_lse(with_out: bool) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.full
 def test_hidden_keys_are_never_read() -> None:
     """Padding and masked keys may hold NaN."""
     pattern = Dilated((16, 32), (1, 2))

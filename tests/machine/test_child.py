@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from attn_dispatch.machine import child
-from attn_dispatch.machine.child import Outcome, kept, run_alone
+from attn_dispatch.machine.child import Outcome, reused, run_alone
 
 MODULE = "tests.support.alone"
 PATIENT_S = 60.0
@@ -27,7 +27,7 @@ def dies(at: str, how: str, **limits: float) -> Outcome:
 
 
 def test_one_process_serves_while_the_settings_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    with kept():
+    with reused():
         first = pid(["a", 1])
         assert first[0] != os.getpid()
         assert first[1:] == [["a", 1], None]
@@ -48,7 +48,7 @@ def test_by_default_it_ends_with_its_answer() -> None:
 
 
 def test_one_that_ended_meanwhile_is_replaced() -> None:
-    with kept():
+    with reused():
         first = pid()[0]
         assert isinstance(first, int)
         os.kill(first, signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_its_end_is_told(at: str, how: str, expected: Outcome) -> None:
 
 @pytest.mark.parametrize(("at", "limit"), [("early", "start_s"), ("later", "limit_s")])
 def test_one_that_takes_too_long_is_killed(at: str, limit: str) -> None:
-    with kept():
+    with reused():
         pid()  # it has started
         (helper,) = child._idle
         assert dies(at, "hangs", **{limit: 0.05}) == Outcome(at == "later")

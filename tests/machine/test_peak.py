@@ -90,6 +90,7 @@ for call in (lambda: None, lambda: touched(96), nested, lambda: touched(32)):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
+@pytest.mark.full
 def test_cpu_peak_is_the_memory_that_becomes_resident() -> None:
     done = processes.run(RESIDENT)
     assert [float(line) for line in done.stdout.split()] == pytest.approx([0, 96, 192, 32], abs=4)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tests.support.ring_ranks import Ranks
 
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
+MOST_ATTEMPTS = look_up.MOST_ATTEMPTS  #: as it is before a fixture of all tests changes it
 
 
 def _import_interpreted() -> None:
@@ -164,3 +165,16 @@ def triton_interpreter(_own_decisions: None, monkeypatch: pytest.MonkeyPatch) ->
     """The triton backend takes problems on the CPU, if there is no GPU for it."""
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Sets whether other programs use the cores, from now on; provisional decisions are measured again."""
+    switches: Iterator[int] = iter(range(0, 10**9, 50))
+
+    def change(value: bool) -> None:
+        monkeypatch.setattr(load, "involuntary_switches", (lambda: next(switches)) if value else lambda: 0)
+        monkeypatch.setattr(load, "is_calm", lambda: not value)
+
+    monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
+    return change

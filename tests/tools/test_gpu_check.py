@@ -90,11 +90,11 @@ def serve(monkeypatch: pytest.MonkeyPatch, ends: bool) -> list[Row]:
     step: Any = ModuleType("fake")
     step.measure, step.ENDS_AFTER_FAILURE = measure, ends
     monkeypatch.setitem(sys.modules, "tools.checks.gpu.fake", step)
-    said: list[Row] = []
-    workers.serve("fake", DRY, [{"item": 0}, {"item": 1}], said.append)
-    for row in said:
+    rows: list[Row] = []
+    workers.serve("fake", DRY, [{"item": 0}, {"item": 1}], rows.append)
+    for row in rows:
         row.pop("took_s")
-    return said
+    return rows
 
 
 def test_an_exception_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:

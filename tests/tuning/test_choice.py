@@ -224,6 +224,7 @@ def test_picks_do_not_flip_where_two_are_apart_by_the_margin() -> None:
     assert trust_choice.flips(trust_choice.independent(Tuner(), PAIR, "c1", 200)) <= 0.01
 
 
+@pytest.mark.full
 def test_picks_in_five_rounds_do_not_flip() -> None:
     for incumbent, found in trust_choice.stability(Tuner(options=FIVE), CLOSE, 200).items():
         assert found["independent_flips"] <= 0.01, incumbent
@@ -241,6 +242,7 @@ def test_picks_of_the_naive_rule_flip() -> None:
     assert trust_choice.flips(trust_choice.independent(trust_choice.naive, CLOSE, None, 50)) > 0.3
 
 
+@pytest.mark.full
 def test_candidate_four_percent_faster_is_found() -> None:
     found = trust_choice.grey_zone(Tuner(), 30)
     assert min(found["4.0%"], found["5.0%"], found["10.0%"]) >= 0.95

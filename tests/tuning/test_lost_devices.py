@@ -15,7 +15,7 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.registry import register
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.child import Outcome, kept, run_alone
+from attn_dispatch.machine.child import Outcome, reused, run_alone
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
@@ -322,7 +322,7 @@ def test_a_real_process_runs_the_cases() -> None:
     problem = problem_of((1, 64, 2, 16), Dense(is_causal=True), torch.float32, torch.device("cpu"))
     here = Request.of(problem)
     version = registry.version_of(registry.load("sdpa"))
-    with kept():
+    with reused():
         for asked, expected in ((version, [[], None, ""]), ("another", [None, None, ""])):
             args = problem, here.address, "sdpa", NATURAL, asked
             found = run_alone(gate.__name__, "failures_alone", args, start_s=120.0, limit_s=120.0)

@@ -9,7 +9,7 @@ import torch
 
 from attn_dispatch import attend, explain
 from attn_dispatch.kernels import registry
-from attn_dispatch.machine.child import kept, run_alone
+from attn_dispatch.machine.child import reused, run_alone
 from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
@@ -85,7 +85,7 @@ def test_the_hard_cases_run_in_another_process(device: torch.device) -> None:
     here, backend = Request.of(problem), registry.load("sdpa")
     assert missing_code(device) == ""
     candidate = Candidate(backend, NATURAL, registry.version_of(backend))
-    with kept():
+    with reused():
         assert exhausted(Gate(problem, here.address)._failures_alone(candidate)) == []
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from tools.checks.gpu import blocks, graphs, smoke
 from tools.lib.common import RESULTS
 from tools.lib.tables import table
 
@@ -47,8 +48,8 @@ def gpu() -> str:
 
 def _smoke(found: Any) -> str:
     text = (
-        "Every backend and dtype in a process of its own: five patterns, head_dim 64, 128 and 256, 8 and 2 key heads, "
-        "forward and backward."
+        f"Every backend and dtype in a process of its own: {', '.join(smoke.PATTERNS)}; head_dim "
+        f"{', '.join(map(str, smoke.HEAD_DIMS))}; as many key heads as query heads, and fewer; forward and backward."
     )
     counts = {name: each for name, each in found["summary"].items() if isinstance(each, str)}
     rows: list[tuple[str, ...]] = [("backend", "problems"), ("---",) * 2]
@@ -61,17 +62,17 @@ def _smoke(found: Any) -> str:
 
 def _timed(found: Any, **wanted: Any) -> dict[tuple[int, ...], dict[str, Any]]:
     """Rows of timed blocks by block and pattern."""
-    blocks: dict[tuple[int, ...], dict[str, Any]] = {}
+    found_blocks: dict[tuple[int, ...], dict[str, Any]] = {}
     for row in found["rows"]:
         if row["stage"] == "time" and row.get("median_ms") and all(row[key] == each for key, each in wanted.items()):
-            blocks.setdefault(tuple(row["block"]), {})[row["pattern"]] = row
-    return blocks
+            found_blocks.setdefault(tuple(row["block"]), {})[row["pattern"]] = row
+    return found_blocks
 
 
-def _best(blocks: dict[tuple[int, ...], dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _best(timed: dict[tuple[int, ...], dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any]]:
     """The block with the largest product of rates over all patterns that it was timed on."""
-    most = max(len(rows) for rows in blocks.values())
-    whole = {block: rows for block, rows in blocks.items() if len(rows) == most}
+    most = max(len(rows) for rows in timed.values())
+    whole = {block: rows for block, rows in timed.items() if len(rows) == most}
 
     def product(block: tuple[int, ...]) -> float:
         found = 1.0
@@ -90,9 +91,9 @@ def _named(block: Iterable[int]) -> str:
 
 def _kernels(found: Any, limit: float) -> str:
     text = (
-        "bfloat16, 16 heads, 8,192 tokens, each kernel alone, in the fastest of the blocks that were tried: TFLOP/s by "
-        "the pairs that the pattern has (of dense attention also the share of the matrix products' rate). LongNet: "
-        "segments of 2,048, 4,096 and 8,192 at rates 1, 2 and 4, causal."
+        f"{blocks.HALF}, {blocks.HEADS} heads, {blocks.LENGTH:,} tokens, each kernel alone, in the fastest of the "
+        "blocks that were tried: TFLOP/s by the pairs that the pattern has (of dense attention also the share of the "
+        f"matrix products' rate). LongNet: `{blocks.PATTERNS['longnet']}`."
     )
     rows: list[tuple[str, ...]] = [
         ("kernel", "head_dim", "block", "dense", "causal", "LongNet", "registers, spills"),
@@ -115,9 +116,9 @@ def _kernels(found: Any, limit: float) -> str:
 
 def _single(found: Any) -> str:
     text = (
-        "Causal, 8 heads, 4,096 tokens. `tf32x3` adds three products of tf32 numbers, to about the error of float32: "
-        "`triton` uses it where `torch.set_float32_matmul_precision` asks for the highest precision, `tf32` otherwise. "
-        "`ieee` multiplies exactly, without tensor cores."
+        f"Causal, {blocks.SINGLE_HEADS} heads, {blocks.SINGLE_LENGTH:,} tokens. `tf32x3` adds three products of tf32 "
+        "numbers, to about the error of float32: `triton` uses it where `torch.set_float32_matmul_precision` asks for "
+        "the highest precision, `tf32` otherwise. `ieee` multiplies exactly, without tensor cores."
     )
     rows: list[tuple[str, ...]] = [("kernel", "head_dim", "`ieee`", "`tf32x3`", "`tf32`"), ("---",) * 5]
     for kernel in ("forward", "backward_q", "backward_kv"):
@@ -155,8 +156,9 @@ def _decisions(found: Any) -> str:
 
 def _graphs(found: Any) -> str:
     text = (
-        "Microseconds that a call takes the host, in a row of calls, and those of a replay of its CUDA graph; dense, "
-        "16 heads of 64, bfloat16. `F.sdpa` is PyTorch's function, called directly."
+        "Microseconds that a call takes the host, in a row of calls, and those of a replay of its CUDA graph. Dense, "
+        f"bfloat16, [batch, len, heads, head_dim] of {', '.join(str(list(each)) for each in graphs.SHAPES.values())}. "
+        "`F.sdpa` is PyTorch's function, called directly."
     )
     counts = sorted({row["tokens"] for row in found["rows"] if row["kind"] == "host"})
     head = ("call", *(f"{count} token{'s' * (count != 1)}: host, replay" for count in counts))

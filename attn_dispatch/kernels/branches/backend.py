@@ -251,9 +251,9 @@ def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refus
     would run the problem.
     """
     missing_only = [(v, refused) for v, refused in found if {refusal.code for refusal in refused} == {"not_installed"}]
-    for code, kept in (("device", []), ("not_installed", missing_only)):
+    for code, shown in (("device", []), ("not_installed", missing_only)):
         rest = [(v, refused) for v, refused in found if code not in {refusal.code for refusal in refused}]
-        found = [*rest, *kept] if rest else found
+        found = [*rest, *shown] if rest else found
     shared = set.intersection(*(set(refused) for _, refused in found))
     missing = {v.package.distribution: v.package.hint for v, _ in found if v.package and not _installed(v.package)}
     if len(missing) > 1 and len(missing) == len({v.package for v, _ in found}):

@@ -19,7 +19,7 @@ from attn_dispatch.kernels.dense import Kernel, with_lse_column
 from attn_dispatch.kernels.heads import kv_head_index, kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes, padding_mask
 from attn_dispatch.kernels.numerics import THREAD_BYTES, sum_dtype, with_positive_scale
-from attn_dispatch.kernels.tiles.tables import TileTable, kept_for, pair_counts
+from attn_dispatch.kernels.tiles.tables import TileTable, cached_with, pair_counts
 from attn_dispatch.kernels.tiles.threads import WorkQueue, run_in_threads
 from attn_dispatch.spec.problem import Problem
 
@@ -240,7 +240,7 @@ def _keys(
 
 def _groups(table: TileTable, call: _TilePasses) -> list[_TileGroup]:
     problem = call.problem
-    return kept_for(table, (problem.q_len, _most_keys(problem, table.tile)), lambda: _grouped(table, problem))
+    return cached_with(table, (problem.q_len, _most_keys(problem, table.tile)), lambda: _grouped(table, problem))
 
 
 def _grouped(table: TileTable, problem: Problem) -> list[_TileGroup]:
@@ -280,7 +280,7 @@ def _queries_without_keys(table: TileTable) -> tuple[Tensor, ...]:
         alone = (table.first.diff() == 0).nonzero().flatten().to(table.q_pos.device)
         return (table.q_pos[alone].flatten(),) if len(alone) else ()
 
-    return kept_for(table, "queries without keys", find)
+    return cached_with(table, "queries without keys", find)
 
 
 def _most_keys(problem: Problem, tile: int) -> int:

@@ -34,7 +34,7 @@ GROUP = 16  #: boxes per group
 ENTRIES = 2**20  #: mask entries computed at once
 MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
 
-KEPT_ON = ("cuda",)  #: devices for which `kept_for` keeps what is made: making it waits for the device
+CACHED_ON = ("cuda",)  #: devices for which `cached_with` caches what is made: making it waits for the device
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,23 +107,23 @@ class Branch:
         return seen
 
 
-_kept: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
+_cached: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def kept_for(table: TileTable, key: object, make: Callable[[], T]) -> T:
-    """What is made from a table, kept as long as the table where that saves the device a wait."""
+def cached_with(table: TileTable, key: object, make: Callable[[], T]) -> T:
+    """What is made from a table, cached as long as the table exists where that saves the device a wait."""
     device = table.keys.device
-    if device.type not in KEPT_ON:
+    if device.type not in CACHED_ON:
         return make()
-    found = _kept.setdefault(table, {})
+    found = _cached.setdefault(table, {})
     if key not in found:
         with torch.inference_mode(False):  # the next call may be in another mode
             made = make()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # another stream may read it next
         found[key] = made
-    kept: T = found[key]
-    return kept
+    result: T = found[key]
+    return result
 
 
 def pair_counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 class Setup(NamedTuple):
-    """What every step is told. `output`: the folder of results. `dry_run`: tiny problems on the CPU."""
+    """What every step takes. `output`: the folder of results. `dry_run`: tiny problems on the CPU."""
 
     output: str
     dry_run: bool
@@ -42,7 +42,7 @@ class Setup(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of a step: groups of items, each group in a process of its own, `parallel` of them at a time.
+    """A part of a step: groups of items, each group in a process of its own, `parallel` groups at a time.
 
     `share` is the part of the step's remaining seconds that it may take, and `item_s` the seconds of one item.
     """
