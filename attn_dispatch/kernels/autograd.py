@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,29 @@ class Passes(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv; a gradient of None is zero. `saved` is (q, k, v, out, lse)."""
         ...
+
+
+def gradients(results: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What `torch.autograd.grad(results, inputs, weights)` returns and raises.
+
+    That imports SymPy at the first weights of a process: half a second, which a program may never need.
+    """
+    with torch.enable_grad():
+        total = _Weighted.apply(tuple(weights), *results)  # type: ignore[no-untyped-call]
+    return torch.autograd.grad(total, inputs)
+
+
+class _Weighted(torch.autograd.Function):
+    """A scalar that stands for the weighted sum of `results`: their gradients are the weights themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: tuple[Tensor, ...], *results: Tensor) -> Tensor:
+        ctx.weights = weights
+        return results[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.weights
 
 
 def differentiable(

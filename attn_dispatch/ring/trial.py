@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_dispatch import settings
 from attn_dispatch.errors import InvalidInput, RankLost
+from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.log import logger
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
@@ -131,7 +132,7 @@ class Trial:
             with torch.enable_grad():
                 inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
                 out, _ = self.sharded.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
-                torch.autograd.grad(out, inputs, torch.ones_like(out))
+                gradients((out,), inputs, (torch.ones_like(out),))
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
 
@@ -208,7 +209,7 @@ def _shard_results(sharded: ShardedProblem, gate: Oracle, exchange: str) -> dict
             results, weights = [out], [gate.grad.index_select(1, at)]
             if gate.grad_lse is not None:
                 results, weights = [out, lse], [*weights, gate.grad_lse.index_select(2, at)]
-            found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), weights)))
+            found.update(zip(("dq", "dk", "dv"), gradients(results, (q, k, v), weights)))
     return found
 
 

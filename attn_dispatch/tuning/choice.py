@@ -38,8 +38,8 @@ LEAST_PLAN_MS = 10.0
 BET = 0.10
 ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
 MANY_ROUNDS = 100  #: rounds from which further ones would not tell more
-DISTURBED_BET = 0.05  #: the same where estimates are of what other programs left undisturbed
-DISTURBED_DOUBT = 2.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
+DISTURBED_BET = 0.10  #: the same where estimates are of what other programs left undisturbed
+DISTURBED_DOUBT = 4.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
 DISTURBED_SHORT_MS = 40.0  #: milliseconds up to which preemption may have made such an estimate as a whole
 
 
@@ -201,9 +201,12 @@ class _Comparison:
         rivals = {chosen, self._incumbent or chosen}
         if any(ratio_test(self._costs[name], self._costs[each], self._margin) == "not" for each in rivals - {name}):
             return False
-        if shared_rounds(self._costs[name], self._costs[chosen]) >= MANY_ROUNDS:
+        rounds = shared_rounds(self._costs[name], self._costs[chosen])
+        if rounds >= MANY_ROUNDS:
             return False
-        return ratio_interval(self._costs[name], self._costs[chosen], LAST_LOOK).low < 1.0 - BET
+        # The interval of few rounds is narrower than what is known: their samples follow one another.
+        doubt = ONE_ROUND_BET / max(1, rounds)
+        return ratio_interval(self._costs[name], self._costs[chosen], LAST_LOOK).low * (1.0 - doubt) < 1.0 - BET
 
     def _beats(self, name: str, rival: str) -> bool:
         return name != rival and faster_at_last_look(self._costs[name], self._costs[rival], self._margin)

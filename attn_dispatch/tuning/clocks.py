@@ -6,7 +6,8 @@ is timed apart, and the longer time counts. Samples have a warm cache by default
 written when attention is called; `cold_ms` has a flushed L2 cache, as in Triton's `do_bench` and CUTLASS's profiler.
 
 On a CPU that other programs use too, a short call is sampled again after a rest, for then the scheduler lets this
-process's threads run undisturbed for a few milliseconds. Longer calls are all slowed down alike.
+process's threads run undisturbed for a few milliseconds. Of a longer call the processor's time counts instead of the
+clock's: that of the calling thread, which takes part in all work, or an even share of all threads' if that is more.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class HostStopwatch:
 
     Args:
         reading: this process's load so far; None: disturbances are not noticed.
+        caller_clock: CPU seconds of the calling thread; None: those of a disturbed sample are not asked for.
+        threads: threads that share the work of a call, at most.
         rest: lets some seconds pass.
         retakes: times that a disturbed sample is taken again at most.
     """
@@ -89,6 +92,8 @@ class HostStopwatch:
     clock: Callable[[], float] = time.perf_counter
     synchronize: Callable[[], None] = lambda: None
     reading: Callable[[], Load] | None = None
+    caller_clock: Callable[[], float] | None = None
+    threads: int = 1
     rest: Callable[[float], None] = time.sleep
     retakes: int = RETAKES
     load: Load = NO_LOAD
@@ -124,20 +129,31 @@ class HostStopwatch:
         return fastest_ms, all_disturbed
 
     def _sample(self, call: Call, repeats: int) -> tuple[float, bool]:
-        """Mean milliseconds of a call, and whether other programs took cores from this process meanwhile."""
+        """Mean milliseconds of a call, and whether other programs took cores from this process meanwhile.
+
+        Then they are an estimate where there is a `caller_clock`: too long, mostly by less than half, where threads
+        wait for one another without sleeping; too short where work is spread unevenly.
+        """
         with collector_off():
             self.synchronize()
             before = None if self.reading is None else self.reading()
+            caller_s = self._caller_s()
             start_s = self.clock()
             for _ in range(repeats):
                 call()
             self.synchronize()
-            mean_ms = (self.clock() - start_s) * 1e3 / repeats
+            took_s = self.clock() - start_s
             if before is None or self.reading is None:
-                return mean_ms, False
-            beside = self.reading().since(before)
+                return took_s * 1e3 / repeats, False
+            caller_s, beside = self._caller_s() - caller_s, self.reading().since(before)
         self.load = self.load.plus(beside)
-        return mean_ms, beside.switches > DISTURBED_PER_S * beside.cpu_s
+        disturbed = beside.switches > DISTURBED_PER_S * beside.cpu_s
+        if disturbed and self.caller_clock is not None:
+            took_s = min(took_s, max(caller_s, beside.cpu_s / self.threads))
+        return took_s * 1e3 / repeats, disturbed
+
+    def _caller_s(self) -> float:
+        return 0.0 if self.caller_clock is None else self.caller_clock()
 
     def device_ms(self, call: Call) -> float | None:
         return None

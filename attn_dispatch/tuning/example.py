@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, Result, runner
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
@@ -44,7 +45,8 @@ class Example:
             with torch.enable_grad():
                 result = run(self.q, self.k, self.v, self.problem, **self.masks)
             out = result if isinstance(result, Tensor) else result[0]
-            torch.autograd.grad(out, (self.q, self.k, self.v), self.grad)
+            assert self.grad is not None
+            gradients((out,), (self.q, self.k, self.v), (self.grad,))
             return result
 
         return forward_backward if self.problem.needs_grad else forward

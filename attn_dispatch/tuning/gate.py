@@ -53,7 +53,8 @@ CONTEXT_BYTES = 2 << 30  #: free memory on a device that another process needs t
 #: Exit codes by which a process of its own crashed; others, such as SIGKILL's, may come from outside.
 CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 _PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
-LOADING_MS = 2000.0  #: milliseconds of a first call on CUDA, of which a share that matters may be one-time work
+#: Milliseconds of a first call, of which a share that matters may be one-time work, such as filling tables.
+LOADING_MS = {"cuda": 2000.0, "cpu": 5.0}
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
 # Hard cases passed in this process: (backend, order, version, class of problems).
@@ -204,8 +205,8 @@ class Gate:
         result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
         # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured. Any
-        # first call on CUDA may load kernels and make plans.
-        lazy = self.problem.device.type == "cuda" and first_ms < LOADING_MS
+        # first call on CUDA may load kernels and make plans, a short one on a CPU fills tables.
+        lazy = first_ms < LOADING_MS.get(self.problem.device.type, 0.0)
         if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)

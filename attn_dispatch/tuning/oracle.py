@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import formula
+from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, runner
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
@@ -178,7 +179,7 @@ class Oracle:
             results, weights = [out], [self.grad]
             if self.grad_lse is not None and lse is not None and lse.shape == self.grad_lse.shape:
                 results, weights = [out, lse], [self.grad, self.grad_lse]
-            grads = torch.autograd.grad(results, (example.q, example.k, example.v), weights)
+            grads = gradients(results, (example.q, example.k, example.v), weights)
             found.update(zip(("dq", "dk", "dv"), grads))
         if versions != [x._version for x in inputs]:
             raise RuntimeError("wrote into its inputs")
@@ -294,7 +295,7 @@ class _Sample:
                 results, weights = [out], [self.grad.to(dtype)]
                 if self.grad_lse is not None:
                     results, weights = [out, lse], [*weights, self.grad_lse.to(lse.dtype)]
-                found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), weights)))
+                found.update(zip(("dq", "dk", "dv"), gradients(results, (q, k, v), weights)))
         return found
 
     def rounding_errors(self, exact: dict[str, Tensor]) -> dict[str, float]:
@@ -362,8 +363,7 @@ def _visible(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tup
 
 def _largest(x: Tensor) -> float:
     """The largest absolute finite value; 0 where there is none."""
-    finite = x[x.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    return float(torch.where(x.isfinite(), x.abs(), 0.0).max()) if x.numel() else 0.0
 
 
 def _sample(size: int, count: int, generator: torch.Generator) -> Tensor:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import torch
 
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
@@ -249,7 +250,12 @@ class Race:
     def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Steps[Rounds]:
         device = self.problem.device
         cuda = CudaStopwatch(device) if device.type == "cuda" else None
-        host = HostStopwatch(reading=Load.so_far, retakes=0 if self.stepped else RETAKES)  # a step is one sample
+        host = HostStopwatch(
+            reading=Load.so_far,
+            caller_clock=load.caller_s,
+            threads=torch.get_num_threads(),
+            retakes=0 if self.stepped else RETAKES,  # a step is one sample
+        )
         candidates = {call: self.runners[name][0] for name, call in calls.items()}
         stopwatch = self._stopwatch = _MarkedStopwatch(cuda or host, self.request, candidates)
         failures: dict[str, Exception] = {}

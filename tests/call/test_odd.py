@@ -40,12 +40,6 @@ pytestmark = pytest.mark.usefixtures("little_time")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough budget on a busy machine: a candidate skipped for time would be measured by the next call."""
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
-
-
 def planted_row() -> Any:
     return next(row for row in explain(*qkv()).candidates if row.backend == "planted")
 

@@ -29,7 +29,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Decision:
     """The decision of one call, with the times LOW, MEDIAN, HIGH."""
     import msgspec
 
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "300")
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
     attend(*qkv())
     ((_, decision),) = Store(cache_folder()).all()
     rows = tuple(

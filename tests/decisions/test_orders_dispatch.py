@@ -24,10 +24,7 @@ from attn_dispatch.store.quarantine import Quarantine
 from tests.support.calls import counted, forget, qkv
 from tests.support.ordered import HILBERT, NATURAL, OTHER, RESIDUE, Installed, right, rows, stored
 
-
-@pytest.fixture(autouse=True)
-def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
+pytestmark = pytest.mark.usefixtures("little_time")
 
 
 @pytest.fixture

@@ -27,12 +27,10 @@ from tests.support.planted import Planted
 from tests.support.virtual_clock import VirtualClock
 
 MS = 1e-3
-BUDGET_MS = 3000.0  #: enough to measure all candidates on a busy machine; a resolved race takes a tenth of it
+BUDGET_MS = 3000.0  #: that of `little_time`
 
 
-@pytest.fixture(autouse=True)
-def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", str(BUDGET_MS))
+pytestmark = pytest.mark.usefixtures("little_time")
 
 
 @dataclass

@@ -26,9 +26,7 @@ CROSSES = 100  #: tokens from which Hilbert order is the faster one
 SIDES = (6, 8, 12, 16)
 
 
-@pytest.fixture(autouse=True)
-def _time_enough(little_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
+pytestmark = pytest.mark.usefixtures("little_time")
 
 
 @dataclass

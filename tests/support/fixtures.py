@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import WARNING
@@ -22,7 +23,7 @@ from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
 from attn_dispatch.machine import load
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import guard
+from attn_dispatch.tuning import guard, tuner
 from tests.support import calls
 from tests.support.fakes import SILICON
 
@@ -109,8 +110,12 @@ def no_threads_are_left() -> Iterator[None]:
 
 @pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread: several wait for one another where other processes have the cores, which no median evens out."""
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "1000")
+    """One thread: several wait for one another where other processes have the cores, which no median evens out.
+
+    Enough time on a busy machine to measure all candidates of a small problem; a resolved race takes a tenth of it.
+    """
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
+    monkeypatch.setattr(tuner, "FIXED_S", 3.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -175,6 +180,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def change(value: bool) -> None:
         monkeypatch.setattr(load, "involuntary_switches", (lambda: next(switches)) if value else lambda: 0)
         monkeypatch.setattr(load, "is_calm", lambda: not value)
+        monkeypatch.setattr(load, "caller_s", lambda: time.perf_counter())  # tests simulate this clock alone
 
     monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
     return change

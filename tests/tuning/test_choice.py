@@ -149,6 +149,15 @@ def test_a_choice_is_open_where_another_may_be_much_faster() -> None:
     assert {name for name, each in outcomes.items() if each.open} == {"unclear"}
 
 
+@pytest.mark.parametrize(("cost", "is_open"), [(0.96, True), (1.2, False)])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_few_rounds_settle_no_close_choice(rounds: int, cost: float, is_open: bool) -> None:
+    """Samples that follow one another agree more than later ones will."""
+    entrants = [entrant("old", 1.0, rounds=rounds), entrant("new", cost, rounds=rounds)]
+    chosen, outcomes = choose(entrants, "old", calls=1)
+    assert (chosen, outcomes["new"].open) == ("old", is_open)
+
+
 def test_in_a_disturbed_race_the_fastest_samples_decide() -> None:
     """Preempted in most rounds, a call of 1 ms looks slower than one of 2 ms that was not."""
     fast = Timing((1.0, 9.0, 8.0, 1.1, 9.0, 9.0, 8.0, 1.0, 9.0, 9.0, 8.0, 9.0), 9.0)
@@ -162,7 +171,7 @@ def test_in_a_disturbed_race_the_fastest_samples_decide() -> None:
     assert outcomes["near"].open
 
 
-@pytest.mark.parametrize(("cost_ms", "times", "is_open"), [(1.0, 9.0, True), (100.0, 1.9, True), (100.0, 2.1, False)])
+@pytest.mark.parametrize(("cost_ms", "times", "is_open"), [(1.0, 9.0, True), (100.0, 3.9, True), (100.0, 4.1, False)])
 def test_a_disturbed_race_rules_out_slow_candidates_with_long_calls_only(
     cost_ms: float, times: float, is_open: bool
 ) -> None:

@@ -257,8 +257,8 @@ def test_forget_is_preferred_to_release(alone: Alone) -> None:
 
 
 def test_peak_memory_excludes_compilation(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU peak memory is that of the process, so that of the second call counts."""
-    peaks = iter([1000, 777_777, 2000])
+    """On a CPU peak memory is that of the process, so that of the second call counts, which short calls have too."""
+    peaks = iter([999, 1000, 777_777, 2000])
     monkeypatch.setattr("attn_dispatch.machine.memory.peak_bytes", lambda call, device: (call(), next(peaks)))
     alone(Builder("manual"), Builder(first_s=0.001))
     decision = measured(None)

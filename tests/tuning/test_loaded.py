@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from typing import Any
+
 import pytest
 
 from attn_dispatch.machine.load import Load
@@ -14,7 +18,7 @@ COSTS = {"sdpa": 1.3, "native": 1.0, "tiles": 2.4, "manual": 9.0}
 
 
 class Preempted:
-    """A call that takes these milliseconds, one after another; each over `own_ms` counts as one lost core."""
+    """A call that takes these milliseconds, one after another; over `own_ms` it lost a core every few of them."""
 
     def __init__(self, own_ms: float, *taken_ms: float) -> None:
         self.own_ms, self.now_s, self.cpu_s, self.switches, self.rests = own_ms, 0.0, 0.0, 0, 0
@@ -24,15 +28,18 @@ class Preempted:
         ms = next(self.taken_ms, self.own_ms)
         self.now_s += ms / 1e3
         self.cpu_s += self.own_ms / 1e3
-        self.switches += ms > self.own_ms
+        self.switches += math.ceil((ms - self.own_ms) / 4)
 
     def rest(self, seconds: float) -> None:
         self.rests += 1
 
-    def stopwatch(self) -> HostStopwatch:
-        return HostStopwatch(
-            lambda: self.now_s, reading=lambda: Load(self.cpu_s, self.now_s, self.switches), rest=self.rest
-        )
+    def stopwatch(self, **more: Any) -> HostStopwatch:
+        reading = partial(getattr, self, "load")
+        return HostStopwatch(lambda: self.now_s, reading=reading, rest=self.rest, **more)
+
+    @property
+    def load(self) -> Load:
+        return Load(self.cpu_s, self.now_s, self.switches)
 
 
 def test_a_disturbed_sample_is_taken_again_after_a_rest() -> None:
@@ -68,6 +75,23 @@ def test_long_calls_are_not_repeated_in_vain(first_ms: float) -> None:
     for _ in range(5):
         stopwatch.mean_ms(call)
     assert call.rests <= RETAKES * MOST_FAILURES
+
+
+@pytest.mark.parametrize(("caller_share", "threads", "expected_ms"), [(1.0, 2, 60.0), (0.2, 2, 30.0), (0.2, 8, 12.0)])
+def test_of_a_long_disturbed_call_the_processors_time_counts(
+    caller_share: float, threads: int, expected_ms: float
+) -> None:
+    """That of the calling thread, or an even share of all threads' if that is more."""
+    call = Preempted(60.0, 300.0)
+    stopwatch = call.stopwatch(caller_clock=lambda: caller_share * call.cpu_s, threads=threads)
+    assert stopwatch.mean_ms(call) == pytest.approx(expected_ms)
+    assert stopwatch.mean_ms(call) == pytest.approx(60.0), "undisturbed: the clock's"
+
+
+def test_a_disturbed_sample_is_never_longer_than_it_took() -> None:
+    """Threads of the program beside it take processor time too."""
+    call = Preempted(60.0, 70.0)
+    assert call.stopwatch(caller_clock=lambda: 9 * call.cpu_s).mean_ms(call) == pytest.approx(70.0)
 
 
 def test_switches_of_all_samples_make_a_race_disturbed() -> None:

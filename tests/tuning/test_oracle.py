@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_dispatch.backends import manual, sdpa
 from attn_dispatch.kernels import formula, registry
+from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.branches import run as branch_run
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -335,3 +336,23 @@ def test_between_steps_the_callers_threads_are_as_they_were(monkeypatch: pytest.
     finally:
         torch.set_num_threads(threads)
     assert within == [1, 1]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_gradients_are_those_of_autograd(both: bool) -> None:
+    """The backward pass gets the weights themselves, whatever their strides."""
+    seen: list[tuple[int, ...]] = []
+    x, y = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    out, lse = x * y.exp(), (x + y).sum(1)
+    out.register_hook(  # type: ignore[no-untyped-call]
+        lambda grad: seen.append(grad.stride())
+    )
+    weights = (torch.randn(4, 3, dtype=torch.float64).t(), torch.randn(1, dtype=torch.float64).expand(3))
+    results = (out, lse)[: 1 + both]
+    with torch.no_grad():
+        found = gradients(results, (x, y), weights[: 1 + both])
+    assert seen == [(1, 3)]
+    expected = torch.autograd.grad((x * y.exp(), (x + y).sum(1))[: 1 + both], (x, y), weights[: 1 + both])
+    assert all(torch.equal(*pair) for pair in zip(found, expected))
+    with pytest.raises(RuntimeError, match="not have been used"):
+        gradients((x * 2,), (y,), (torch.ones(3, 4, dtype=torch.float64),))
