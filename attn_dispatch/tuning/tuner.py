@@ -40,7 +40,9 @@ FIXED_S = 0.1  #: seconds that it may take for a problem of microseconds
 CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
 RACE_S, RACE_CALLS = 0.04, 6  #: seconds and calls of the fastest candidate that a race gets at least
-BUSY_FACTOR = 4  #: factor on all seconds where other programs take the cores: calls take longer, samples are repeated
+# Factors where other programs take the cores: calls take longer, and of many samples few are undisturbed.
+BUSY_FACTOR = 4  #: on all seconds
+BUSY_RACE_FACTOR = 12  #: on the least seconds of a race
 
 # Of a trial that is taken in steps between calls of the program.
 STEP_S, STEP_SHARE = 0.02, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
@@ -395,7 +397,7 @@ class Trial:
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s
-            remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_FACTOR))
+            remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_RACE_FACTOR))
         yield from self.race.run(example, remaining, more_s)
 
     def _decision(self, chosen: Candidate) -> Decision:
