@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attn_dispatch import process_state
+from attn_dispatch import packing, process_state
 from attn_dispatch.decisions import decide, observers, unmeasured
 from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, run_function
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem, autocast_dtype, check_seq_lens_values, matmul_precision
+from attn_dispatch.spec.problem import Problem, autocast_dtype, check_seq_lens_values, check_sink, matmul_precision
+from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.tensor_match import Fits, fits
 from attn_dispatch.text import titled
@@ -77,6 +79,11 @@ def attend(
     order: str | None = None,
     mesh: object = None,
     return_lse: bool = False,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sink: Tensor | None = None,
+    first_head: int | None = None,
+    all_heads: int | None = None,
 ) -> Any:
     """Attention by the fastest backend and token order known on this machine.
 
@@ -101,6 +108,14 @@ def attend(
             are then this rank's shard, seq_lens are lengths of the whole sequence, and `order` is a way of exchanging
             rows: "local", "ring", "gather" or "ulysses".
         return_lse: also return lse.
+        documents: [batch, len] int32 or int64: tokens with equal ids, which stand together, are one document. Each is
+            computed as by a call of its own: positions and lengths are the document's.
+        cu_seqlens: [documents + 1] int32 or int64, for a batch of one row, as flash-attn has it: where each document
+            starts, and the end of the last. Both are read on the host.
+        sink: [heads], floating point and finite: the score, not scaled, of one more key for each head, whose value is
+            0. It is part of lse, and gets a gradient.
+        first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:
+            the number of q's first head, and of all heads. Patterns that differ by head go by these numbers.
 
     Returns:
         out as q; or (out, lse) with lse [batch, heads, q_len], natural log, float32 (float64 for float64 inputs),
@@ -115,19 +130,28 @@ def attend(
         return _outside_graph(
             q, k, v, pattern, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,
             seq_lens=seq_lens, key_mask=key_mask, dropout_p=dropout_p, scale=scale, layout=layout, backend=backend,
-            order=order, mesh=mesh, return_lse=return_lse,
+            order=order, mesh=mesh, return_lse=return_lse, documents=documents, cu_seqlens=cu_seqlens, sink=sink,
+            first_head=first_head, all_heads=all_heads,
+        )  # fmt: skip
+    if sink is not None or documents is not None or cu_seqlens is not None:
+        return _composed(
+            q, k, v, documents, cu_seqlens, sink, layout, pattern=pattern, segment_lengths=_hashable(segment_lengths),
+            dilation_rates=_hashable(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
+            dropout_p=dropout_p, scale=scale, backend=backend, order=order, mesh=mesh, return_lse=return_lse,
+            first_head=first_head, all_heads=all_heads,
         )  # fmt: skip
     if mesh is not None:
         return _over_mesh(
             mesh, q, k, v, pattern=pattern, segment_lengths=_hashable(segment_lengths),
             dilation_rates=_hashable(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
             dropout_p=dropout_p, scale=scale, layout=layout, backend=backend, order=order, return_lse=return_lse,
+            first_head=first_head, all_heads=all_heads,
         )  # fmt: skip
     signature: Any = None
     try:
         signature = (
             q.shape, k.numel(), pattern, segment_lengths, dilation_rates, is_causal, dropout_p, scale, layout, backend,
-            order, return_lse,
+            order, return_lse, first_head, all_heads,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
             torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _mode_count(),
@@ -143,7 +167,8 @@ def attend(
         arguments = {
             "segment_lengths": _hashable(segment_lengths), "dilation_rates": _hashable(dilation_rates),
             "is_causal": is_causal, "seq_lens": seq_lens, "key_mask": key_mask, "dropout_p": dropout_p,
-            "scale": scale, "layout": layout, "return_lse": return_lse,
+            "scale": scale, "layout": layout, "return_lse": return_lse, "first_head": first_head,
+            "all_heads": all_heads,
         }  # fmt: skip
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
             # Lists have no hash: repeat the call with tuples.
@@ -187,6 +212,11 @@ def explain(
     """
     if "device" in arguments:
         raise InvalidInput("explain takes attend's arguments, which have no device")
+    if (sink := arguments.pop("sink", None)) is not None:
+        check_sink(sink, q, arguments.get("layout", "bnhd"))
+        arguments["return_lse"] = True
+    if any(arguments.pop(name, None) is not None for name in ("documents", "cu_seqlens")):
+        raise InvalidInput("explain takes one document: each is a call of its own")
     mesh = arguments.pop("mesh", None)
     if mesh is not None:
         from attn_dispatch.ring import over_mesh, shards
@@ -265,7 +295,7 @@ def _drop_routes(problem: Problem) -> None:
     with lock:
         for signature, route in list(_routes.items()):
             found: Route | None = route
-            while found is not None and found.problem != problem:
+            while found is not None and problem not in (found.problem, measured_for(found.problem)):
                 found = found.next_route
             if found is not None:
                 del _routes[signature]
@@ -310,6 +340,27 @@ def _run_prepared(
     out, lse = route.parts(result)
     out = out.transpose(1, 2) if route.transposed else out
     return route.with_lse((out, lse)) if return_lse else out
+
+
+def _composed(
+    q: Tensor, k: Tensor, v: Tensor, documents: Any, cu_seqlens: Any, sink: Any, layout: str, **arguments: Any
+) -> Any:
+    """attend with what no backend sees: a document is a call of its own, a sink is added to out and lse."""
+    if sink is not None:
+        check_sink(sink, q, layout)
+    return_lse = arguments["return_lse"]
+    arguments["return_lse"] = return_lse or sink is not None
+    if documents is None and cu_seqlens is None:
+        found = attend(q, k, v, layout=layout, **arguments)
+    else:
+        packed = packing.packed(q, k, v, documents, cu_seqlens, layout, arguments)
+        found = packed.joined([attend(*part, **{**arguments, **rest}) for part, rest in packed.calls])
+    if sink is None:
+        return found
+    swapped = layout == "bhnd"
+    out, lse = with_sink(found[0].transpose(1, 2) if swapped else found[0], found[1], sink)
+    out = out.transpose(1, 2) if swapped else out
+    return (out, lse) if return_lse else out
 
 
 def _hashable(value: Any) -> Any:

@@ -73,6 +73,8 @@ def refusals(problem: Problem) -> list[Refusal]:
     unknown = refuse_pattern(problem, PATTERNS)
     if unknown:  # the code below needs a known pattern
         return found + unknown
+    if problem.q_len != problem.k_len and not isinstance(problem.pattern, Dense | Window):
+        return [*found, Refusal("lengths", f"takes equal lengths here, not {problem.q_len} and {problem.k_len}")]
     if not _countable(problem) and token_order_of(problem.pattern) != NATURAL:
         found.append(Refusal("pattern", f"{problem.pattern} has over {PAIRS_LIMIT} query-key pairs to find its blocks"))
     needed = block_table_bytes(problem)

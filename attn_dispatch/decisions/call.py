@@ -20,6 +20,7 @@ from attn_dispatch.settings import sentinel_share
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem, check_seq_lens_values
+from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
@@ -69,11 +70,12 @@ def run_function(
     run = runner(registry.load(decision.choice), decision.order)
     if traced:
         return run
-    if (decision.silicon, problem) in decide.on_trial and decision.source != "forced":
-        from attn_dispatch.decisions import online  # mode `online` alone
+    for each in {problem: None, measured_for(problem): None}:
+        if (decision.silicon, each) in decide.on_trial and decision.source != "forced":
+            from attn_dispatch.decisions import online  # mode `online` alone
 
-        return online.sampled(run, problem, decision, drop)
-    if not sentinel_share():
+            return online.sampled(run, each, decision, drop)
+    if not sentinel_share() or measured_for(problem) != problem:  # the times of another length
         return run
     from attn_dispatch.decisions import drift  # the drift check is off by default
 
@@ -132,5 +134,5 @@ def _resolve(problem: Problem) -> ResolvedCall:
 def _drop_calls(problem: Problem) -> None:
     """Forget the resolved calls of a problem."""
     with decide.lock:
-        for key in [key for key in _calls if key[0] == problem]:
+        for key in [key for key in _calls if problem in (key[0], measured_for(key[0]))]:
             del _calls[key]

@@ -29,6 +29,7 @@ from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
@@ -65,6 +66,14 @@ process_state.register(process_state.DECISIONS, _decided.clear, on_trial.clear, 
 def explain_problem(problem: Problem, backend: str | None = None, order: str | None = None) -> Explanation:
     """Explain the decision for a problem, as `explain` does for tensors."""
     unmeasured.check_names(backend, order)
+    if backend is None and order is None and (other := measured_for(problem)) != problem:
+        shared = _explained(other, None, None)
+        if shared.choice and shared.order and unmeasured.can_run(problem, (shared.choice, shared.order)):
+            return shared
+    return _explained(problem, backend, order)
+
+
+def _explained(problem: Problem, backend: str | None, order: str | None) -> Explanation:
     request = Request.of(problem)
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
@@ -95,6 +104,10 @@ def decision_for(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can run the problem.
     """
+    if (other := measured_for(problem)) != problem:
+        shared = decision_for(other)
+        if unmeasured.can_run(problem, shared.chosen):
+            return shared
     request = Request.of(problem)
     key = request.silicon, problem, None, None
     decision = _decided.get(key)
@@ -109,7 +122,8 @@ def decision_for(problem: Problem) -> Decision:
 
 def latest(problem: Problem, decision: Decision) -> Decision:
     """The decision by which a route is made under `lock`: a trial may have ended since this one was taken."""
-    return _decided.get((decision.silicon, problem, None, None), decision)
+    known = (_decided.get((decision.silicon, each, None, None)) for each in (problem, measured_for(problem)))
+    return next((found for found in known if found is not None and found.key == decision.key), decision)
 
 
 def _decide(request: Request, key: _Key) -> Decision:

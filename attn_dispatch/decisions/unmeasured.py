@@ -7,6 +7,7 @@ the static choice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 import msgspec
@@ -34,6 +35,13 @@ def static_decision(
     first = static_choice(found)
     chosen = chosen or (None if first is None else first.id)
     return request.decision(chosen, "heuristic", (_decision_row(each, chosen, None) for each in found))
+
+
+def can_run(problem: Problem, name: CandidateId) -> bool:
+    """Whether a candidate that was decided on for another number of keys takes this problem."""
+    with suppress(InvalidInput):  # it is not registered
+        return Request.of(problem).can_run(*name)
+    return False
 
 
 def with_reason(decision: Decision, text: str) -> Decision:

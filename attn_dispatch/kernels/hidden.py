@@ -15,12 +15,13 @@ from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.orders import permutation
-from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band, Offsets
 from attn_dispatch.spec.reordered import token_order_of
 
 CACHED = 64  #: problems whose unseen keys are cached
+ENTRIES = 2**24  #: query-key pairs of a grid that are looked at at once
 
 
 class Hidden(NamedTuple):
@@ -123,6 +124,8 @@ def may_hide(problem: Problem) -> bool:
     """Whether the pattern may hide a key: True wherever `unseen_keys` finds one, without a table of all tokens."""
     group = problem.heads // problem.kv_heads
     kinds, bands = _bands(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads, group)
+    if _at_end(problem.pattern.natural, problem.q_len, problem.k_len):
+        return True
     if _segmented(bands):
         return not _all_selected(kinds, bands)
     return _covered(_runs(bands, problem.q_len, problem.k_len)) < problem.k_len
@@ -141,16 +144,37 @@ def _find_unseen(
 ) -> Tensor | None:
     """The same mask in the caller's modes, without a look at its values: it may hide no key."""
     kinds, bands = _bands(pattern.natural, q_len, k_len, heads, group)
+    if isinstance(pattern, Neighborhood) and q_len < k_len:
+        return _unseen_of_grid(pattern, q_len, k_len).to(device)[None, :, None, None]
     if not _segmented(bands):
         return _outside(_runs(bands, q_len, k_len), k_len, device)
     at = permutation(token_order_of(pattern), pattern.natural, k_len)
     at = torch.arange(k_len, device="cpu") if at is None else at
     seen = []
     for kind, members in sorted(kinds.items(), key=lambda item: item[1]):
-        # A token that a branch selects sees itself there.
-        selected = [band.selected(at) for band in {band for offsets in kind for band in bands[offsets]}]
-        seen += [(member, torch.stack(selected).any(0)) for member in members]
+        every = {band for offsets in kind for band in bands[offsets]}
+        if q_len < k_len:
+            some = [band.seen(torch.arange(q_len, device="cpu"), k_len) for band in every]
+        else:
+            some = [band.selected(at) for band in every]  # a token that a branch selects sees itself there
+        seen += [(member, torch.stack(some).any(0)) for member in members]
     return ~torch.stack([each for _, each in sorted(seen, key=lambda item: item[0])], 1)[None, :, :, None].to(device)
+
+
+def _at_end(natural: Pattern, q_len: int, k_len: int) -> bool:
+    """Whether the queries are the last tokens of segments or of a grid."""
+    return q_len < k_len and isinstance(natural, Dilated | Neighborhood)
+
+
+def _unseen_of_grid(pattern: Neighborhood, q_len: int, k_len: int) -> Tensor:
+    """Bool [k_len]: tokens of a grid that none of its last `q_len` tokens sees."""
+    seen, keys = torch.zeros(k_len, dtype=torch.bool, device="cpu"), torch.arange(k_len, device="cpu")
+    step = max(1, ENTRIES // k_len)
+    for first in range(0, q_len, step):
+        queries = torch.arange(first, min(first + step, q_len), device="cpu")
+        (reach,) = pattern.reaches(queries, keys, q_len, k_len, ())
+        seen |= reach.sees().any(0)
+    return ~seen
 
 
 def _bands(

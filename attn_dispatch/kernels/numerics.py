@@ -29,6 +29,20 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     torch.logaddexp(lse, lse_b, out=lse)
 
 
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse with one more key for each head, whose score is `sink` and whose value is 0; differentiable.
+
+    Args:
+        out: [batch, queries, heads, head_dim]. lse: [batch, heads, queries]; -inf for a query without other keys.
+        sink: [heads], finite.
+
+    Source: Miller 2023, Attention Is Off By One; the GPT-OSS models learn one sink for each head.
+    """
+    score = sink.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - score).transpose(1, 2).unsqueeze(-1)
+    return (out * share).to(out.dtype), torch.logaddexp(lse, score)
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and merged results: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -104,6 +104,8 @@ def _checked(
     seq_lens: Tensor | None = None,
     backend: str | None = None,
     order: str | None = None,
+    first_head: int | None = None,
+    all_heads: int | None = None,
     **rest: Any,
 ) -> MeshCall:
     """Check the arguments, as far as possible without the other ranks.
@@ -111,6 +113,11 @@ def _checked(
     Raises:
         InvalidInput: an argument is wrong.
     """
+    if first_head is not None or all_heads is not None:
+        raise InvalidInput(
+            f"over a mesh every rank holds all heads: first_head and all_heads must be None, got {first_head!r} and "
+            f"{all_heads!r}"
+        )
     chosen = choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)
     local = Problem.of(q, k, v, **rest)
     if local.q_len != local.k_len:

@@ -78,6 +78,14 @@ def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     return torch.tensor(values, device="cpu")
 
 
+def permutation_of_queries(order: str, pattern: Pattern, q_len: int, k_len: int) -> Tensor | None:
+    """The query at each place, likewise: the last `q_len` tokens of `k_len`, where those are more."""
+    found = permutation(order, pattern, max(q_len, k_len))
+    if found is None or q_len >= k_len:
+        return found
+    return found[found >= k_len - q_len] - (k_len - q_len)
+
+
 @lru_cache(maxsize=16)
 def same_permutation(order: str, pattern: Pattern, other: Pattern, length: int) -> bool:
     """Whether both patterns give the same permutation."""

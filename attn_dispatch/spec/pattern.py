@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Pattern(ABC):
-    """Base of the patterns. Positions count tokens from 0."""
+    """Base of the patterns. Positions count tokens from 0.
+
+    Where there are fewer queries than keys they are the last tokens: query i is token `i + k_len - q_len`.
+    """
 
     __slots__ = ()
 
@@ -110,6 +113,10 @@ class Pattern(ABC):
         """The simplest pattern with the same multiplicity at these lengths, so that equal calls share a decision."""
         return self
 
+    def of_heads(self, first_head: int, all_heads: int) -> Pattern:
+        """The pattern of tensors that hold a share of `all_heads`, from `first_head` on."""
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """The class name as "kind", and the fields as JSON values."""
         return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
@@ -194,7 +201,8 @@ class Dilated(Pattern):
 
     Position t lies in segment `t // w` and is selected for a head with offset o when `(t % w) % r == o`, with
     `w = min(segment_lengths[b], N)` and `r = dilation_rates[b]`. A branch adds 1 where query and key are both
-    selected, share a segment and, if causal, `j <= i`. N need not be a multiple of w, nor w of r.
+    selected, share a segment and, if causal, `j <= i`. N need not be a multiple of w, nor w of r. Fewer queries than
+    keys are the last of the N tokens, so that a cache holds what a sequence handed over at once would.
 
     Args:
         segment_lengths: tokens per segment, one for each branch.
@@ -203,6 +211,7 @@ class Dilated(Pattern):
         offsets: "mod" gives head h the offset `h % r`; "block" gives it `h // ceil(heads / r)`.
         heads: "all": every head is in every branch; "split": each branch has a consecutive run of heads, all with
             the offset `b % r`.
+        first_head, all_heads: where tensors hold a share of the heads: the number of their first head among all.
 
     Source: Ding et al. 2023, LongNet, section 2.2; torchscale uses "block", fkodom's library "split".
     """
@@ -212,6 +221,8 @@ class Dilated(Pattern):
     is_causal: bool = False
     offsets: Literal["mod", "block"] = "mod"
     heads: Literal["all", "split"] = "all"
+    first_head: int = 0
+    all_heads: int | None = None
 
     def __post_init__(self) -> None:
         lengths = integers("segment_lengths", self.segment_lengths)
@@ -223,6 +234,9 @@ class Dilated(Pattern):
         boolean("is_causal", self.is_causal)
         choice("offsets", self.offsets, ("mod", "block"))
         choice("heads", self.heads, ("all", "split"))
+        object.__setattr__(self, "first_head", integer("first_head", self.first_head, 0))
+        if self.all_heads is not None:
+            object.__setattr__(self, "all_heads", integer("all_heads", self.all_heads, 1, "None or an integer"))
         if self.heads == "all":
             # A sum does not depend on the order of its terms; only "split" assigns heads by branch number.
             lengths, rates = cast("tuple[tuple[int, ...], ...]", tuple(zip(*sorted(zip(lengths, rates)))))
@@ -239,6 +253,7 @@ class Dilated(Pattern):
     def head_offset(self, branch: int, head: int, heads: int) -> int | None:
         """The offset of a head in a branch; None where the head is not in the branch."""
         rate = self.dilation_rates[branch]
+        head, heads = head + self.first_head, self.all_heads or heads
         if self.heads == "split":
             size, extra = divmod(heads, len(self.segment_lengths))
             first = branch * size + min(branch, extra)
@@ -249,16 +264,19 @@ class Dilated(Pattern):
         return tuple(self.head_offset(branch, head, heads) for branch in range(len(self.branches)))
 
     def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...]:
-        high = 0 if self.is_causal else None
-        cuts = zip(self.branches, offsets)
-        return tuple(Band(None, high, min(w, q_len), r, offset) for (w, r), offset in cuts if offset is not None)
+        ahead = k_len - q_len
+        high, cuts = ahead if self.is_causal else None, zip(self.branches, offsets)
+        return tuple(
+            Band(None, high, min(w, k_len), r, offset, ahead=ahead) for (w, r), offset in cuts if offset is not None
+        )
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         import torch
 
         counts = torch.zeros(len(h_pos), len(q_pos), len(k_pos), dtype=torch.int32, device=q_pos.device)
+        q_pos = q_pos + (k_len - q_len)
         for branch, (length, rate) in enumerate(self.branches):
-            length = min(length, q_len)
+            length = min(length, k_len)
             by_head = [self.head_offset(branch, head, heads) for head in h_pos]
             offsets = torch.tensor([-1 if o is None else o for o in by_head], device=q_pos.device)[:, None]
             q_selected = q_pos % length % rate == offsets
@@ -270,23 +288,35 @@ class Dilated(Pattern):
         return counts
 
     def check(self, q_len: int, k_len: int) -> None:
-        _square(self, q_len, k_len)
+        _check_not_longer(self, q_len, k_len)
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
-        lengths = tuple(min(length, q_len) for length in self.segment_lengths)
-        if len(lengths) == 1 and lengths[0] == q_len and self.dilation_rates == (1,):
+        lengths = tuple(min(length, k_len) for length in self.segment_lengths)
+        if len(lengths) == 1 and lengths[0] == k_len and self.dilation_rates == (1,):
             return Dense(self.is_causal).simplify(q_len, k_len, heads)
-        alike = (
+        alike = self.heads == "all" and all(
             head % rate == self.head_offset(branch, head, heads)
             for branch, rate in enumerate(self.dilation_rates)
             for head in range(heads)
         )
-        offsets = "mod" if self.heads == "all" and all(alike) else self.offsets
-        return replace(self, segment_lengths=lengths, offsets=offsets, is_causal=self.is_causal and q_len > 1)
+        plain = replace(self, segment_lengths=lengths, is_causal=self.is_causal and q_len > 1)
+        if alike or (self.first_head, self.all_heads or heads) == (0, heads):
+            plain = replace(plain, first_head=0, all_heads=None)
+        return replace(plain, offsets="mod") if alike else plain
+
+    def of_heads(self, first_head: int, all_heads: int) -> Pattern:
+        return replace(self, first_head=first_head, all_heads=all_heads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Omits `first_head` and `all_heads` where tensors hold all heads, so that stored keys stay valid."""
+        plain = {"kind": "Dilated", **asdict(self)}
+        shared = self.first_head or self.all_heads
+        return plain if shared else {name: plain[name] for name in plain if name not in ("first_head", "all_heads")}
 
     def __str__(self) -> str:
         options = ["causal"] * self.is_causal
         options += ["offsets=block"] * (self.offsets == "block") + ["heads=split"] * (self.heads == "split")
+        options += [f"head {self.first_head} on of {self.all_heads}"] * bool(self.first_head or self.all_heads)
         return f"Dilated({', '.join([str(self.segment_lengths), str(self.dilation_rates), *options])})"
 
 
@@ -341,7 +371,7 @@ class Neighborhood(Pattern):
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         seen = (k_pos >= 0).expand(len(q_pos), len(k_pos))
-        stride = q_len
+        q_pos, stride = q_pos + (k_len - q_len), k_len
         for axis in self.axes:
             stride //= axis.size
             seen = seen & axis.sees((q_pos // stride % axis.size)[:, None], k_pos // stride % axis.size)
@@ -353,15 +383,15 @@ class Neighborhood(Pattern):
         return tuple(Axis(*fields, shift=self.edges == "shift") for fields in each)
 
     def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
-        return [grid_reach(self.axes, queries, keys)]
+        return [grid_reach(self.axes, queries + (k_len - q_len), keys)]
 
     def check(self, q_len: int, k_len: int) -> None:
-        _square(self, q_len, k_len)
+        _check_not_longer(self, q_len, k_len)
         product = 1
         for size in self.grid:
             product *= size
-        if product != q_len:
-            raise InvalidInput(f"grid {self.grid} holds {product} tokens, but the sequence has {q_len}")
+        if product != k_len:
+            raise InvalidInput(f"grid {self.grid} holds {product} tokens, but the sequence has {k_len}")
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
         if len(self.grid) > 1 or self.edges == "shift" or self.dilation != (1,):
@@ -376,6 +406,6 @@ class Neighborhood(Pattern):
         return f"Neighborhood({', '.join(options)})"
 
 
-def _square(pattern: Pattern, q_len: int, k_len: int) -> None:
-    if q_len != k_len:
-        raise InvalidInput(f"{type(pattern).__name__} needs q_len == k_len, got {q_len} and {k_len}")
+def _check_not_longer(pattern: Pattern, q_len: int, k_len: int) -> None:
+    if q_len > k_len:
+        raise InvalidInput(f"{type(pattern).__name__} needs q_len <= k_len, got {q_len} and {k_len}")

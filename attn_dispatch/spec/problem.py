@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.checks import integer
 from attn_dispatch.spec.groups import key_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.reordered import Reordered
@@ -91,6 +92,8 @@ class Problem:
         scale: float | None = None,
         layout: str = "bnhd",
         return_lse: bool = False,
+        first_head: int | None = None,
+        all_heads: int | None = None,
         device: torch.device | str | None = None,
     ) -> Problem:
         """Check a call and describe it. Arguments as for `attend`.
@@ -113,6 +116,8 @@ class Problem:
         batch, q_len, heads, head_dim, k_len, kv_heads = _shapes(tensors)
         chosen = choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)
         chosen.check(q_len, k_len)
+        if first_head is not None or all_heads is not None:
+            chosen = chosen.of_heads(*_share(first_head, all_heads, heads))
         _check_seq_lens(seq_lens, batch, q_len, k_len, q.device)
         _check_key_mask(key_mask, batch, k_len, q.device)
         default_scale = math.pow(head_dim, -0.5)
@@ -220,6 +225,17 @@ def choose_pattern(pattern: object, segment_lengths: Any, dilation_rates: Any, i
     if segment_lengths is None:
         return Dense(is_causal)
     return Dilated(segment_lengths, dilation_rates, is_causal)
+
+
+def _share(first_head: object, all_heads: object, heads: int) -> tuple[int, int]:
+    """The first of q's heads among all, and their number."""
+    if first_head is None or all_heads is None:
+        missing = "all_heads" if all_heads is None else "first_head"
+        raise InvalidInput(f"first_head and all_heads go together, but {missing} is None")
+    first, total = integer("first_head", first_head, 0), integer("all_heads", all_heads, 1)
+    if first + heads > total:
+        raise InvalidInput(f"q holds heads {first} to {first + heads - 1}, but all_heads is {total}")
+    return first, total
 
 
 def normal_device(device: torch.device | str) -> torch.device:
@@ -344,6 +360,18 @@ def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:
     """Check the values on every call, on the CPU only: reading them from a GPU would synchronize it."""
     if seq_lens.device.type == "cpu" and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= q_len:
         raise InvalidInput(f"seq_lens must lie in 0..{q_len}, got {seq_lens.tolist()}")
+
+
+def check_sink(sink: object, q: Tensor, layout: str) -> None:
+    """Raise InvalidInput unless a sink has one floating-point entry for each of q's heads, on its device."""
+    if not isinstance(q, Tensor) or q.ndim != 4 or layout not in LAYOUTS:
+        return  # what `of` raises for
+    heads = q.shape[2 if layout == "bnhd" else 1]
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise InvalidInput(f"sink must be a floating-point tensor, got {_kind(sink)}")
+    if list(sink.shape) != [heads] or sink.device != q.device:
+        where = f"{list(sink.shape)} on {sink.device}"
+        raise InvalidInput(f"sink must have shape [heads] = [{heads}] on {q.device}, got {where}")
 
 
 def _check_key_mask(key_mask: object, batch: int, k_len: int, device: torch.device) -> None:

@@ -36,8 +36,9 @@ class Band(NamedTuple):
     Args:
         low, high: bounds; None: unbounded. Positions of queries and keys both count from 0.
         segment: tokens per segment; segment n starts at `n * segment`. None: one segment holds the sequence.
-        rate, offset: position p is selected where `p % segment % rate == offset`.
+        rate, offset: token t is selected where `t % segment % rate == offset`.
         stop: end of the visible keys (exclusive); None: `k_len`.
+        ahead: query i is token `i + ahead` of the segments; key j is token j.
     """
 
     low: int | None = None
@@ -46,6 +47,7 @@ class Band(NamedTuple):
     rate: int = 1
     offset: int = 0
     stop: int | None = None
+    ahead: int = 0
 
     def between(self, queries: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
         """The first and last visible key of each query, selected or not: int64 [queries]; `first > last` where none is.
@@ -56,16 +58,18 @@ class Band(NamedTuple):
         import torch
 
         stop = k_len if self.stop is None else min(self.stop, k_len)
-        start = torch.zeros_like(queries) if self.segment is None else queries // self.segment * self.segment
+        start = torch.zeros_like(queries)
+        if self.segment is not None:
+            start = (queries + self.ahead) // self.segment * self.segment
         end = torch.full_like(queries, stop - 1)
         if self.segment is not None:
             end = end.minimum(start + (self.segment - 1))
         first = start if self.low is None else start.maximum(queries + self.low)
         return first, end if self.high is None else end.minimum(queries + self.high)
 
-    def selected(self, positions: Tensor) -> Tensor:
-        """Bool, one per position."""
-        within = positions if self.segment is None else positions % self.segment
+    def selected(self, tokens: Tensor) -> Tensor:
+        """Bool, one per token."""
+        within = tokens if self.segment is None else tokens % self.segment
         return within % self.rate == self.offset
 
     def reach(self, queries: Tensor, keys: Tensor, k_len: int) -> Reach:
@@ -74,15 +78,15 @@ class Band(NamedTuple):
         if self.rate == 1:
             return Reach((first,), (last,), (keys,))
         # Second axis: 0 where selected; other queries have 1 and other keys 2, which no token of the other side has.
-        query, key = ((~self.selected(positions)).long() for positions in (queries, keys))
+        query, key = ((~self.selected(tokens)).long() for tokens in (queries + self.ahead, keys))
         return Reach((first, query), (last, query), (keys, 2 * key))
 
     def run(self, queries: range, k_len: int) -> range:
         """The range from the first to the last key that consecutive queries see, selected or not."""
         start, stop = 0, k_len if self.stop is None else min(self.stop, k_len)
         if self.segment is not None:
-            start = queries.start // self.segment * self.segment
-            stop = min(stop, -(-queries.stop // self.segment) * self.segment)
+            start = (queries.start + self.ahead) // self.segment * self.segment
+            stop = min(stop, -(-(queries.stop + self.ahead) // self.segment) * self.segment)
         start = start if self.low is None else max(start, queries.start + self.low)
         return range(start, max(start, stop if self.high is None else min(stop, queries.stop + self.high)))
 
@@ -94,7 +98,7 @@ class Band(NamedTuple):
         """
         import torch
 
-        queries = queries if self.rate == 1 else queries[self.selected(queries)]
+        queries = queries if self.rate == 1 else queries[self.selected(queries + self.ahead)]
         first, last = self.between(queries, k_len)
         edges = torch.zeros(k_len + 1, dtype=torch.int64)
         one = (first <= last).long()

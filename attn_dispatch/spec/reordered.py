@@ -71,6 +71,9 @@ class Reordered(Pattern):
         # The order depends on the pattern: the simplified one may give another permutation.
         return Reordered(plain, self.order) if same_permutation(self.order, self.pattern, plain, q_len) else self
 
+    def of_heads(self, first_head: int, all_heads: int) -> Pattern:
+        return Reordered(self.pattern.of_heads(first_head, all_heads), self.order)
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "Reordered", "pattern": self.pattern.to_dict(), "order": self.order}
 

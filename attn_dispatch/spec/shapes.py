@@ -10,6 +10,24 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 
+FEW_QUERIES = 16  #: up to which the number of keys may grow from call to call, as in decoding with a cache
+
+
+def measured_for(problem: Problem) -> Problem:
+    """The problem that is measured and decided for this one: with few queries, that of the next power of two of keys.
+
+    A grid has its number of keys, and is measured as it is.
+    """
+    k_len, pattern = 1 << (problem.k_len - 1).bit_length(), problem.pattern
+    if problem.q_len > FEW_QUERIES or problem.q_len >= problem.k_len or k_len == problem.k_len:
+        return problem
+    if isinstance(pattern, Dilated):  # a segment as long as the sequence grows with it
+        lengths = (k_len if length == problem.k_len else length for length in pattern.segment_lengths)
+        pattern = replace(pattern, segment_lengths=tuple(lengths))
+    elif not isinstance(pattern, Dense | Window):
+        return problem
+    return replace(problem, k_len=k_len, pattern=pattern)
+
 
 def quick_problems(device: torch.device) -> list[Problem]:
     """A few problems of each kind, sized to run in well under a second each on this device."""

@@ -127,7 +127,9 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     if problem.ranks > 1:
         return ()
     own = (*map(_whole, problem.strides), "bnhd")
+    natural = problem.pattern.natural
     unequal = isinstance(problem.pattern, Dense | Window) and not problem.has_seq_lens
+    at_end = problem.q_len < problem.k_len and isinstance(natural, Dilated | Neighborhood)
     small = partial(_small, problem)
     masks = problem.has_seq_lens + problem.has_key_mask
     hides = problem.masked or unseen_keys(small(1, EVEN)) is not None
@@ -140,6 +142,8 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
             "scattered views", small(2, ODD), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh"), odd_masks=True
         ),
         *[CaseSpec("NaN that is hidden", small(2, EVEN), own, hidden=True)] * hides,
+        *[CaseSpec("at the end of longer keys", small(2, SHORT, ODD), own, hidden=True)] * at_end,
+        *[CaseSpec("at the end of longer keys", small(1, 1, EVEN), own, hidden=True)] * at_end,
     )
 
 
@@ -147,10 +151,12 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
 
 
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
-    pattern = fitted(problem.pattern, q_len)
+    at_end = isinstance(problem.pattern.natural, Dilated | Neighborhood) and q_len < (k_len or 0)
+    pattern = fitted(problem.pattern, k_len if k_len is not None and at_end else q_len)
     grid = pattern.natural.grid if isinstance(pattern.natural, Neighborhood) else None
-    q_len = q_len if grid is None else math.prod(grid)
-    k_len = q_len if k_len is None or grid is not None else k_len
+    if grid is not None and not at_end:
+        q_len = math.prod(grid)
+    k_len = q_len if k_len is None else math.prod(grid) if grid is not None else k_len
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
     return replace(

@@ -248,7 +248,7 @@ def lengths() -> st.SearchStrategy[int]:
 
 @st.composite
 def patterns(draw: st.DrawFn, q_len: int, k_len: int) -> Pattern:
-    kinds = ["dense", "window"] + ["dilated", "dilated", "grid"] * (q_len == k_len)
+    kinds = ["dense", "window"] + ["dilated", "dilated", "grid"] * (q_len <= k_len)
     kind = draw(st.sampled_from(kinds))
     if kind == "dense":
         return Dense(draw(st.booleans()))
@@ -264,8 +264,8 @@ def patterns(draw: st.DrawFn, q_len: int, k_len: int) -> Pattern:
             draw(st.sampled_from(["mod", "block"])),
             draw(st.sampled_from(["all", "split"])),
         )
-    rows = draw(st.sampled_from([n for n in range(1, q_len + 1) if q_len % n == 0]))
-    grid = (rows, q_len // rows)
+    rows = draw(st.sampled_from([n for n in range(1, k_len + 1) if k_len % n == 0]))
+    grid = (rows, k_len // rows)
     window = tuple(draw(st.sampled_from([1, 3, 5])) for _ in grid)
     dilation = tuple(draw(st.integers(1, 3)) for _ in grid)
     causal = tuple(draw(st.booleans()) for _ in grid)
@@ -279,7 +279,7 @@ def patterns(draw: st.DrawFn, q_len: int, k_len: int) -> Pattern:
 @st.composite
 def random_cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     q_len = draw(lengths())
-    k_len = draw(st.just(q_len) | lengths())
+    k_len = draw(st.just(q_len) | st.just(q_len) | lengths())
     kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     square = q_len == k_len
     order = st.sampled_from(["bnhd", "bhnd", "nbhd", "bnhd+gaps", "bndh"])

@@ -245,8 +245,9 @@ def test_wrong_arguments(kind: str, arguments: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("pattern", "q_len", "k_len", "message"),
     [
-        (Dilated((4,), (2,)), 8, 9, "Dilated needs q_len == k_len, got 8 and 9"),
-        (Neighborhood((2, 4), (1,)), 8, 9, "Neighborhood needs q_len == k_len, got 8 and 9"),
+        (Dilated((4,), (2,)), 9, 8, "Dilated needs q_len <= k_len, got 9 and 8"),
+        (Neighborhood((2, 4), (1,)), 9, 8, "Neighborhood needs q_len <= k_len, got 9 and 8"),
+        (Neighborhood((2, 4), (1,)), 8, 9, "grid (2, 4) holds 8 tokens, but the sequence has 9"),
         (Neighborhood((2, 4), (1,)), 9, 9, "grid (2, 4) holds 8 tokens, but the sequence has 9"),
     ],
 )

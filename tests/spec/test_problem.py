@@ -107,11 +107,17 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "key_mask-shape": ({"key_mask": zeros(2, 11).bool()}, "shape [batch, k_len] = [2, 12], got [2, 11]"),
     "key_mask-rank": ({"key_mask": zeros(2, 4, 12, 12).bool()}, "shape [batch, k_len] = [2, 12], got [2, 4, 12, 12]"),
     "key_mask-device": ({"key_mask": zeros(2, 12, device="meta").bool()}, "key_mask must be on q's device"),
+    "first_head": ({"first_head": 2}, "first_head and all_heads go together, but all_heads is None"),
+    "all_heads": ({"all_heads": 2}, "first_head and all_heads go together, but first_head is None"),
+    "negative first_head": ({"first_head": -1, "all_heads": 8}, "first_head must be an integer >= 0, got -1"),
+    "too few heads": ({"first_head": 5, "all_heads": 8}, "q holds heads 5 to 8, but all_heads is 8"),
     "device": ({"device": "cuda:0"}, "device cuda:0 is only for meta tensors; q, k and v are on cpu"),
 }
 BAD_CROSS: dict[str, tuple[dict[str, Any], str]] = {
-    "dilated": (BRANCHES, "Dilated needs q_len == k_len, got 12 and 15"),
-    "neighborhood": ({"pattern": Neighborhood((12,), (3,))}, "Neighborhood needs q_len == k_len, got 12 and 15"),
+    "neighborhood": (
+        {"pattern": Neighborhood((12,), (3,))},
+        "grid (12,) holds 12 tokens, but the sequence has 15",
+    ),
     "seq_lens": ({"seq_lens": torch.tensor([3, 4])}, "seq_lens needs q_len == k_len, got 12 and 15"),
 }
 

@@ -80,11 +80,12 @@ def naive_offset(arguments: dict[str, Any], b: int, h: int, heads: int) -> int |
 
 
 def naive_dilated(spec: Spec, h: int, i: int, j: int) -> int:
-    count = 0
+    count, i = 0, i + spec.k_len - spec.q_len
+    first, total = spec.arguments.get("first_head", 0), spec.arguments.get("all_heads") or spec.heads
     for b in range(len(spec.arguments["segment_lengths"])):
-        w = min(spec.arguments["segment_lengths"][b], spec.q_len)
+        w = min(spec.arguments["segment_lengths"][b], spec.k_len)
         r = spec.arguments["dilation_rates"][b]
-        offset = naive_offset(spec.arguments, b, h, spec.heads)
+        offset = naive_offset(spec.arguments, b, first + h, total)
         selected = offset is not None and (i % w) % r == offset and (j % w) % r == offset
         in_time = j <= i or not spec.arguments["is_causal"]
         if selected and i // w == j // w and in_time:
@@ -120,7 +121,7 @@ def naive_axis(x: int, y: int, size: int, w: int, e: int, causal: bool, edges: s
 
 def naive_neighborhood(spec: Spec, h: int, i: int, j: int) -> int:
     grid = list(spec.arguments["grid"])
-    x, y, edges = coordinates(i, grid), coordinates(j, grid), spec.arguments["edges"]
+    x, y, edges = coordinates(i + spec.k_len - spec.q_len, grid), coordinates(j, grid), spec.arguments["edges"]
     window, dilation, causal = (
         per_axis(spec.arguments[name], len(grid)) for name in ("window", "dilation", "is_causal")
     )
@@ -163,7 +164,10 @@ def dilated(draw: st.DrawFn) -> Spec:
         "offsets": draw(st.sampled_from(["mod", "block"])),
         "heads": draw(st.sampled_from(["all", "split"])),
     }
-    return Spec("Dilated", arguments, n, n, draw(st.integers(1, 5)))
+    heads, before, after = draw(st.integers(1, 5)), draw(st.just(0) | st.integers(0, 5)), draw(st.integers(0, 5))
+    if before:
+        arguments |= {"first_head": before, "all_heads": before + heads + after}
+    return Spec("Dilated", arguments, draw(st.just(n) | st.integers(1, n)), n, heads)
 
 
 @st.composite
@@ -177,7 +181,7 @@ def neighborhoods(draw: st.DrawFn) -> Spec:
     causal = draw(st.lists(st.booleans(), min_size=axes, max_size=axes) | st.booleans())
     arguments = {"grid": grid, "window": window, "dilation": dilation, "is_causal": causal, "edges": edges}
     n = int(np.prod(grid))
-    return Spec("Neighborhood", arguments, n, n, draw(st.integers(1, 2)))
+    return Spec("Neighborhood", arguments, draw(st.just(n) | st.integers(1, n)), n, draw(st.integers(1, 2)))
 
 
 SPECS = dense() | windows() | dilated() | neighborhoods()

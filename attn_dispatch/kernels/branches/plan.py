@@ -132,6 +132,8 @@ def _dense_block(problem: Problem, pattern: Dense, grouped: bool) -> Block:
 
 
 def _dilated_plan(problem: Problem, pattern: Dilated, grouped: bool) -> BranchPlan:
+    if problem.q_len < problem.k_len:
+        return BranchPlan.of((_last_rows_block(problem, pattern, grouped),), problem.batch)
     length, batch_step = _span(problem, pattern)
     full, rest = divmod(problem.q_len, length)
     shared = _dilated_pieces(problem, pattern, length, grouped)
@@ -154,11 +156,70 @@ def _span(problem: Problem, pattern: Dilated) -> tuple[int, int]:
     return unit * max(1, limit // (unit * token)), 1
 
 
+def _last_rows_block(problem: Problem, pattern: Dilated, grouped: bool) -> Block:
+    """The one block of fewer queries than keys: the last rows of the whole sequence."""
+    ahead, order, covers = problem.k_len - problem.q_len, *_branch_order(pattern)
+    pieces: list[Piece] = []
+    for b in order:
+        segment, rate = min(pattern.segment_lengths[b], problem.k_len), pattern.dilation_rates[b]
+        for offset, heads in heads_by_offset(pattern, b, problem.heads).items():
+            kv, chosen = kv_heads_of(heads, problem, grouped), slice(heads.start, heads.stop, heads.step)
+            for start, segments, size in _runs(segment, ahead, problem.k_len):
+                found = _pairs_of_rows(start, segments, size, offset, rate, ahead, pattern.is_causal)
+                for number, (q, k, is_causal) in enumerate(found):
+                    pieces.append(Piece(q, k, chosen, kv, is_causal, b == order[0] and number == 0, False))
+    return Block(slice(0, problem.q_len), slice(0, problem.k_len), tuple(pieces), covers, False)
+
+
+def _runs(segment: int, first: int, length: int) -> list[tuple[int, int, int]]:
+    """The segments that hold a token from `first` on, as runs (start, segments, tokens of each): the first may begin
+    before that token and the last be shorter.
+    """
+    begin = first // segment * segment
+    whole = -(-first // segment) * segment
+    full, rest = divmod(max(0, length - whole), segment)
+    found = [(begin, 1, min(segment, length - begin))] * (begin < whole)
+    found += [(whole, full, segment)] * (full > 0)
+    return found + [(whole + full * segment, 1, rest)] * (rest > 0)
+
+
+def _pairs_of_rows(
+    start: int, segments: int, size: int, offset: int, rate: int, ahead: int, is_causal: bool
+) -> list[tuple[StridedRows, StridedRows, bool]]:
+    """Queries, keys and whether they are a causal square, of a run of segments; queries count from token `ahead`."""
+    if offset >= size:
+        return []
+    if start >= ahead:
+        return [
+            (
+                StridedRows(start - ahead, segments, size, offset, rate),
+                StridedRows(start, segments, size, offset, rate),
+                is_causal,
+            )
+        ]
+    # The segment in which the queries begin: `before` of its selected tokens are keys only.
+    before = max(0, -(-(ahead - start - offset) // rate))
+    first = start + offset + before * rate
+    if first >= start + size:
+        return []
+    left = start + size - first
+    queries, rest = StridedRows(first - ahead, 1, left, 0, rate), StridedRows(first, 1, left, 0, rate)
+    if not is_causal:
+        return [(queries, StridedRows(start, 1, size, offset, rate), False)]
+    earlier = [(queries, StridedRows(start, 1, first - start, offset, rate), False)] * (before > 0)
+    return [*earlier, (queries, rest, True)]
+
+
+def _branch_order(pattern: Dilated) -> tuple[list[int], bool]:
+    """The branches by rate, and whether the first one's pieces write every row and head."""
+    order = sorted(range(len(pattern.branches)), key=lambda b: pattern.dilation_rates[b])
+    return order, pattern.heads == "all" and pattern.dilation_rates[order[0]] == 1
+
+
 def _dilated_pieces(
     problem: Problem, pattern: Dilated, length: int, grouped: bool
 ) -> tuple[tuple[Piece, ...], bool, bool]:
-    order = sorted(range(len(pattern.branches)), key=lambda b: pattern.dilation_rates[b])
-    covers = pattern.heads == "all" and pattern.dilation_rates[order[0]] == 1
+    order, covers = _branch_order(pattern)
     plain = problem.heads == problem.kv_heads
     pieces = []
     for b in order:

@@ -108,10 +108,12 @@ def _offset(
     pattern: Dilated, branch: int, heads: int
 ) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor | int]]:
     """Functions of the head: whether it is in the branch (None: all are), and its offset."""
-    rate = pattern.dilation_rates[branch]
+    rate, skipped = pattern.dilation_rates[branch], pattern.first_head
     if pattern.heads == "all":
-        run = -(-heads // rate)
-        return None, (lambda head: head % rate) if pattern.offsets == "mod" else (lambda head: head // run)
+        run = -(-(pattern.all_heads or heads) // rate)
+        if pattern.offsets == "mod":
+            return None, lambda head: (head + skipped) % rate
+        return None, lambda head: (head + skipped) // run
     members = [head for head in range(heads) if pattern.head_offset(branch, head, heads) is not None]
     first, stop = (members[0], members[-1] + 1) if members else (0, 0)
     return (lambda head: (head >= first) & (head < stop)), (lambda head: branch % rate)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.native.tables import TILE, NativeTables
-from attn_dispatch.spec.orders import NATURAL, permutation, places
+from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries, places
 from attn_dispatch.spec.pattern import Neighborhood
 
 VECTOR = 16  #: queries that the kernel skips together
@@ -28,17 +28,18 @@ KEY_BYTES = 28  #: of a listed key: position and bits, and while building its ti
 COPIES = 2  #: of the lists: in chunks, and concatenated
 
 
-def neighbour_tables(pattern: Neighborhood, length: int, heads: int, order: str, stored: str = NATURAL) -> NativeTables:
+def neighbour_tables(pattern: Neighborhood, q_len: int, heads: int, order: str, stored: str = NATURAL) -> NativeTables:
     """The tables of a neighbourhood with tiles of queries consecutive in `order`.
 
     Args:
+        q_len: number of queries, the last tokens of the grid.
         stored: the order in which the caller stores the tokens; the tables refer to rows of the tensors.
     """
-    found = permutation(order, pattern, length)
-    positions = torch.arange(length) if found is None else found
+    length = math.prod(pattern.grid)
+    queries = _queries(pattern, q_len, order)
     at = permutation(stored, pattern, length)
     rows = None if at is None else places(at)
-    return _listed(pattern, heads, positions, positions if rows is None else rows[positions], rows)
+    return _listed(pattern, heads, queries + (length - q_len), queries if rows is None else rows[queries], rows)
 
 
 def neighbour_tables_at(pattern: Neighborhood, heads: int, queries: Tensor, keys: Tensor) -> NativeTables:
@@ -66,12 +67,17 @@ def _listed(pattern: Neighborhood, heads: int, positions: Tensor, order: Tensor,
     return NativeTables(tiles, runs, first_tile, head_class, order.to(torch.int32), keys, bits)
 
 
+def _queries(pattern: Neighborhood, q_len: int, order: str) -> Tensor:
+    found = permutation_of_queries(order, pattern, q_len, math.prod(pattern.grid))
+    return torch.arange(q_len) if found is None else found
+
+
 @lru_cache(maxsize=256)
-def neighbour_table_bytes(pattern: Neighborhood, length: int, order: str) -> int:
+def neighbour_table_bytes(pattern: Neighborhood, q_len: int, order: str) -> int:
     """Upper bound of the bytes of the tables and of building them, without building them."""
-    found = permutation(order, pattern, length)
-    listed = int(_boxes(_bounds(pattern, _tiled(torch.arange(length) if found is None else found))).prod(1).sum())
-    return (listed + length) * KEY_BYTES * COPIES + CHUNK_TEMPORARIES * CHUNK_BYTES
+    tiles = _tiled(_queries(pattern, q_len, order) + (math.prod(pattern.grid) - q_len))
+    listed = int(_boxes(_bounds(pattern, tiles)).prod(1).sum())
+    return (listed + q_len) * KEY_BYTES * COPIES + CHUNK_TEMPORARIES * CHUNK_BYTES
 
 
 def _tiled(positions: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def native_table_bytes(problem: Problem, order: str = NATURAL) -> int:
         return neighbour_table_bytes(grid, problem.q_len, order if stored == NATURAL else stored)
     if not isinstance(pattern, Dilated):
         return 3 * item * -(-problem.q_len // TILE) * (1 + len(_bands(problem)))
-    intervals = min(problem.q_len, sum(-(-problem.q_len // w) for w, _ in pattern.branches))
+    intervals = min(problem.q_len, sum(-(-problem.q_len // w) + 1 for w, _ in pattern.branches))
     rows = min(problem.q_len, intervals * dilation_period(pattern))
     tiles, runs = problem.q_len // TILE + rows, rows * len(pattern.branches)
     return 3 * item * (tiles + runs) * len(heads_by_kind(pattern, problem.heads))
@@ -97,7 +97,7 @@ def _dilated(pattern: Dilated, problem: Problem) -> NativeTables:
     first_tile = [0]
     for number, ((offsets,), members) in enumerate(heads_by_kind(pattern, problem.heads).items()):
         head_class[members] = number
-        some_tiles, some_runs = _class_tiles(pattern, offsets, problem.q_len)
+        some_tiles, some_runs = _class_tiles(pattern, offsets, problem.k_len - problem.q_len, problem.k_len)
         some_tiles[:, 3] += sum(len(before) for before in runs)
         tiles.append(some_tiles)
         runs.append(some_runs)
@@ -105,10 +105,11 @@ def _dilated(pattern: Dilated, problem: Problem) -> NativeTables:
     return NativeTables(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
 
 
-def _class_tiles(pattern: Dilated, offsets: Offsets, tokens: int) -> tuple[Tensor, Tensor]:
-    """The tiles and runs of the heads with these offsets."""
+def _class_tiles(pattern: Dilated, offsets: Offsets, ahead: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """The tiles and runs of the heads with these offsets; the queries are the tokens from `ahead` on."""
     step = dilation_period(pattern)
-    starts = torch.unique(torch.cat([torch.arange(0, tokens, w) for w, _ in pattern.branches]))
+    borders = [torch.arange(min(tokens, -(-ahead // w) * w), tokens, w) for w, _ in pattern.branches]
+    starts = torch.unique(torch.cat([torch.tensor([ahead]), *borders]))
     ends = torch.cat([starts[1:], torch.tensor([tokens])])
     # One row of queries per residue in each interval between segment borders.
     residues = min(step, int((ends - starts).max()))
@@ -128,11 +129,11 @@ def _class_tiles(pattern: Dilated, offsets: Offsets, tokens: int) -> tuple[Tenso
     selected = torch.stack([one for one, _, _, _ in found], dim=1)
     keys = torch.stack([torch.stack([k, torch.full_like(k, r), n], dim=1) for _, k, n, r in found], dim=1)
     runs = keys[selected]
-    hi = 0 if pattern.is_causal else OPEN
+    hi = ahead if pattern.is_causal else OPEN
     runs = torch.cat([runs, torch.tensor([[-OPEN, hi]]).expand(len(runs), 2)], dim=1)
     number = selected.sum(dim=1)
     first_run = number.cumsum(0) - number
-    return _cut(first, (end - first + step - 1) // step, step, first_run, number), runs
+    return _cut(first - ahead, (end - first + step - 1) // step, step, first_run, number), runs
 
 
 def _cut(first: Tensor, count: Tensor, step: int, first_run: Tensor, runs: Tensor) -> Tensor:

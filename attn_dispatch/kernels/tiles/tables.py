@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.orders import NATURAL, permutation
+from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Reach
@@ -200,7 +200,7 @@ def _built(
 ) -> tuple[TileTable, ...]:
     if permutation(token_order_of(pattern), pattern.natural, q_len) is not None:
         order = NATURAL  # tokens stored in another order are tiled as stored
-    q_pos = _tiled(permutation(order, pattern.natural, q_len), q_len, tile)
+    q_pos = _tiled(permutation_of_queries(order, pattern.natural, q_len, k_len), q_len, tile)
     k_pos = q_pos if q_len == k_len else _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
     found = []
     for members, offsets in head_classes(pattern, heads):

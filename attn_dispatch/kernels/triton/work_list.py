@@ -170,8 +170,8 @@ def _most_row_groups(problem: Problem, side: Side) -> int:
     pattern, rows = problem.pattern, _length(problem, side)
     if not isinstance(pattern, Dilated):
         return 1
-    lengths = [min(length, rows) for length in pattern.segment_lengths]
-    intervals = sum(-(-rows // length) for length in lengths)
+    lengths = [min(length, problem.k_len) for length in pattern.segment_lengths]
+    intervals = sum(-(-rows // length) + 1 for length in lengths)
     classes = math.lcm(*(min(rate, length) for length, rate in zip(lengths, pattern.dilation_rates)))
     return min(rows, intervals * classes)
 
@@ -209,7 +209,10 @@ def _kinds_of(pattern: Pattern, heads: int, group: int) -> tuple[tuple[Kind, ...
 
 def _row_groups(problem: Problem, side: Side, kind: Kind) -> RowGroups:
     if isinstance(problem.pattern, Dilated):
-        return _dilated_row_groups(problem.pattern, problem.q_len, kind)
+        ahead = problem.k_len - problem.q_len
+        return _dilated_row_groups(
+            problem.pattern, problem.k_len, kind, *((ahead, 0) if side == "queries" else (0, ahead))
+        )
     rows = _length(problem, side)
     columns = problem.q_len + problem.k_len - rows
     runs = torch.tensor([[0, 1, columns, member] for member in range(len(kind))])
@@ -217,14 +220,16 @@ def _row_groups(problem: Problem, side: Side, kind: Kind) -> RowGroups:
 
 
 @lru_cache(maxsize=256)
-def _dilated_row_groups(pattern: Dilated, length: int, kind: Kind) -> RowGroups:
-    """The row groups of a dilated pattern.
+def _dilated_row_groups(pattern: Dilated, length: int, kind: Kind, first_row: int, first_column: int) -> RowGroups:
+    """The row groups of a dilated pattern on a sequence of `length` tokens, whose rows and columns are those from these
+    tokens on.
 
     Between two consecutive segment borders of any branches, a row's residues decide which branches select it. Each such
     interval is split, by one prime factor of one rate at a time, until a branch selects all rows of a part or none.
     """
     branches = [(b, min(w, length), min(r, w, length)) for b, (w, r) in enumerate(pattern.branches)]
-    edges = torch.unique(torch.cat([torch.arange(0, length, w) for _, w, _ in branches]))
+    borders = [torch.arange(min(length, -(-first_row // w) * w), length, w) for _, w, _ in branches]
+    edges = torch.unique(torch.cat([torch.tensor([first_row]), *borders]))
     ends = torch.cat([edges[1:], torch.tensor([length])])
     # Rows from `start` in steps of `step`, below `end`; `origin` is where their interval starts.
     parts = torch.stack([edges, torch.ones_like(edges), ends, edges], dim=1)
@@ -237,14 +242,14 @@ def _dilated_row_groups(pattern: Dilated, length: int, kind: Kind) -> RowGroups:
                 parts = _refine(parts, w, target, modulus, prime)
     start, step, end, origin = parts[parts[:, 0].argsort()].unbind(-1)
     runs = [
-        _run(start, origin, length, w, r, offset, member)
+        _run(start, origin, length, w, r, offset, member, first_column)
         for member, offsets in enumerate(kind)
         for b, w, r in branches
         if (offset := offsets[b]) is not None and offset < r
     ]
     found = torch.stack(runs, dim=1) if runs else torch.zeros(len(start), 0, RUN, dtype=torch.int64)
     nonempty = found[..., 2] > 0
-    rows, counts = torch.stack([start, step, _ceil_div(end - start, step)], dim=1), nonempty.sum(1)
+    rows, counts = torch.stack([start - first_row, step, _ceil_div(end - start, step)], dim=1), nonempty.sum(1)
     return RowGroups(rows[counts > 0], found[nonempty], counts[counts > 0])
 
 
@@ -262,13 +267,17 @@ def _refine(parts: Tensor, w: int, offset: int, modulus: int, prime: int) -> Ten
     return torch.stack([start[part] + index * step[part], finer[part], end[part], origin[part]], dim=1)
 
 
-def _run(start: Tensor, origin: Tensor, length: int, w: int, r: int, offset: int, member: int) -> Tensor:
+def _run(
+    start: Tensor, origin: Tensor, length: int, w: int, r: int, offset: int, member: int, first_column: int
+) -> Tensor:
     """The run of a branch in each part's segment, [parts, 4]; count 0 where the branch does not select the part."""
-    segment = origin // w * w
+    segment, rate = origin // w * w, torch.full_like(start, r)
     selected = (start - segment) % r == offset
-    count = _ceil_div((segment + w).clamp(max=length) - segment - offset, torch.tensor(r))
-    rate, head = torch.full_like(start, r), torch.full_like(start, member)
-    return torch.stack([segment + offset, rate, torch.where(selected, count, 0), head], dim=1)
+    first = segment + offset
+    first = first + _ceil_div((first_column - first).clamp(min=0), rate) * r
+    count = _ceil_div((segment + w).clamp(max=length) - first, rate).clamp(min=0)
+    head = torch.full_like(start, member)
+    return torch.stack([first - first_column, rate, torch.where(selected, count, 0), head], dim=1)
 
 
 def _ceil_div(a: Tensor, b: Tensor) -> Tensor:

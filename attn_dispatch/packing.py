@@ -1,0 +1,137 @@
+"""Several documents in one row: the spans of each, and one call's tensors for every run of equally long documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.problem import Problem
+
+
+class Run(NamedTuple):
+    """Consecutive documents of one length, in tokens."""
+
+    documents: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.documents * self.length
+
+
+class Packed(NamedTuple):
+    """The tensors of each call, with its further arguments, and how their results are put together."""
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    rows: list[list[Run]]
+    layout: str
+
+    def joined(self, results: Sequence[Any]) -> Any:
+        """The results of the calls, out or (out, lse), as those of the packed rows."""
+        with_lse = isinstance(results[0], tuple)
+        out = _joined([each[0] if with_lse else each for each in results], self.rows)
+        out = out.transpose(1, 2) if self.layout == "bhnd" else out
+        if not with_lse:
+            return out
+        return out, _joined([lse.transpose(1, 2) for _, lse in results], self.rows).transpose(1, 2)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, documents: object, cu_seqlens: object, layout: str, arguments: dict[str, Any]
+) -> Packed:
+    """One call for each run of equally long documents. Takes `key_mask` out of `arguments`.
+
+    Raises:
+        InvalidInput: an argument is wrong, or cannot be given with documents.
+    """
+    for name in ("mesh", "seq_lens"):
+        if arguments[name] is not None:
+            more = "; let the padding be a document of its own" if name == "seq_lens" else ""
+            raise InvalidInput(f"documents and cu_seqlens cannot be given with {name}{more}")
+    key_mask = arguments.pop("key_mask")
+    problem = Problem.of(q, k, v, layout=layout, key_mask=key_mask)
+    rows = _rows(documents, cu_seqlens, problem.batch, problem.q_len, problem.k_len)
+    parts = [_split(x.transpose(1, 2) if layout == "bhnd" else x, rows) for x in (q, k, v)]
+    masks = [None] * len(parts[0]) if key_mask is None else _split(key_mask, rows)
+    calls = [((*each[:3],), {"key_mask": each[3]}) for each in zip(*parts, masks)]
+    return Packed(calls, rows, layout)
+
+
+def _rows(documents: object, cu_seqlens: object, batch: int, q_len: int, k_len: int) -> list[list[Run]]:
+    """The documents of each row of the batch.
+
+    Args:
+        documents: integers [batch, len]; tokens with equal ids, which must stand together, are one document.
+        cu_seqlens: integers [documents + 1], for a batch of one row: where each document starts, and the last one ends.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+    if q_len != k_len:
+        raise InvalidInput(f"documents and cu_seqlens need q_len == k_len, got {q_len} and {k_len}")
+    if documents is not None and cu_seqlens is not None:
+        raise InvalidInput("give documents or cu_seqlens, not both")
+    if documents is not None:
+        lengths = _lengths_of_ids(documents, batch, q_len)
+    else:
+        lengths = [_lengths_of_starts(cu_seqlens, batch, q_len)]
+    return [[Run(len(list(same)), length) for length, same in groupby(row) if length] for row in lengths]
+
+
+def _split(x: Tensor, rows: Sequence[Sequence[Run]]) -> list[Tensor]:
+    """x [batch, len, ...] as a tensor [documents, tokens, ...] for each run; views."""
+    parts: list[Tensor] = []
+    for row, runs in zip(torch.split(x, 1), rows):
+        pieces = torch.split(row, [run.tokens for run in runs], 1)
+        parts += [torch.unflatten(piece, 1, (run.documents, run.length))[0] for piece, run in zip(pieces, runs)]
+    return parts
+
+
+def _joined(parts: Sequence[Tensor], rows: Sequence[Sequence[Run]]) -> Tensor:
+    """Undo `_split`."""
+    left = iter(parts)
+    return torch.cat([torch.cat([next(left).flatten(0, 1) for _ in runs]).unsqueeze(0) for runs in rows])
+
+
+def _lengths_of_ids(documents: object, batch: int, length: int) -> list[list[int]]:
+    given = _integers("documents", documents)
+    if list(given.shape) != [batch, length]:
+        raise InvalidInput(f"documents must have shape [batch, len] = [{batch}, {length}], got {list(given.shape)}")
+    found: list[list[int]] = []
+    for row in given:
+        ids, counts = torch.unique_consecutive(row, return_counts=True)
+        if len(ids.unique()) != len(ids):
+            again = next(each for each, same in groupby(sorted(ids.tolist())) if len(list(same)) > 1)
+            raise InvalidInput(
+                f"documents must have equal ids side by side, but {again} begins more than once in a row"
+            )
+        found.append(counts.tolist())
+    return found
+
+
+def _lengths_of_starts(cu_seqlens: object, batch: int, length: int) -> list[int]:
+    given = _integers("cu_seqlens", cu_seqlens)
+    if given.ndim != 1 or len(given) < 2:
+        raise InvalidInput(f"cu_seqlens must have shape [documents + 1], got {list(given.shape)}")
+    if batch != 1:
+        raise InvalidInput(f"cu_seqlens needs a batch of one row, got {batch}; documents takes more")
+    starts: list[int] = given.tolist()
+    if (starts[0], starts[-1]) != (0, length) or starts != sorted(starts):
+        raise InvalidInput(f"cu_seqlens must rise from 0 to {length}, got {_shortened(starts)}")
+    return [end - start for start, end in pairwise(starts)]
+
+
+def _integers(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidInput(f"{name} must be an int32 or int64 tensor, got {kind}")
+    return value.cpu()
+
+
+def _shortened(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:7]))}, ... {values[-1]}]"

@@ -1,0 +1,248 @@
+"""Packed documents, sinks, shares of heads, and steps with a cache of keys: each against the formula in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend, explain
+from attn_dispatch.decisions import unmeasured
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.folder import Store
+from tests.support.calls import counted
+from tests.support.pairwise import thinned
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 60, 4, 2, 16
+IDS = torch.stack(
+    [torch.arange(4).repeat_interleave(torch.tensor([10, 10, 25, 15])), torch.full((LENGTH,), 7)]
+)  #: of equal lengths, of others, and a row of one document
+PATTERNS: tuple[Pattern, ...] = (
+    Dense(),
+    Dense(is_causal=True),
+    Window(3, 0, sinks=2),
+    Dilated((8, 16), (1, 2), is_causal=True),
+)
+
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def tensors(seed: int = 0, length: int = LENGTH, batch: int = BATCH) -> Three:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ids: Tensor, sink: Tensor | None, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The formula, document by document."""
+    outs, lses = [], []
+    for row, documents in enumerate(ids):
+        for each in documents.unique_consecutive():
+            where = (documents == each).nonzero().flatten()
+            counts = pattern.multiplicity(len(where), heads=HEADS).double()
+            counts = counts if key_mask is None else counts * key_mask[row, where]
+            keys, values = (x[row, where].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+            scores = HEAD_DIM**-0.5 * torch.einsum("ihd,jhd->hij", q[row, where], keys) + counts.log()
+            if sink is not None:
+                scores = torch.cat([scores, sink[:, None, None].expand(HEADS, len(where), 1)], -1)
+                values = torch.cat([values, torch.zeros_like(values[:1])])
+            outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), values))
+            lses.append(scores.logsumexp(-1))
+    shape = q.shape
+    return torch.cat(outs).view(shape), torch.cat([x.t() for x in lses]).view(shape[:-1]).transpose(1, 2)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_documents_and_sinks_are_the_formula(pattern: Pattern, layout: str, with_sink: bool, masked: bool) -> None:
+    q, k, v = tensors()
+    sink = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True) if with_sink else None
+    key_mask = None
+    if masked and (with_sink or pattern == Dense()):  # else rows without keys, which the plain formula has no value for
+        key_mask = torch.arange(LENGTH).expand(BATCH, -1) % 5 != 2
+    given: Three = (q, k, v) if layout == "bnhd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    more: Any = {"documents": IDS, "key_mask": key_mask, "sink": sink, "layout": layout}
+    out, lse = attend(*given, pattern, return_lse=True, **more)
+    assert torch.equal(attend(*given, pattern, **more), out)
+    out = out.transpose(1, 2) if layout == "bhnd" else out
+    right = expected(q, k, v, pattern, IDS, sink, key_mask)
+    torch.testing.assert_close((out, lse), right)
+    inputs = [x for x in (q, k, v, sink) if x is not None]
+    weights = [torch.randn_like(x) for x in right]
+    found = torch.autograd.grad((out, lse), inputs, weights)
+    torch.testing.assert_close(found, torch.autograd.grad(right, inputs, weights))
+
+
+def test_starts_of_documents_are_the_same_as_ids() -> None:
+    q, k, v = tensors(batch=1)
+    starts = torch.tensor([0, 10, 20, 20, 45, 60], dtype=torch.int32)
+    assert torch.equal(attend(q, k, v, cu_seqlens=starts), attend(q, k, v, documents=IDS[:1]))
+
+
+def test_what_other_documents_hold_does_not_matter() -> None:
+    q, k, v = (x.detach() for x in tensors())
+    before = attend(q, k, v, documents=IDS)[:, :10].clone()
+    for x in (q, k, v):
+        x[0, 10:] = math.nan
+    assert torch.equal(attend(q, k, v, documents=IDS)[0, :10], before[0])
+
+
+def test_a_query_that_sees_no_key_has_the_sink_alone() -> None:
+    q, k, v = tensors()
+    sink = torch.full((HEADS,), 0.5, dtype=torch.float64, requires_grad=True)
+    key_mask = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    key_mask[1] = False
+    out, lse = attend(q, k, v, sink=sink, key_mask=key_mask, return_lse=True)
+    assert not out[1].any()
+    assert (lse[1] == 0.5).all()
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sink))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not any(grad[1].any() for grad in grads[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_sink_keeps_the_dtype(dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().to(dtype) for x in tensors())
+    out, lse = attend(q, k, v, sink=torch.zeros(HEADS), return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    ids, sink = torch.zeros_like(IDS), torch.zeros(HEADS, dtype=torch.float64)
+    wide, _ = expected(q.double(), k.double(), v.double(), Dense(), ids, sink, None)
+    assert float((out.double() - wide).abs().max()) < 4 * torch.finfo(dtype).eps
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "both": ({"documents": IDS, "cu_seqlens": torch.tensor([0, 60])}, "give documents or cu_seqlens, not both"),
+    "documents-list": ({"documents": [[0]]}, "documents must be an int32 or int64 tensor, got list"),
+    "documents-float": ({"documents": IDS * 1.0}, "documents must be an int32 or int64 tensor, got torch.float32"),
+    "documents-shape": ({"documents": IDS[:, 1:]}, "documents must have shape [batch, len] = [2, 60], got [2, 59]"),
+    "documents-apart": (
+        {"documents": IDS % 2},
+        "documents must have equal ids side by side, but 0 begins more than once in a row",
+    ),
+    "cu_seqlens-batch": ({"cu_seqlens": torch.tensor([0, 60])}, "cu_seqlens needs a batch of one row, got 2"),
+    "seq_lens": (
+        {"documents": IDS, "seq_lens": torch.tensor([60, 60])},
+        "documents and cu_seqlens cannot be given with seq_lens; let the padding be a document of its own",
+    ),
+    "sink-float": ({"sink": 0.0}, "sink must be a floating-point tensor, got float"),
+    "sink-int": ({"sink": torch.zeros(HEADS, dtype=torch.int64)}, "must be a floating-point tensor, got a torch.int64"),
+    "sink-shape": ({"sink": torch.zeros(3)}, "sink must have shape [heads] = [4] on cpu, got [3] on cpu"),
+    "grid": ({"documents": IDS, "pattern": Neighborhood((6, 10), (3,))}, "grid (6, 10) holds 60 tokens, but"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        attend(*tensors(), **arguments)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([0], "cu_seqlens must have shape [documents + 1], got [1]"),
+        ([1, 60], "cu_seqlens must rise from 0 to 60, got [1, 60]"),
+        ([0, 30, 20, 60], "cu_seqlens must rise from 0 to 60, got [0, 30, 20, 60]"),
+        ([0, *range(40), 50], "cu_seqlens must rise from 0 to 60, got [0, 0, 1, 2, 3, 4, 5, ... 50]"),
+    ],
+)
+def test_wrong_starts(starts: list[int], message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        attend(*tensors(batch=1), cu_seqlens=torch.tensor(starts))
+    assert message in str(raised.value)
+
+
+def test_explaining_them() -> None:
+    q, k, v = tensors()
+    with pytest.raises(InvalidInput, match="explain takes one document"):
+        explain(q, k, v, documents=IDS)
+    assert "lse" in explain(q, k, v, sink=torch.zeros(HEADS)).problem
+
+
+# --- shares of heads --------------------------------------------------------------------------------------------------
+
+BY_HEAD = (
+    Dilated((16, 32), (2, 4)),
+    Dilated((16, 32), (1, 3), is_causal=True, offsets="block"),
+    Dilated((8, 16, 32), (1, 2, 4), heads="split"),
+    Neighborhood((6, 10), (3, 5)),
+)
+
+
+@pytest.mark.parametrize("backend", ["manual", "sdpa", "tiles", "native", None])
+@pytest.mark.parametrize("pattern", BY_HEAD, ids=str)
+def test_a_share_of_the_heads_goes_by_their_numbers_among_all(pattern: Pattern, backend: str | None) -> None:
+    q, k, v = (x.detach().float() for x in tensors())
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    if backend is not None and registry.load(backend).refusals(Problem.of(q, k, v, pattern)):
+        pytest.skip(f"{backend} refuses it")
+    whole = attend(q, k, v, pattern, backend="manual")
+    for first, last in ((0, 1), (1, 3), (3, 4)):
+        here = slice(first, last)
+        share: Any = {"first_head": first, "all_heads": HEADS}
+        out = attend(q[:, :, here], k[:, :, here], v[:, :, here], pattern, backend=backend, **share)
+        torch.testing.assert_close(out, whole[:, :, first:last])
+
+
+# --- steps with a cache -----------------------------------------------------------------------------------------------
+
+STEPWISE = (
+    Dense(is_causal=True),
+    Window(7, 0, sinks=2),
+    Dilated((8, 32), (1, 2), is_causal=True),
+    Dilated((8, 32), (2, 3), is_causal=True, offsets="block"),
+    Neighborhood((10, 6), (5, 3), is_causal=(True, True)),
+)
+
+
+@thinned(("pattern", "step"), [(pattern, step) for pattern in STEPWISE for step in (1, 7, 20)], 2)
+@pytest.mark.parametrize("backend", ["sdpa_mask", "tiles", "native", None])
+def test_steps_equal_all_tokens_at_once(pattern: Pattern, step: int, backend: str | None) -> None:
+    """Rows of a grid hold all keys from the start; other patterns get theirs as they come."""
+    q, k, v = (x.detach().float() for x in tensors())
+    whole = attend(q, k, v, pattern, backend="manual")
+    for stop in range(LENGTH % step + step, LENGTH + 1, step):
+        if isinstance(pattern, Neighborhood) and stop < LENGTH:
+            continue
+        out = attend(q[:, stop - step : stop], k[:, :stop], v[:, :stop], pattern, backend=backend)
+        torch.testing.assert_close(out, at(pattern, whole, q, k, v, stop)[:, stop - step : stop])
+
+
+def at(pattern: Pattern, whole: Tensor, q: Tensor, k: Tensor, v: Tensor, stop: int) -> Tensor:
+    """What the tokens before `stop` give at once: a causal pattern's rows do not depend on later tokens."""
+    return whole if stop == LENGTH else attend(q[:, :stop], k[:, :stop], v[:, :stop], pattern, backend="manual")
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"pattern": Dilated((64, 256), (1, 2), is_causal=True)}])
+def test_a_growing_cache_shares_decisions(options: dict[str, Any]) -> None:
+    q, k, v = (x.detach().float() for x in tensors(length=200, batch=1))
+    for length in range(33, 200):
+        attend(q[:, length - 1 : length], k[:, :length], v[:, :length], **options)
+    assert counted(measured=3)
+    assert len(list(Store(cache_folder()).all())) == 3
+    keys = {explain(q[:, :1], k[:, :n], v[:, :n], **options).key for n in (33, 40, 64, 65, 128, 129, 199)}
+    assert len(keys) == 3
+
+
+def test_where_the_shared_choice_cannot_run_a_length_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach().float() for x in tensors(batch=1))
+    monkeypatch.setattr(unmeasured, "can_run", lambda problem, name: False)
+    for length in (40, 50):
+        attend(q[:, :1], k[:, :length], v[:, :length])
+    assert len({explain(q[:, :1], k[:, :n], v[:, :n]).key for n in (40, 50)}) == 2
