@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attn_dispatch import packing, process_state
+from attn_dispatch import packing, process_state, widths
 from attn_dispatch.decisions import decide, observers, unmeasured
 from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, run_function
 from attn_dispatch.decisions.decide import lock
@@ -92,7 +92,8 @@ def attend(
 
     Args:
         q: [batch, q_len, heads, head_dim], float16, bfloat16, float32 or float64; any strides.
-        k, v: [batch, k_len, kv_heads, head_dim]; kv_heads divides heads.
+        k, v: [batch, k_len, kv_heads, head_dim]; kv_heads divides heads. v may have another head_dim, which out then
+            has too.
         pattern: `Dense`, `Window`, `Dilated` or `Neighborhood`, or `Reordered` around one; or use the shorthands below,
             not both.
         segment_lengths, dilation_rates: tokens per segment and rate of each branch of `Dilated`.
@@ -174,6 +175,8 @@ def attend(
             # Lists have no hash: repeat the call with tuples.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
         tracing.check_sizes(q=q, k=k, v=v)
+        if widths.is_unusual(q, k, v):
+            return _resized(q, k, v, pattern, backend, order, arguments)
         problem = Problem.of(q, k, v, pattern, **arguments)
         route = _new_route(signature, (q, k, v), problem, layout, backend, order)
     if not route.direct:
@@ -361,6 +364,20 @@ def _composed(
     out, lse = with_sink(found[0].transpose(1, 2) if swapped else found[0], found[1], sink)
     out = out.transpose(1, 2) if swapped else out
     return (out, lse) if return_lse else out
+
+
+def _resized(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, backend: Any, order: Any, arguments: dict[str, Any]
+) -> Any:
+    """attend with values of another width than keys, or with an empty result."""
+    if 0 in (q.numel(), k.numel()):
+        found = widths.empty_result(q, k, v, pattern, arguments["layout"], arguments)
+        return found if arguments["return_lse"] else found[0]
+    if arguments["scale"] is None:
+        arguments["scale"] = q.shape[-1] ** -0.5
+    result = attend(*widths.padded(q, k, v), pattern, backend=backend, order=order, **arguments)
+    width = v.shape[-1]
+    return (result[0][..., :width], result[1]) if arguments["return_lse"] else result[..., :width]
 
 
 def _hashable(value: Any) -> Any:

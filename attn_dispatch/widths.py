@@ -1,0 +1,62 @@
+"""Calls that no backend sees as they are: values of another width than keys, and empty batches or sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.problem import Problem, choose_pattern
+
+
+def is_unusual(q: object, k: object, v: object) -> bool:
+    """Whether q, k and v must be padded first, or give an empty result."""
+    found = [x for x in (q, k, v) if isinstance(x, Tensor) and x.ndim == 4]
+    if len(found) < 3:
+        return False  # what Problem.of raises for
+    return found[1].shape[-1] != found[2].shape[-1] or 0 in (found[0].numel(), found[1].numel())
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of one head_dim: columns of zeros change no score, and give columns of zeros in out."""
+    more = k.shape[-1] - v.shape[-1]
+    return (q, k, pad(v, (0, more))) if more > 0 else (pad(q, (0, -more)), pad(k, (0, -more)), v)
+
+
+def empty_result(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, layout: str, arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out and lse without queries, or without keys: zeros and -inf, with gradients of zero.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+    tokens = 1 if layout == "bnhd" else 2
+    if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise InvalidInput(
+            f"q, k and v must have one batch size, and k and v equal shapes but for head_dim, got {shapes}"
+        )
+    kinds = {name: arguments[name] for name in ("segment_lengths", "dilation_rates", "is_causal")}
+    choose_pattern(pattern, **kinds).check(q.shape[tokens], k.shape[tokens])
+    stand_ins = _stand_in(q, tokens), _stand_in(k, tokens), _stand_in(k, tokens)
+    checked = Problem.of(*stand_ins, layout=layout, device=q.device)
+    heads_first = q.shape if layout == "bhnd" else q.transpose(1, 2).shape
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = torch.full(heads_first[:-1], -math.inf, dtype=sum_dtype(checked.dtype), device=q.device)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        zero = sum(x[..., :0].sum() for x in (q, k, v))  # depends on all of them, whatever they hold
+        out, lse = out + zero, lse + zero
+    return out.to(q.dtype), lse
+
+
+def _stand_in(x: Tensor, tokens: int) -> Tensor:
+    """A tensor of one token and one batch row where x has none, so that everything else can be checked."""
+    shape = [max(1, size) if axis in (0, tokens) else size for axis, size in enumerate(x.shape)]
+    return torch.empty(shape, dtype=x.dtype, device="meta")
