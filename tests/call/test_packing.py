@@ -18,7 +18,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from tests.support.calls import counted
-from tests.support.pairwise import thinned
+from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -65,10 +65,7 @@ def expected(
     return torch.cat(outs).view(shape), torch.cat([x.t() for x in lses]).view(shape[:-1]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@crossed(pattern=PATTERNS, layout=("bnhd", "bhnd"), with_sink=(False, True), masked=(False, True))
 def test_documents_and_sinks_are_the_formula(pattern: Pattern, layout: str, with_sink: bool, masked: bool) -> None:
     q, k, v = tensors()
     sink = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True) if with_sink else None
@@ -76,7 +73,7 @@ def test_documents_and_sinks_are_the_formula(pattern: Pattern, layout: str, with
     if masked and (with_sink or pattern == Dense()):  # else rows without keys, which the plain formula has no value for
         key_mask = torch.arange(LENGTH).expand(BATCH, -1) % 5 != 2
     given: Three = (q, k, v) if layout == "bnhd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    more: Any = {"documents": IDS, "key_mask": key_mask, "sink": sink, "layout": layout}
+    more: Any = {"documents": IDS, "key_mask": key_mask, "sink": sink, "layout": layout, "backend": "manual"}
     out, lse = attend(*given, pattern, return_lse=True, **more)
     torch.testing.assert_close(attend(*given, pattern, **more), out)
     out = out.transpose(1, 2) if layout == "bhnd" else out
@@ -185,7 +182,7 @@ BY_HEAD = (
 )
 
 
-@pytest.mark.parametrize("backend", ["manual", "sdpa", "tiles", "native", None])
+@pytest.mark.parametrize("backend", ["manual", "sdpa", "tiles", "native"])
 @pytest.mark.parametrize("pattern", BY_HEAD, ids=str)
 def test_a_share_of_the_heads_goes_by_their_numbers_among_all(pattern: Pattern, backend: str | None) -> None:
     q, k, v = (x.detach().float() for x in tensors())
@@ -212,7 +209,7 @@ STEPWISE = (
 
 
 @thinned(("pattern", "step"), [(pattern, step) for pattern in STEPWISE for step in (1, 7, 20)], 2)
-@pytest.mark.parametrize("backend", ["sdpa_mask", "tiles", "native", None])
+@pytest.mark.parametrize("backend", ["tiles", "native"])
 def test_steps_equal_all_tokens_at_once(pattern: Pattern, step: int, backend: str | None) -> None:
     """Rows of a grid hold all keys from the start; other patterns get theirs as they come."""
     q, k, v = (x.detach().float() for x in tensors())
@@ -232,7 +229,7 @@ def at(pattern: Pattern, whole: Tensor, q: Tensor, k: Tensor, v: Tensor, stop: i
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"pattern": Dilated((64, 256), (1, 2), is_causal=True)}])
 def test_a_growing_cache_shares_decisions(options: dict[str, Any]) -> None:
     q, k, v = (x.detach().float() for x in tensors(length=200, batch=1))
-    for length in range(33, 200):
+    for length in range(33, 200, 6):
         attend(q[:, length - 1 : length], k[:, :length], v[:, :length], **options)
     assert counted(measured=3)
     assert len(list(Store(cache_folder()).all())) == 3

@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Pattern
+from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -27,14 +28,17 @@ def tensors(width: int, *, batch: int = 2, q_len: int = 20, k_len: int = 20, lay
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-@pytest.mark.parametrize("width", [1, 16, 40])
-@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("pattern", [Dense(is_causal=True), Window(3, 0), Dilated((8, 20), (1, 2))], ids=str)
+@crossed(
+    pattern=(Dense(is_causal=True), Window(3, 0), Dilated((8, 20), (1, 2))),
+    scale=(None, 0.3),
+    layout=("bnhd", "bhnd"),
+    width=(1, 16, 40),
+)
 def test_values_of_another_width(pattern: Pattern, scale: float | None, layout: str, width: int) -> None:
     q, k, v = tensors(width, layout=layout)
-    out, lse = attend(q, k, v, pattern, scale=scale, layout=layout, return_lse=True)
-    torch.testing.assert_close(attend(q, k, v, pattern, scale=scale, layout=layout), out)
+    more: Any = {"scale": scale, "layout": layout, "backend": "manual"}
+    out, lse = attend(q, k, v, pattern, return_lse=True, **more)
+    torch.testing.assert_close(attend(q, k, v, pattern, **more), out)
     a, b, c = (x.transpose(1, 2) if layout == "bnhd" else x for x in (q, k, v))
     counts = pattern.multiplicity(20, heads=4).double()
     scores = (24**-0.5 if scale is None else scale) * a @ b.repeat_interleave(2, 1).mT + counts.log()
