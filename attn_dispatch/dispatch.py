@@ -113,7 +113,7 @@ def attend(
             computed as by a call of its own: positions and lengths are the document's.
         cu_seqlens: [documents + 1] int32 or int64, for a batch of one row, as flash-attn has it: where each document
             starts, and the end of the last. Both are read on the host.
-        sink: [heads], floating point and finite: the score, not scaled, of one more key for each head, whose value is
+        sink: [heads], floating point: the score, not scaled, of one more key for each head, whose value is
             0. It is part of lse, and gets a gradient.
         first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:
             the number of q's first head, and of all heads. Patterns that differ by head go by these numbers.
@@ -253,7 +253,7 @@ def _new_route(
     if order is not None:
         orders.check(order)
     forgotten = process_state.forgotten
-    observers.notify(problem)
+    observers.notify(measured_for(problem))
     forced = backend is not None or order is not None
     graphed = tracing.graphed(*tensors)
     traced = graphed or tracing.is_traced()
@@ -356,6 +356,8 @@ def _composed(
     if documents is None and cu_seqlens is None:
         found = attend(q, k, v, layout=layout, **arguments)
     else:
+        if tracing.graphed(q, k, v):
+            raise NoBackend("documents are read on the host: call attend() outside of torch.export and make_fx")
         packed = packing.packed(q, k, v, documents, cu_seqlens, layout, arguments)
         found = packed.joined([attend(*part, **{**arguments, **rest}) for part, rest in packed.calls])
     if sink is None:

@@ -84,7 +84,10 @@ def _rows(documents: object, cu_seqlens: object, batch: int, q_len: int, k_len: 
 
 
 def _split(x: Tensor, rows: Sequence[Sequence[Run]]) -> list[Tensor]:
-    """x [batch, len, ...] as a tensor [documents, tokens, ...] for each run; views."""
+    """x [batch, len, ...] as a tensor [documents, tokens, ...] for each run; views where rows differ."""
+    if _alike(rows):
+        pieces = torch.split(x, [run.tokens for run in rows[0]], 1)
+        return [torch.unflatten(x, 1, run).flatten(0, 1) for x, run in zip(pieces, rows[0])]
     parts: list[Tensor] = []
     for row, runs in zip(torch.split(x, 1), rows):
         pieces = torch.split(row, [run.tokens for run in runs], 1)
@@ -94,8 +97,16 @@ def _split(x: Tensor, rows: Sequence[Sequence[Run]]) -> list[Tensor]:
 
 def _joined(parts: Sequence[Tensor], rows: Sequence[Sequence[Run]]) -> Tensor:
     """Undo `_split`."""
+    if _alike(rows):
+        pieces = zip(parts, rows[0])
+        return torch.cat([torch.unflatten(x, 0, (-1, run.documents)).flatten(1, 2) for x, run in pieces], 1)
     left = iter(parts)
     return torch.cat([torch.cat([next(left).flatten(0, 1) for _ in runs]).unsqueeze(0) for runs in rows])
+
+
+def _alike(rows: Sequence[Sequence[Run]]) -> bool:
+    """Whether all rows hold documents of the same lengths, so that one call takes those of all rows."""
+    return all(row == rows[0] for row in rows)
 
 
 def _lengths_of_ids(documents: object, batch: int, length: int) -> list[list[int]]:

@@ -27,6 +27,7 @@ from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
 from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store import passed
 from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
@@ -52,7 +53,8 @@ def profile(
     """Measure problems and store each decision as soon as it is made, so that an interruption loses none.
 
     Args:
-        problems: `Problem`s, or a file that `record` wrote.
+        problems: `Problem`s, or a file that `record` wrote. Of few queries and many keys, the next power of two of
+            keys is measured, which decides for all below it.
         budget_s: seconds for all problems, shared evenly among the remaining ones; None for no limit.
         progress: show a bar with the remaining time on stderr.
         force: measure again problems that have a valid decision.
@@ -76,7 +78,8 @@ def profile(
     found = []
     with reused(), _bar(len(problem_list), progress) as advance:
         for index, problem in enumerate(problem_list):
-            explanation = _measure_problem(problem, _seconds_each(end, len(problem_list) - index), force)
+            each_s = _seconds_each(end, len(problem_list) - index)
+            explanation = _measure_problem(measured_for(problem), each_s, force)
             found.append(explanation)
             advance(str(problem))
             if report is not None:

@@ -117,7 +117,7 @@ def _resolve(problem: Problem) -> ResolvedCall:
     if found is not None:
         return found
     forgotten = process_state.forgotten
-    observers.notify(problem)
+    observers.notify(measured_for(problem))
     decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
     with decide.lock:
         decision = decision if traced else decide.latest(problem, decision)

@@ -168,10 +168,15 @@ def _at_end(natural: Pattern, q_len: int, k_len: int) -> bool:
 
 def _unseen_of_grid(pattern: Neighborhood, q_len: int, k_len: int) -> Tensor:
     """Bool [k_len]: tokens of a grid that none of its last `q_len` tokens sees."""
-    seen, keys = torch.zeros(k_len, dtype=torch.bool, device="cpu"), torch.arange(k_len, device="cpu")
+    rows, width = pattern.grid[0], k_len // pattern.grid[0]
+    keys, at = torch.arange(k_len, device="cpu"), torch.arange(rows, device="cpu")
+    # On every axis a coordinate sees itself, so that a whole row sees whole rows.
+    first, partly = divmod(k_len - q_len, width)
+    whole = at[first + (partly > 0) :]
+    seen = pattern.axes[0].sees(whole[:, None], at).any(0).repeat_interleave(width)
     step = max(1, ENTRIES // k_len)
-    for first in range(0, q_len, step):
-        queries = torch.arange(first, min(first + step, q_len), device="cpu")
+    for start in range(0, width - partly if partly else 0, step):
+        queries = torch.arange(start, min(start + step, width - partly), device="cpu")
         (reach,) = pattern.reaches(queries, keys, q_len, k_len, ())
         seen |= reach.sees().any(0)
     return ~seen

@@ -34,13 +34,16 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         out: [batch, queries, heads, head_dim]. lse: [batch, heads, queries]; -inf for a query without other keys.
-        sink: [heads], finite.
+        sink: [heads]; -inf: none.
 
     Source: Miller 2023, Attention Is Off By One; the GPT-OSS models learn one sink for each head.
     """
     score = sink.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - score).transpose(1, 2).unsqueeze(-1)
-    return (out * share).to(out.dtype), torch.logaddexp(lse, score)
+    empty = lse == -torch.inf
+    finite = lse.masked_fill(empty, 0.0)  # derivatives at -inf are NaN, of second order at the latest
+    share = torch.sigmoid(finite - score).masked_fill(empty, 0.0)
+    lse = torch.where(empty, score, torch.logaddexp(finite, score))
+    return (out * share.transpose(1, 2).unsqueeze(-1)).to(out.dtype), lse
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

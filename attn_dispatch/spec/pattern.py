@@ -237,6 +237,8 @@ class Dilated(Pattern):
         object.__setattr__(self, "first_head", integer("first_head", self.first_head, 0))
         if self.all_heads is not None:
             object.__setattr__(self, "all_heads", integer("all_heads", self.all_heads, 1, "None or an integer"))
+        elif self.first_head:
+            raise InvalidInput(f"first_head needs all_heads, which is None, got {self.first_head}")
         if self.heads == "all":
             # A sum does not depend on the order of its terms; only "split" assigns heads by branch number.
             lengths, rates = cast("tuple[tuple[int, ...], ...]", tuple(zip(*sorted(zip(lengths, rates)))))
@@ -291,6 +293,10 @@ class Dilated(Pattern):
         _check_not_longer(self, q_len, k_len)
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
+        if self.all_heads is not None and self.first_head + heads > self.all_heads:
+            raise InvalidInput(
+                f"heads {self.first_head} to {self.first_head + heads - 1} are given, but all_heads is {self.all_heads}"
+            )
         lengths = tuple(min(length, k_len) for length in self.segment_lengths)
         if len(lengths) == 1 and lengths[0] == k_len and self.dilation_rates == (1,):
             return Dense(self.is_causal).simplify(q_len, k_len, heads)
@@ -305,6 +311,8 @@ class Dilated(Pattern):
         return replace(plain, offsets="mod") if alike else plain
 
     def of_heads(self, first_head: int, all_heads: int) -> Pattern:
+        if self.all_heads is not None:
+            raise InvalidInput("give first_head and all_heads to the pattern or to the call, not both")
         return replace(self, first_head=first_head, all_heads=all_heads)
 
     def to_dict(self) -> dict[str, Any]:

@@ -238,10 +238,10 @@ def _evaluated(spec: CaseSpec) -> Steps[HardCase]:
     if spec.large:
         values[:2] = _large(spec.problem, values[1], generator)
     masks = _masks(spec, generator)
-    if spec.hidden:
-        values[:3] = _with_hidden_nans(spec.problem, values, masks)
     dtype, device = spec.problem.dtype, spec.problem.device
     strides = [_strides(tuple(x.shape), kind, dtype) for x, kind in zip(values, spec.kinds)]
+    if spec.hidden:
+        values[:3] = _with_hidden_nans(spec.problem, values, strides, masks)
     q, k, v, grad = (between_nans(x.to(device, dtype), each) for x, each in zip(values, strides))
     classes = [stride_class(tuple(x.shape), x.stride(), dtype.itemsize) for x in (q, k, v)]
     problem = replace(spec.problem, strides=(classes[0], classes[1], classes[2]))
@@ -290,12 +290,16 @@ def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[
     return [q, k]
 
 
-def _with_hidden_nans(problem: Problem, values: list[Tensor], masks: dict[str, Tensor]) -> list[Tensor]:
-    """Fill hidden queries of q and hidden keys of k and v with NaN, inf and -inf, alternating by token."""
+def _with_hidden_nans(
+    problem: Problem, values: list[Tensor], strides: list[Strides], masks: dict[str, Tensor]
+) -> list[Tensor]:
+    """Fill queries of q and keys of k and v that are hidden, in all of an expanded axis, with NaN and inf in turn."""
     hidden = Hidden.of(problem, masks.get("seq_lens"), masks.get("key_mask"))
     filled = []
-    for x, where in zip(values, (hidden.queries, hidden.keys, hidden.keys)):
+    for x, steps, where in zip(values, strides, (hidden.queries, hidden.keys, hidden.keys)):
         bits = torch.tensor([math.nan, math.inf, -math.inf]).repeat(-(-x.shape[1] // 3))[: x.shape[1]]
+        for axis in range(3):
+            where = where.all(axis, keepdim=True) if where is not None and steps[axis] == 0 else where
         filled.append(x if where is None else torch.where(where.cpu(), bits[:, None, None], x))
     return filled
 

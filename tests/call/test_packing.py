@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend, explain
+from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend, explain, profile, record
+from attn_dispatch.backends import manual
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.hidden import _unseen_of_grid
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
-from tests.support.calls import counted
+from attn_dispatch.store.problem_files import read_record
+from tests.support.calls import counted, forget
 from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -122,6 +128,44 @@ def test_a_sink_keeps_the_dtype(dtype: torch.dtype) -> None:
     assert float((out.double() - wide).abs().max()) < 4 * torch.finfo(dtype).eps
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v = tensors()
+    key_mask = torch.arange(LENGTH).expand(BATCH, -1) > 20
+    none = torch.full((HEADS,), -math.inf, dtype=torch.float64)
+    options: Any = {"key_mask": key_mask, "is_causal": True, "return_lse": True, "backend": "manual"}
+    torch.testing.assert_close(attend(q, k, v, sink=none, **options), attend(q, k, v, **options))
+
+
+def test_second_derivatives_with_a_sink_and_rows_without_keys() -> None:
+    x = torch.randn(1, 6, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    sink = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    key_mask = torch.arange(6)[None] > 2
+
+    def run(x: Tensor, sink: Tensor) -> Tensor:
+        out, lse = attend(x, x, x, Window(2, 0), sink=sink, key_mask=key_mask, return_lse=True, backend="manual")
+        total: Tensor = out.sum() + lse.sum()
+        return total
+
+    assert torch.autograd.gradcheck(run, (x, sink))
+    assert torch.autograd.gradgradcheck(run, (x, sink))
+
+
+def test_rows_with_the_same_documents_are_one_call_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach() for x in tensors())
+    same = IDS[:1].expand(BATCH, -1)
+    calls: list[tuple[int, ...]] = []
+    run = manual.run
+
+    def noted(q: Tensor, *args: Any, **more: Any) -> Any:
+        calls.append(tuple(q.shape))
+        return run(q, *args, **more)
+
+    monkeypatch.setattr(manual, "run", noted)
+    out = attend(q, k, v, documents=same, backend="manual")
+    assert calls == [(4, 10, HEADS, HEAD_DIM), (2, 25, HEADS, HEAD_DIM), (2, 15, HEADS, HEAD_DIM)]
+    torch.testing.assert_close(out, expected(q, k, v, Dense(), same, None, None)[0])
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"documents": IDS, "cu_seqlens": torch.tensor([0, 60])}, "give documents or cu_seqlens, not both"),
     "documents-list": ({"documents": [[0]]}, "documents must be an int32 or int64 tensor, got list"),
@@ -197,6 +241,36 @@ def test_a_share_of_the_heads_goes_by_their_numbers_among_all(pattern: Pattern, 
         torch.testing.assert_close(out, whole[:, :, first:last])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "arguments", "message"),
+    [
+        ({"first_head": 2}, {}, "first_head needs all_heads, which is None, got 2"),
+        ({"first_head": 2, "all_heads": 5}, {}, "heads 2 to 5 are given, but all_heads is 5"),
+        (
+            {"first_head": 0, "all_heads": 8},
+            {"first_head": 0, "all_heads": 8},
+            "give first_head and all_heads to the pattern or to the call, not both",
+        ),
+    ],
+)
+def test_a_wrong_share_of_heads(pattern: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        attend(*tensors(), Dilated((8,), (2,), **pattern), **arguments)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["manual", "sdpa", "sdpa_mask", "tiles", "native"])
+@pytest.mark.parametrize(
+    ("q_len", "pattern"), [(2, Dilated((7,), (7,), is_causal=True, heads="split")), (5, Dilated((5,), (11,), False))]
+)
+def test_where_no_query_is_selected(q_len: int, pattern: Dilated, backend: str) -> None:
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    more: Any = {"first_head": 6, "all_heads": 8} if q_len == 5 else {}
+    out, lse = attend(x[:, 5 - q_len :], x, x, pattern, backend=backend, return_lse=True, **more)
+    assert (out.any(), (lse == -math.inf).all()) == (False, True)
+    assert not torch.autograd.grad(out.sum(), x)[0].any()
+
+
 # --- steps with a cache -----------------------------------------------------------------------------------------------
 
 STEPWISE = (
@@ -235,6 +309,44 @@ def test_a_growing_cache_shares_decisions(options: dict[str, Any]) -> None:
     assert len(list(Store(cache_folder()).all())) == 3
     keys = {explain(q[:, :1], k[:, :n], v[:, :n], **options).key for n in (33, 40, 64, 65, 128, 129, 199)}
     assert len(keys) == 3
+
+
+def test_recorded_steps_are_profiled_as_calls_look_them_up(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+    q, k, v = (x.detach().float() for x in tensors(length=120, batch=1))
+    steps = range(65, 120, 9)
+
+    def decode() -> None:
+        for length in steps:
+            attend(q[:, length - 1 : length], k[:, :length], v[:, :length], is_causal=True)
+
+    set_mode("off")
+    with record(tmp_path / "steps"):
+        decode()
+    (one,) = read_record(tmp_path / "steps")
+    assert one.k_len == 128
+    set_mode("tune")
+    profile(tmp_path / "steps", budget_s=1.0, progress=False)
+    profile([replace(one, k_len=100)], progress=False)
+    assert len(list(Store(cache_folder()).all())) == 1
+    set_mode("locked")
+    forget()
+    decode()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Neighborhood((9, 7), (3, 5)),
+        Neighborhood((9, 8), (3, 3), (2, 1), edges="shift"),
+        Neighborhood((4, 3, 5), (3, 3, 3), is_causal=(True, False, True)),
+    ],
+    ids=str,
+)
+def test_unseen_tokens_of_a_grid(pattern: Neighborhood) -> None:
+    length = math.prod(pattern.grid)
+    for q_len in range(1, length):
+        seen = pattern.multiplicity(q_len, length)[0].any(0)
+        assert torch.equal(_unseen_of_grid(pattern, q_len, length), ~seen)
 
 
 def test_where_the_shared_choice_cannot_run_a_length_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,3 +376,16 @@ def test_what_compiles_is_not_traced() -> None:
     for kind in (Planted, Compiling):
         hard_cases(asked("dense"))[0].run(kind(run))
     assert modes == [1, 0]
+
+
+@pytest.mark.parametrize("masks", [("key_mask",), ("seq_lens",), ("key_mask", "seq_lens")])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_no_backend_is_blamed_for_nan_that_an_expanded_tensor_repeats(axis: int, masks: tuple[str, ...]) -> None:
+    """A token that a mask hides in one batch row is visible in another, and both are the same memory."""
+    q = torch.zeros(2, 64, 4, 16)
+    k = torch.zeros([1 if each == axis else size for each, size in enumerate(q.shape)]).expand(q.shape)
+    given: dict[str, Any] = {"key_mask": torch.ones(2, 64, dtype=torch.bool), "seq_lens": torch.tensor([40, 64])}
+    problem = Problem.of(q, k, k, Dense(is_causal=True), **{name: given[name] for name in masks})
+    for case in hard_cases(problem):
+        for name in ("manual", "native", "sdpa"):
+            assert case.check(case.run(registry.load(name))).failures == ()

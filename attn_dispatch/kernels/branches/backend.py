@@ -127,11 +127,9 @@ def flash_scratch(problem: Problem, plan: BranchPlan) -> int:
     if not problem.needs_grad:
         return 2 * processors * FLASH_TILE * d * 4
     batch = min(plan.batch_step, problem.batch)
-    return max(
-        _piece_bytes(batch * piece.q.segments, problem, piece.q.rows, piece.k.rows, processors) * d
-        for block in plan.blocks
-        for piece in block.pieces
-    )
+    pieces = (piece for block in plan.blocks for piece in block.pieces)
+    sizes = (_piece_bytes(batch * x.q.segments, problem, x.q.rows, x.k.rows, processors) * d for x in pieces)
+    return max(sizes, default=0)
 
 
 def _piece_bytes(batch: int, problem: Problem, q_len: int, k_len: int, processors: int) -> int:
@@ -176,7 +174,8 @@ class Variant(NamedTuple):
         plan = self.plan(problem, self.kernel(problem))
         pieces = [(piece.k.rows, piece.q.segments) for block in plan.blocks for piece in block.pieces]
         batch = min(plan.batch_step, problem.batch)
-        found = self.limits.piece_refusals(min(k for k, _ in pieces), batch * max(s for _, s in pieces))
+        if pieces:  # none where no query is selected
+            found = self.limits.piece_refusals(min(k for k, _ in pieces), batch * max(s for _, s in pieces))
         return found or (self.package.load_refusals() if self.package else [])
 
     def plan(self, problem: Problem, kernel: Kernel) -> BranchPlan:

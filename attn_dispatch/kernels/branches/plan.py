@@ -79,9 +79,10 @@ class BranchPlan(NamedTuple):
 
     @classmethod
     def of(cls, blocks: tuple[Block, ...], batch_step: int) -> BranchPlan:
-        block, piece = blocks[0], blocks[0].pieces[0]
+        block = blocks[0]
         one = len(blocks) == 1 and len(block.pieces) == 1 and block.covers_q and block.covers_k
-        return cls(blocks, batch_step, piece if one and piece.q.segments == 1 and piece.bias is None else None)
+        single = one and block.pieces[0].q.segments == 1 and block.pieces[0].bias is None
+        return cls(blocks, batch_step, block.pieces[0] if single else None)
 
     @property
     def pairs(self) -> int:
