@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 #: Examples of a property: in every run, and with --all or --rest.
-EXAMPLES = {"chosen": 50, "full": 200}
+EXAMPLES = {"chosen": 50, "full": 120}
 
 LEFT = pytest.StashKey[int]()  #: how many cases this run leaves out
 
