@@ -5,6 +5,7 @@ A repeated call costs one table look-up by its settings and one comparison of th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +176,7 @@ def attend(
             # Lists have no hash: repeat the call with tuples.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
         tracing.check_sizes(q=q, k=k, v=v)
-        if widths.is_unusual(q, k, v):
+        if widths.unequal_or_empty(q, k, v):
             return _resized(q, k, v, pattern, backend, order, arguments)
         problem = Problem.of(q, k, v, pattern, **arguments)
         route = _new_route(signature, (q, k, v), problem, layout, backend, order)
@@ -215,12 +216,16 @@ def explain(
     """
     if "device" in arguments:
         raise InvalidInput("explain takes attend's arguments, which have no device")
+    for name in arguments.keys() - inspect.signature(attend).parameters.keys():
+        raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
     if (sink := arguments.pop("sink", None)) is not None:
         check_sink(sink, q, arguments.get("layout", "bnhd"))
         arguments["return_lse"] = True
     if any(arguments.pop(name, None) is not None for name in ("documents", "cu_seqlens")):
         raise InvalidInput("explain takes one document: each is a call of its own")
     mesh = arguments.pop("mesh", None)
+    if mesh is None and widths.unequal_or_empty(q, k, v) and q.numel() and k.numel():
+        q, k, v = widths.padded(q, k, v, arguments)
     if mesh is not None:
         from attn_dispatch.ring import over_mesh, shards
 
@@ -375,9 +380,7 @@ def _resized(
     if 0 in (q.numel(), k.numel()):
         found = widths.empty_result(q, k, v, pattern, arguments["layout"], arguments)
         return found if arguments["return_lse"] else found[0]
-    if arguments["scale"] is None:
-        arguments["scale"] = q.shape[-1] ** -0.5
-    result = attend(*widths.padded(q, k, v), pattern, backend=backend, order=order, **arguments)
+    result = attend(*widths.padded(q, k, v, arguments), pattern, backend=backend, order=order, **arguments)
     width = v.shape[-1]
     return (result[0][..., :width], result[1]) if arguments["return_lse"] else result[..., :width]
 

@@ -15,16 +15,21 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem, choose_pattern
 
 
-def is_unusual(q: object, k: object, v: object) -> bool:
-    """Whether q, k and v must be padded first, or give an empty result."""
+def unequal_or_empty(q: object, k: object, v: object) -> bool:
+    """Whether values have another width than keys, or there is nothing to compute."""
     found = [x for x in (q, k, v) if isinstance(x, Tensor) and x.ndim == 4]
     if len(found) < 3:
         return False  # what Problem.of raises for
     return found[1].shape[-1] != found[2].shape[-1] or 0 in (found[0].numel(), found[1].numel())
 
 
-def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one head_dim: columns of zeros change no score, and give columns of zeros in out."""
+def padded(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of one head_dim: columns of zeros change no score, and give columns of zeros in out.
+
+    A scale that is not given is set to that of the keys' width.
+    """
+    if arguments.get("scale") is None:
+        arguments["scale"] = q.shape[-1] ** -0.5
     more = k.shape[-1] - v.shape[-1]
     return (q, k, pad(v, (0, more))) if more > 0 else (pad(q, (0, -more)), pad(k, (0, -more)), v)
 
@@ -51,7 +56,7 @@ def empty_result(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.full(heads_first[:-1], -math.inf, dtype=sum_dtype(checked.dtype), device=q.device)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        zero = sum(x[..., :0].sum() for x in (q, k, v))  # depends on all of them, whatever they hold
+        zero = sum(x[..., :0].sum() for x in (q, k, v))  # of no entry, so that NaN does not matter
         out, lse = out + zero, lse + zero
     return out.to(q.dtype), lse
 

@@ -324,7 +324,7 @@ class Dilated(Pattern):
     def __str__(self) -> str:
         options = ["causal"] * self.is_causal
         options += ["offsets=block"] * (self.offsets == "block") + ["heads=split"] * (self.heads == "split")
-        options += [f"head {self.first_head} on of {self.all_heads}"] * bool(self.first_head or self.all_heads)
+        options += [f"heads from {self.first_head} of {self.all_heads}"] * bool(self.first_head or self.all_heads)
         return f"Dilated({', '.join([str(self.segment_lengths), str(self.dilation_rates), *options])})"
 
 

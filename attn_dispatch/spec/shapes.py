@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -13,6 +14,7 @@ from attn_dispatch.spec.problem import Problem
 FEW_QUERIES = 16  #: up to which the number of keys may grow from call to call, as in decoding with a cache
 
 
+@lru_cache(maxsize=4096)
 def measured_for(problem: Problem) -> Problem:
     """The problem that is measured and decided for this one: with few queries, that of the next power of two of keys.
 

@@ -38,7 +38,6 @@ LEAST_PLAN_MS = 10.0
 BET = 0.10
 ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
 MANY_ROUNDS = 100  #: rounds from which further ones would not tell more
-DISTURBED_BET = 0.10  #: the same where estimates are of what other programs left undisturbed
 DISTURBED_DOUBT = 4.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
 DISTURBED_SHORT_MS = 40.0  #: milliseconds up to which preemption may have made such an estimate as a whole
 
@@ -281,7 +280,7 @@ class _Estimates(_Comparison):
         return safe_ratio(self._estimates[name], self._estimates[other])
 
     def _beats(self, name: str, rival: str) -> bool:
-        return name != rival and self._ratio(name, rival) < 1.0 - DISTURBED_BET
+        return name != rival and self._ratio(name, rival) < 1.0 - BET
 
     def _is_open(self, name: str, chosen: str) -> bool:
         doubtful = self._ratio(name, chosen) < DISTURBED_DOUBT or self._estimates[name] <= DISTURBED_SHORT_MS

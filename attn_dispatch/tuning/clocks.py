@@ -131,8 +131,8 @@ class HostStopwatch:
     def _sample(self, call: Call, repeats: int) -> tuple[float, bool]:
         """Mean milliseconds of a call, and whether other programs took cores from this process meanwhile.
 
-        Then they are an estimate where there is a `caller_clock`: too long, mostly by less than half, where threads
-        wait for one another without sleeping; too short where work is spread unevenly.
+        Then they are an estimate where there is a `caller_clock`: too long where threads wait for one another without
+        sleeping, too short where work is spread unevenly.
         """
         with collector_off():
             self.synchronize()

@@ -34,13 +34,12 @@ from attn_dispatch.tuning.clocks import (
     Stopwatch,
 )
 from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Gate
+from attn_dispatch.tuning.gate import ONE_TIME_MS, Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, exhausted, sampled_in_rounds
 
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
-ONE_TIME_MS = 5.0  #: milliseconds of a first call that may be one-time work, such as filling tables
 # Of the check of another machine's choice.
 CHECK_ROUNDS, CHECK_S = 3, 0.005  #: calls of each candidate, and seconds that these get at least
 CHECK_RATIO = 1.10  #: time over the static choice's from which the choice is refuted

@@ -243,7 +243,7 @@ def test_an_explanation_is_a_table(measured: bool) -> None:
 
 
 def test_explain_takes_the_arguments_of_attend() -> None:
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'colour'"):
         explain(*qkv(), colour="red")
     with pytest.raises(InvalidInput, match="explain takes attend's arguments"):
         explain(*qkv(), device="cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend
+from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend, explain
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.pairwise import crossed
@@ -47,6 +47,13 @@ def test_values_of_another_width(pattern: Pattern, scale: float | None, layout: 
     found = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
     expected = torch.autograd.grad(right.square().sum() + scores.logsumexp(-1).sum(), (q, k, v))
     torch.testing.assert_close(found, expected)
+
+
+def test_explained_as_computed() -> None:
+    q, k, v = (x.detach() for x in tensors(40))
+    attend(q, k, v)
+    found = explain(q, k, v)
+    assert (found.source, "[2, 20, 4, 40]" in found.problem) == ("measured", True)
 
 
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])

@@ -92,12 +92,12 @@ def test_calls_run_with_an_unwritable_folder(
     for _ in range(2):
         attend(q, k, v)
     assert counted(measured=1)
-    said = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    texts = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
     starts = ("a crash would not be recorded: ", "decisions are not stored: ", "passed checks are not remembered: ")
-    found = [sum(text.startswith(start) for text in said) for start in starts]
+    found = [sum(text.startswith(start) for text in texts) for start in starts]
     assert found[:2] == [1, 1]
     assert found[2] <= 1, "the chosen backend may have passed them in another test"
-    assert len(said) == sum(found)
+    assert len(texts) == sum(found)
 
 
 # --- modes and budgets ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ COSTS = {"sdpa": 1.3, "native": 1.0, "tiles": 2.4, "manual": 9.0}
 
 
 class Preempted:
-    """A call that takes these milliseconds, one after another; over `own_ms` it lost a core every few of them."""
+    """A call that takes these milliseconds, one after another; past `own_ms` it lost a core every 4 ms."""
 
     def __init__(self, own_ms: float, *taken_ms: float) -> None:
         self.own_ms, self.now_s, self.cpu_s, self.switches, self.rests = own_ms, 0.0, 0.0, 0, 0

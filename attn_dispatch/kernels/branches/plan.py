@@ -134,7 +134,8 @@ def _dense_block(problem: Problem, pattern: Dense, grouped: bool) -> Block:
 
 def _dilated_plan(problem: Problem, pattern: Dilated, grouped: bool) -> BranchPlan:
     if problem.q_len < problem.k_len:
-        return BranchPlan.of((_last_rows_block(problem, pattern, grouped),), problem.batch)
+        pieces = _dilated_pieces(problem, pattern, problem.k_len, grouped, problem.k_len - problem.q_len)
+        return BranchPlan.of((Block(slice(0, problem.q_len), slice(0, problem.k_len), *pieces),), problem.batch)
     length, batch_step = _span(problem, pattern)
     full, rest = divmod(problem.q_len, length)
     shared = _dilated_pieces(problem, pattern, length, grouped)
@@ -157,22 +158,7 @@ def _span(problem: Problem, pattern: Dilated) -> tuple[int, int]:
     return unit * max(1, limit // (unit * token)), 1
 
 
-def _last_rows_block(problem: Problem, pattern: Dilated, grouped: bool) -> Block:
-    """The one block of fewer queries than keys: the last rows of the whole sequence."""
-    ahead, order, covers = problem.k_len - problem.q_len, *_branch_order(pattern)
-    pieces: list[Piece] = []
-    for b in order:
-        segment, rate = min(pattern.segment_lengths[b], problem.k_len), pattern.dilation_rates[b]
-        for offset, heads in heads_by_offset(pattern, b, problem.heads).items():
-            kv, chosen = kv_heads_of(heads, problem, grouped), slice(heads.start, heads.stop, heads.step)
-            for start, segments, size in _runs(segment, ahead, problem.k_len):
-                found = _pairs_of_rows(start, segments, size, offset, rate, ahead, pattern.is_causal)
-                for number, (q, k, is_causal) in enumerate(found):
-                    pieces.append(Piece(q, k, chosen, kv, is_causal, b == order[0] and number == 0, False))
-    return Block(slice(0, problem.q_len), slice(0, problem.k_len), tuple(pieces), covers, False)
-
-
-def _runs(segment: int, first: int, length: int) -> list[tuple[int, int, int]]:
+def _segments_from(first: int, segment: int, length: int) -> list[tuple[int, int, int]]:
     """The segments that hold a token from `first` on, as runs (start, segments, tokens of each): the first may begin
     before that token and the last be shorter.
     """
@@ -184,20 +170,15 @@ def _runs(segment: int, first: int, length: int) -> list[tuple[int, int, int]]:
     return found + [(whole + full * segment, 1, rest)] * (rest > 0)
 
 
-def _pairs_of_rows(
+def _rows_of(
     start: int, segments: int, size: int, offset: int, rate: int, ahead: int, is_causal: bool
 ) -> list[tuple[StridedRows, StridedRows, bool]]:
     """Queries, keys and whether they are a causal square, of a run of segments; queries count from token `ahead`."""
     if offset >= size:
         return []
     if start >= ahead:
-        return [
-            (
-                StridedRows(start - ahead, segments, size, offset, rate),
-                StridedRows(start, segments, size, offset, rate),
-                is_causal,
-            )
-        ]
+        rows = StridedRows(start, segments, size, offset, rate)
+        return [(rows._replace(start=start - ahead), rows, is_causal)]
     # The segment in which the queries begin: `before` of its selected tokens are keys only.
     before = max(0, -(-(ahead - start - offset) // rate))
     first = start + offset + before * rate
@@ -211,28 +192,21 @@ def _pairs_of_rows(
     return [*earlier, (queries, rest, True)]
 
 
-def _branch_order(pattern: Dilated) -> tuple[list[int], bool]:
-    """The branches by rate, and whether the first one's pieces write every row and head."""
-    order = sorted(range(len(pattern.branches)), key=lambda b: pattern.dilation_rates[b])
-    return order, pattern.heads == "all" and pattern.dilation_rates[order[0]] == 1
-
-
 def _dilated_pieces(
-    problem: Problem, pattern: Dilated, length: int, grouped: bool
+    problem: Problem, pattern: Dilated, length: int, grouped: bool, ahead: int = 0
 ) -> tuple[tuple[Piece, ...], bool, bool]:
-    order, covers = _branch_order(pattern)
-    plain = problem.heads == problem.kv_heads
-    pieces = []
+    """The pieces of `length` tokens, and what they cover; queries are the tokens from `ahead` on."""
+    order = sorted(range(len(pattern.branches)), key=lambda b: pattern.dilation_rates[b])
+    covers = pattern.heads == "all" and pattern.dilation_rates[order[0]] == 1
+    plain = problem.heads == problem.kv_heads and not ahead
+    pieces: list[Piece] = []
     for b in order:
         segment, rate = min(pattern.segment_lengths[b], length), pattern.dilation_rates[b]
-        full, rest = divmod(length, segment)
-        runs = [(0, full, segment)] + [(full * segment, 1, rest)] * (rest > 0)
         for offset, heads in heads_by_offset(pattern, b, problem.heads).items():
-            for start, segments, size in runs:
-                if offset < size:
-                    rows = StridedRows(start, segments, size, offset, rate)
-                    kv = kv_heads_of(heads, problem, grouped)
-                    fresh = b == order[0]
-                    chosen = slice(heads.start, heads.stop, heads.step)
-                    pieces.append(Piece(rows, rows, chosen, kv, pattern.is_causal, fresh, fresh and plain))
+            kv, chosen = kv_heads_of(heads, problem, grouped), slice(heads.start, heads.stop, heads.step)
+            for start, segments, size in _segments_from(ahead, segment, length):
+                found = _rows_of(start, segments, size, offset, rate, ahead, pattern.is_causal)
+                for number, (q, k, is_causal) in enumerate(found):
+                    fresh = b == order[0] and number == 0
+                    pieces.append(Piece(q, k, chosen, kv, is_causal, fresh, fresh and plain))
     return tuple(pieces), covers, covers and plain
