@@ -325,8 +325,8 @@ def test_recorded_steps_are_profiled_as_calls_look_them_up(tmp_path: Path, set_m
     (one,) = read_record(tmp_path / "steps")
     assert one.k_len == 128
     set_mode("tune")
-    profile(tmp_path / "steps", budget_s=1.0, progress=False)
-    profile([replace(one, k_len=100)], progress=False)
+    for problems in (tmp_path / "steps", [replace(one, k_len=100)]):
+        profile(problems, budget_s=0.3, progress=False)
     assert len(list(Store(cache_folder()).all())) == 1
     set_mode("locked")
     forget()
