@@ -378,14 +378,23 @@ def test_what_compiles_is_not_traced() -> None:
     assert modes == [1, 0]
 
 
-@pytest.mark.parametrize("masks", [("key_mask",), ("seq_lens",), ("key_mask", "seq_lens")])
-@pytest.mark.parametrize("axis", [0, 2])
-def test_no_backend_is_blamed_for_nan_that_an_expanded_tensor_repeats(axis: int, masks: tuple[str, ...]) -> None:
-    """A token that a mask hides in one batch row is visible in another, and both are the same memory."""
+@pytest.mark.parametrize(
+    ("axis", "pattern", "masks"),
+    [
+        (0, Dense(is_causal=True), ("key_mask",)),
+        (0, Dense(is_causal=True), ("seq_lens",)),
+        (0, Dense(is_causal=True), ("key_mask", "seq_lens")),
+        (2, Dilated((16,), (2,)), ()),
+    ],
+)
+def test_no_backend_is_blamed_for_nan_that_an_expanded_tensor_repeats(
+    axis: int, pattern: Pattern, masks: tuple[str, ...]
+) -> None:
+    """A token that is hidden in one batch row, or from one head, is visible in another: both are the same memory."""
     q = torch.zeros(2, 64, 4, 16)
     k = torch.zeros([1 if each == axis else size for each, size in enumerate(q.shape)]).expand(q.shape)
     given: dict[str, Any] = {"key_mask": torch.ones(2, 64, dtype=torch.bool), "seq_lens": torch.tensor([40, 64])}
-    problem = Problem.of(q, k, k, Dense(is_causal=True), **{name: given[name] for name in masks})
+    problem = Problem.of(q, k, k, pattern, **{name: given[name] for name in masks})
     for case in hard_cases(problem):
         for name in ("manual", "native", "sdpa"):
             assert case.check(case.run(registry.load(name))).failures == ()
