@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 
 def integer(name: str, value: object, minimum: int, kind: str = "an integer") -> int:
+    if type(value) is int and value >= minimum:
+        return value
     # bool is an int to Python, and True as a length is always a mistake.
     if not isinstance(value, bool) and isinstance(value, SupportsIndex):
         # Arrays and tensors have the method whether or not they hold one integer.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ def case_of(spec: CaseSpec) -> Steps[HardCase]:
     return found
 
 
+@lru_cache(64)
 def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     """The recipes of the hard cases: problems with equal recipes share their cases."""
     if problem.ranks > 1:

@@ -311,12 +311,12 @@ class _Sample:
         """
         problem = self.problem
         last = torch.finfo(problem.dtype).eps
-        sums = torch.finfo(sum_dtype(problem.dtype)).eps
-        q, keys, values = (x.double() for x in (self.q, self.k[:, :, self.kv_index], self.v[:, :, self.kv_index]))
+        wide = sum_dtype(problem.dtype)  # enough for bounds, and half the time of float64
+        q, keys, values = (x.to(wide) for x in (self.q, self.k[:, :, self.kv_index], self.v[:, :, self.kv_index]))
         p, _ = formula.probabilities(q, keys, self.counts, problem.scale)
         q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
-        score = scale * torch.einsum("bqhd,bkhd->bhqk", q, keys).max()
-        terms = math.sqrt(problem.head_dim + problem.k_len)
+        score = torch.einsum("bqhd,bkhd->bhqk", q * scale, keys).max()
+        sums, terms = torch.finfo(wide).eps, math.sqrt(problem.head_dim + problem.k_len)
         # A score's products may all be rounded the same way, where the scale is multiplied into q or k beforehand.
         growth = last / 2 + sums * (terms + (1 + math.sqrt(problem.head_dim)) * float(score))
         # Results so small that they underflow have an absolute error besides.
@@ -326,10 +326,10 @@ class _Sample:
         # Kernels that exponentiate to base 2 multiply scores by log2 e and lse by ln 2, which are rounded themselves.
         rounded["lse"] = growth + 2 * sums * _largest(exact["lse"])
         if self.grad is not None:
-            grad = self.grad.double().abs()
-            delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].abs()).unsqueeze(-1)
+            grad = self.grad.to(wide).abs()
+            delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].to(wide).abs()).unsqueeze(-1)
             if self.grad_lse is not None:
-                delta += self.grad_lse.double().abs().unsqueeze(-1)
+                delta += self.grad_lse.to(wide).abs().unsqueeze(-1)
             ds = p * (growth * (torch.einsum("bqhd,bkhd->bhqk", grad, values) + delta) + last * delta) * scale
             rounded["dq"] += _largest(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
             rounded["dk"] += self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", ds, q))
@@ -337,7 +337,7 @@ class _Sample:
         return rounded
 
     def _largest_sum(self, by_head: Tensor) -> float:
-        return _largest(torch.zeros_like(self.k, dtype=torch.float64).index_add_(2, self.kv_index, by_head))
+        return _largest(torch.zeros_like(self.k, dtype=by_head.dtype).index_add_(2, self.kv_index, by_head))
 
 
 def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

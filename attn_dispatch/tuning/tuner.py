@@ -36,7 +36,7 @@ from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted
 
 # Of a trial that a caller waits for.
-FIXED_S = 0.1  #: seconds that it may take for a problem of microseconds
+FIXED_S = 0.06  #: seconds that it may take for a problem of microseconds
 CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
 RACE_S, RACE_CALLS = 0.04, 6  #: seconds and calls of the fastest candidate that a race gets at least

@@ -5,23 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from attn_dispatch.kernels.tiles.threads import PIECES_PER_THREAD, WorkQueue, run_in_threads
 
+pytestmark = pytest.mark.usefixtures("three_threads")
+
 THREADS = 3
 MANY = 50
-
-
-@pytest.fixture(autouse=True)
-def _some_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_every_piece_runs_once_and_in_order() -> None:
