@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from attn_dispatch.store.decision import CandidateId
 from tools.lib import choices
 from tools.lib.common import parser, write
 
@@ -24,20 +23,21 @@ QUICK = (0, 3, 4, 8, 12, 13, 19, 22)  #: problems of --quick
 Choices = list[dict[str, Any]]
 
 
-def summary(regrets: Sequence[float]) -> dict[str, Any]:
-    """How many choices are off, and the times over those of the best candidate."""
+def summary(regrets: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """How many choices are off, and the times over those of the best candidate: by problem, in each judging process."""
+    medians = [statistics.median(each) for each in regrets]
     return {
-        "off": sum(regret > 1 + OFF for regret in regrets),
+        "off": sum(regret > 1 + OFF for regret in medians),
+        "off_in_all": sum(min(each) > 1 + OFF for each in regrets),
         "problems": len(regrets),
-        "geometric_mean": statistics.geometric_mean(regrets),
-        "worst": max(regrets),
-        "regrets": list(regrets),
+        "geometric_mean": statistics.geometric_mean(medians),
+        "worst": max(medians),
+        "regrets": regrets,
     }
 
 
-def chosen_by(found: Choices, index: int) -> CandidateId:
-    backend, order = found[index]["choice"]
-    return backend, order
+def chosen_by(found: Choices, index: int) -> str:
+    return "@".join(found[index]["choice"])
 
 
 def main() -> None:
@@ -56,25 +56,28 @@ def main() -> None:
         print(f"{loops} busy loops: tuned", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         runs["profile"] = choices.tuned(folder, which, PROFILE="1")
-    times = []
-    for index, number in enumerate(which):
-        names = sorted({chosen_by(found, index) for found in runs.values()})
-        times.append(choices.judged(planned[number], names))
-        print(runs["0"][index]["title"], {name: round(ms, 3) for name, ms in times[-1].items()}, flush=True)
+    names = [sorted({chosen_by(found, index) for found in runs.values()}) for index in range(len(which))]
+    choices.wait_until_calm()
+    judges = choices.judged(dict(zip(which, names)))
+    times = [[judge[str(number)] for judge in judges] for number in which]
     figures = {
-        name: summary([times[i][chosen_by(found, i)] / min(times[i].values()) for i in range(len(which))])
+        name: summary(
+            [[each[chosen_by(found, i)] / min(each.values()) for each in times[i]] for i in range(len(which))]
+        )
         for name, found in runs.items()
     }
     problems = [
         {
             "title": runs["0"][index]["title"],
-            "median_ms": {f"{name}@{order}": ms for (name, order), ms in times[index].items()},
+            "median_ms": {name: [each[name] for each in times[index]] for name in names[index]},
             "choices": {run: [*found[index]["choice"], found[index]["provisional"]] for run, found in runs.items()},
         }
         for index in range(len(which))
     ]
     for name, each in figures.items():
-        print(f"{name:14} {each['off']} of {each['problems']} off, worst {each['worst']:.2f}")
+        print(
+            f"{name:14} {each['off']} of {each['problems']} off, {each['off_in_all']} in all, worst {each['worst']:.2f}"
+        )
     write(given.output, {"runs": figures, "problems": problems})
 
 

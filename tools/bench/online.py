@@ -24,7 +24,7 @@ import torch
 from attn_dispatch import attend, counters, explain, profile
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dense, Dilated
-from tools.lib.choices import Planned, judged, wait_until_calm
+from tools.lib.choices import Planned, times_of, wait_until_calm
 from tools.lib.common import parser, write
 
 STEPS, QUICK_STEPS = 2000, 150  #: of training
@@ -115,9 +115,9 @@ def compared(loop: str, quick: bool) -> dict[str, Any]:
             found[setting] = in_process(loop, mode, known if setting == "known" else empty, quick)
     rows = []
     for one, best, reached in zip(judges, explanations, found["online"]["problems"], strict=False):
-        ids = [(reached["choice"][0], reached["choice"][1]), (str(best.choice), str(best.order))]
-        times = judged(one, list(dict.fromkeys(ids)))
-        rows.append({**reached, "profiled": ids[1], "ratio": times[ids[0]] / times[ids[1]]})
+        names = ["@".join(reached["choice"]), f"{best.choice}@{best.order}"]
+        times = times_of(one, list(dict.fromkeys(names)))
+        rows.append({**reached, "profiled": names[1], "ratio": times[names[0]] / times[names[1]]})
     worst = [
         on["worst_ms"] - (MOST_CALLS * off["median_ms"] + MOST_MORE_MS)
         for off, on in zip(found["off"]["problems"], found["online"]["problems"], strict=True)

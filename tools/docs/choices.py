@@ -35,14 +35,16 @@ def choices() -> str:
 def _loaded(found: Any) -> str:
     about = (
         f"By `python -m tools.bench.load`: {len(found['problems'])} problems of 0.05 to 500 ms, three dtypes, both "
-        "directions, tuned by first calls in a process of its own, then judged on the idle machine in one interleaved "
-        "run of all candidates that were chosen. Off: more than a tenth slower than the best of these. Two candidates "
-        f"may differ by a tenth from one process to the next, so that `profile` is not zero either. {machine(found)}."
+        "directions, tuned by first calls in a process of its own, then judged on the idle machine by interleaved runs "
+        "of all candidates that were chosen, in each of three processes. Off: more than a tenth slower than the best "
+        "of these, by the median of the three; and in all of them, since two candidates may differ by a tenth from "
+        f"one process to the next, whatever was measured before. {machine(found)}."
     )
-    rows: list[tuple[str, ...]] = [("tuned", "off", "geometric mean", "worst"), ("---",) * 4]
+    rows: list[tuple[str, ...]] = [("tuned", "off", "in all three", "geometric mean", "worst"), ("---",) * 5]
     for name, one in found["runs"].items():
         off = f"{one['off']} of {one['problems']}"
-        rows.append((RUNS[name], off, f"{one['geometric_mean']:.2f}", f"{one['worst']:.2f}"))
+        figures = f"{one['off_in_all']}", f"{one['geometric_mean']:.2f}", f"{one['worst']:.2f}"
+        rows.append((RUNS[name], off, *figures))
     return f"{about}\n\n{table(rows)}"
 
 

@@ -2,8 +2,9 @@
 choice is from the best.
 
     python -m tools.lib.choices NUMBER ...
+    python -m tools.lib.choices --judge '{NUMBER: ["native@natural", ...], ...}'
 
-Prints one line of JSON: what each problem's first call took and chose.
+Prints one line of JSON: what each problem's first call took and chose, or the times of these candidates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from attn_dispatch.machine import load
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.store.decision import CandidateId
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.rounds import time_in_rounds
@@ -47,7 +47,8 @@ SHAPES: tuple[tuple[Pattern, Shape], ...] = (
     (Neighborhood((64, 64), (7, 7)), (1, 4096, 4, 64)),
     (Dense(), (1, 3000, 4, 128)),
 )
-JUDGED_S, JUDGED_ROUNDS = 4.0, 15
+JUDGES = 3  #: processes: times may differ by a tenth from one to the next, of one candidate more than of another
+JUDGED_S, JUDGED_ROUNDS = 1.5, 7
 PROFILED_S = 8.0
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(10_000))"
 
@@ -95,9 +96,21 @@ def tuned(folder: str, which: Sequence[int], **variables: str) -> list[dict[str,
     """What the first calls of these problems took and chose, in a new process with this cache folder."""
     command = [sys.executable, "-m", "tools.lib.choices", *map(str, which)]
     surroundings = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": folder, "ATTN_DISPATCH_TRIAL_SECONDS": "inf", **variables}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=surroundings)
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = _last_line(command, surroundings)
     return found
+
+
+def judged(chosen: Mapping[int, Sequence[str]]) -> list[dict[str, dict[str, float]]]:
+    """Median milliseconds by problem and candidate, in each of `JUDGES` processes: of interleaved calls, forward
+    and backward where there is one.
+    """
+    command = [sys.executable, "-m", "tools.lib.choices", "--judge", json.dumps(chosen)]
+    return [_last_line(command, dict(os.environ)) for _ in range(JUDGES)]
+
+
+def _last_line(command: list[str], variables: dict[str, str]) -> Any:
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def wait_until_calm(most_s: float = 60.0) -> None:
@@ -139,17 +152,24 @@ def _timed(one: Planned, tensors: tuple[Tensor, Tensor, Tensor]) -> dict[str, fl
     return {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
 
 
-def judged(one: Planned, chosen: Sequence[CandidateId]) -> Mapping[CandidateId, float]:
-    """Median milliseconds of these candidates, interleaved, forward and backward where it has one."""
+def times_of(one: Planned, names: Sequence[str]) -> dict[str, float]:
+    """Median milliseconds of these candidates (BACKEND@ORDER), interleaved."""
     example = make(one.problem())
     guard.end_idle_threads()
-    calls = {f"{name}@{order}": example.call(registry.load(name), order) for name, order in chosen}
+    calls = {name: example.call(registry.load(name.split("@")[0]), name.split("@")[1]) for name in names}
     found = time_in_rounds(
-        calls, budget_s=JUDGED_S, min_rounds=JUDGED_ROUNDS, max_rounds=8 * JUDGED_ROUNDS, hopeless=None, margin=0.0
+        calls, budget_s=JUDGED_S, min_rounds=JUDGED_ROUNDS, max_rounds=40 * JUDGED_ROUNDS, hopeless=None, margin=0.0
     )
-    return {each: found.timings[f"{each[0]}@{each[1]}"].median_ms for each in chosen}
+    return {name: found.timings[name].median_ms for name in names}
 
 
 if __name__ == "__main__":
     every = planned()
-    print(json.dumps([first_call(every[int(number)]) for number in sys.argv[1:]]))
+    if sys.argv[1] == "--judge":
+        print(
+            json.dumps(
+                {number: times_of(every[int(number)], names) for number, names in json.loads(sys.argv[2]).items()}
+            )
+        )
+    else:
+        print(json.dumps([first_call(every[int(number)]) for number in sys.argv[1:]]))
