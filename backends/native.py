@@ -26,8 +26,10 @@ from attn_dispatch.kernels.native.run import (
     NativePasses,
     padded_width,
     pair_count,
+    state_bytes,
     sums_in_place,
     threads_per_key_head,
+    turn_bytes,
 )
 from attn_dispatch.kernels.native.run import (
     partial as partial,
@@ -98,6 +100,7 @@ def workspace_bytes(problem: Problem) -> int:
     width = padded_width(problem.head_dim)
     scratch = 4 * torch.get_num_threads() * (5 * width * TILE + 6 * BLOCK * max(TILE, width))
     total = scratch + max(native_table_bytes(problem, order) for order in orders(problem))
+    total += state_bytes(problem) + turn_bytes(problem)
     total += 4 * problem.batch * problem.heads * problem.q_len * (3 if problem.needs_grad else 1)
     total += problem.batch * (problem.k_len * problem.has_key_mask + 8 * problem.has_seq_lens)
     # Rows with a last stride over 1 are copied; so may be out's gradient.

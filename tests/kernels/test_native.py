@@ -17,7 +17,7 @@ from attn_dispatch import attend
 from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import library, run
-from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, native_table_bytes, native_tables
+from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, _made_once, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -101,15 +101,7 @@ def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: i
     assert expected.check(expected.run(native)).failures == ()
 
 
-@pytest.fixture
-def _three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_threads_that_share_a_key_head(kv_heads: int) -> None:
     """Each has its own sums; results are the same in every run."""
@@ -229,7 +221,7 @@ def test_a_changed_default_dtype(dtype: torch.dtype) -> None:
 
 def test_a_changed_default_device() -> None:
     expected = gate(Case("", Dilated((17, 33), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
-    native_tables.cache_clear()
+    _made_once.cache_clear()
     with torch.device("meta"):
         found = expected.run(native)
     assert expected.check(found).failures == ()
@@ -241,7 +233,7 @@ def test_a_changed_default_device() -> None:
 def test_a_failed_transform_leaves_no_state() -> None:
     problem = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
     expected = gate(problem)
-    native_tables.cache_clear()
+    _made_once.cache_clear()
 
     def loss(q: torch.Tensor) -> torch.Tensor:
         result = native.run(q, expected.example.k, expected.example.v, problem)

@@ -109,6 +109,15 @@ def no_threads_are_left() -> Iterator[None]:
 
 
 @pytest.fixture
+def three_threads() -> Iterator[None]:
+    """More than the tests' one, and no divisor of most sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread: several wait for one another where other processes have the cores, which no median evens out.
 

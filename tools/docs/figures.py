@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_dispatch.tuning.intervals import ONE_LOOK, fewest
 from tools.docs.results import load, machine
 from tools.lib.tables import table
 
@@ -138,6 +139,27 @@ def regrets(one: Any) -> str:
     return f"{one['mean']:.1%} slower than the best on average, 95 % within {one['p95']:.1%}"
 
 
+def decode(found: Any) -> str:
+    """Few queries at the end of long keys, over the time of reading K and V."""
+    about = (
+        "By `python -m tools.bench.decode`: 32 query heads and 8 key heads of 128, in [batch, len, heads, head_dim]. "
+        "The limit is reading K and V (the rows that the new queries see) once, at "
+        f"{found['share']:g} of the rate at which copying them moves bytes in the same rounds, read and written; "
+        f"`native` over it with 95 % intervals, where there were enough rounds for one. "
+        f"{len(found['left_out'])} cells did not fit the memory. {machine(found)}."
+    )
+    head = ("pattern", "batch", "keys", "new", "dtype", "`native`", "over the limit", "`sdpa`")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["rows"]:
+        over = "{median:.2f} ({low:.2f} to {high:.2f})".format(**one["over_limit"])
+        if one["native"]["rounds"] < fewest(ONE_LOOK):
+            over = f"{one['over_limit']['median']:.2f}"  # too few rounds for an interval
+        sdpa = f"{one['sdpa']['median_ms']:,.1f} ms" if "sdpa" in one else "-"
+        sizes = f"{one['batch']}", f"{one['keys']:,}", f"{one['new']}"
+        rows.append((one["pattern"], *sizes, one["dtype"], f"{one['native']['median_ms']:,.1f} ms", over, sdpa))
+    return f"{about}\n\n{table(rows)}"
+
+
 def prebuilt(found: Any) -> str:
     """Times of a wheel's libraries over those of the one compiled for the processor."""
     names = list(found["rows"][0]["over_here"])
@@ -220,6 +242,8 @@ def figures() -> str:
         rivals(found),
         ragged(found),
         plain(found),
+        "## Decoding with a cache of keys",
+        decode(load("decode")),
         "## Robustness of choices and of the store",
         simulated,
         trust(load("trust")),

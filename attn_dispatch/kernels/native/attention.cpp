@@ -1,8 +1,10 @@
 // Attention on a CPU in one pass over the keys. A tile of queries is packed once, with queries along the vector lanes;
 // keys and values are read in place. Lanes never exchange data: neither K nor V is transposed, the softmax is a maximum
-// and a sum over registers, and all dilated branches of a tile share one softmax.
+// and a sum over registers, and all dilated branches of a tile share one softmax. A few queries at long keys (decoding)
+// are bound by memory instead: see Rowwise.
 //
-// Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, for the backward pass.
+// Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, for the backward pass; Dao et al. 2023,
+// Flash-Decoding, for keys that are split between threads.
 
 #include <algorithm>
 #include <atomic>
@@ -40,6 +42,8 @@ constexpr int W = 4, NV = 4, MR = 4;
 #endif
 constexpr int T = 64;    // queries per tile: enough work per key that reading keys takes little of the time
 constexpr int KEYS = 192; // keys per block, between rescalings: their scores fit the L2 cache; must be even
+constexpr int FEW = 16; // queries in a tile up to which keys are read row by row; at least W
+constexpr int FEW_KEYS = 32; // the same for a few queries: rows of V are read for each group of four, from the L1 cache
 constexpr int PARTIAL = 64; // keys per block where not every lane sees every key
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -130,6 +134,59 @@ template <> inline void widen_row<Half>(const Half* from, float* to, int n) {
 }
 #endif
 
+// W elements as floats.
+template <class E> inline vec wide(const E* p) {
+    vec x = {};
+    for (int i = 0; i < W; i++) x[i] = widen(p[i]);
+    return x;
+}
+template <> inline vec wide<float>(const float* p) { return load(p); }
+#if defined(__AVX512F__)
+template <> inline vec wide<Bf16>(const Bf16* p) {
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+}
+template <> inline vec wide<Half>(const Half* p) { return (vec)_mm512_cvtph_ps(load<__m256i>(p)); }
+#elif defined(__AVX2__)
+template <> inline vec wide<Bf16>(const Bf16* p) {
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
+}
+#if defined(__F16C__)
+template <> inline vec wide<Half>(const Half* p) { return (vec)_mm256_cvtph_ps(load<__m128i>(p)); }
+#endif
+#endif
+
+inline float total(vec x) {
+    float sum = 0.0f;
+    for (int i = 0; i < W; i++) sum += x[i];
+    return sum;
+}
+
+// to[i * pitch + n] = the sum of the floats of x[i][n]
+template <int M, int N> inline void put_totals(const vec (&x)[M][N], float* to, int pitch) {
+    for (int i = 0; i < M; i++)
+        for (int n = 0; n < N; n++) to[i * pitch + n] = total(x[i][n]);
+}
+#if defined(__AVX512F__)
+template <> inline void put_totals<4, 4>(const vec (&x)[4][4], float* to, int pitch) {
+    __m512 by_key[4];
+    for (int i = 0; i < 4; i++) { // in each quarter of a vector, four floats: of x[i][0] to x[i][3]
+        __m512 a = (__m512)x[i][0], b = (__m512)x[i][1], c = (__m512)x[i][2], d = (__m512)x[i][3];
+        __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        __m512d first = (__m512d)ab, second = (__m512d)cd;
+        by_key[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(first, second), (__m512)_mm512_unpackhi_pd(first, second));
+    }
+    auto halves = [](__m512 a, __m512 b) { // sums of neighbouring quarters: two of a, two of b
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    __m512 all = halves(halves(by_key[0], by_key[1]), halves(by_key[2], by_key[3]));
+    store(to, _mm512_extractf32x4_ps(all, 0));
+    store(to + pitch, _mm512_extractf32x4_ps(all, 1));
+    store(to + 2 * pitch, _mm512_extractf32x4_ps(all, 2));
+    store(to + 3 * pitch, _mm512_extractf32x4_ps(all, 3));
+}
+#endif
+
 // Products of operands: floats one by one, or pairs of bfloat16 where the processor supports that.
 
 struct Single {
@@ -153,14 +210,14 @@ inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bi
 // Without unrolling, the compiler stores the sums on the stack.
 #define UNROLL _Pragma("GCC unroll 8")
 
-// Three matrix products. `lanes` is [., T] with queries along the lanes; rows are `stride` bytes apart; multiply() computes
-// the vectors [from, to) of the tile.
+// Three matrix products. `lanes` is [., pitch] with queries along the lanes; rows are `stride` bytes apart; multiply()
+// computes the vectors [from, to) of the tile.
 
 // scores[i][lane] = sum_d rows[i][d] * lanes[d][lane]
 template <class Op> struct Dot {
     const char* rows;
     i64 stride;
-    int depth;
+    int depth, pitch;
     const void* lanes;
     float* scores;
 
@@ -170,14 +227,14 @@ template <class Op> struct Dot {
         const float* x = (const float*)lanes + n0 * W;
         for (int d = 0; d < depth; d++) {
             vec lane[N];
-            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * T + n * W);
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * pitch + n * W);
             UNROLL for (int i = 0; i < M; i++) {
                 vec scalar = Op::spread(row + i * stride + d * 4);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
             }
         }
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * T + (n0 + n) * W, sum[i][n]);
+            UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
     }
 };
 
@@ -185,27 +242,27 @@ template <class Op> struct Dot {
 template <class Op> struct Mix {
     const char* rows;
     i64 stride;
-    int keys;
+    int keys, pitch;
     const void* lanes;
     float* sums;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
-        float* to = sums + i0 * T + n0 * W;
+        float* to = sums + i0 * pitch + n0 * W;
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * T + n * W);
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * pitch + n * W);
         const char* row = rows + i0 * 4;
         const float* x = (const float*)lanes + n0 * W;
         for (int t = 0; t < keys; t++) {
             vec lane[N];
-            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * T + n * W);
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * pitch + n * W);
             UNROLL for (int i = 0; i < M; i++) {
                 vec scalar = Op::spread(row + t * stride + i * 4);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
             }
         }
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) store(to + i * T + n * W, sum[i][n]);
+            UNROLL for (int n = 0; n < N; n++) store(to + i * pitch + n * W, sum[i][n]);
     }
 };
 
@@ -281,7 +338,14 @@ struct Args {
     const i32* listed;   // positions of keys, or null
     const u64* lanes;    // per listed key, a bit mask of the lanes that see it, or null
     i64 batch, heads, group, q_len, k_len, head_dim, dtype, threads, parts, part_stride;
+    // Forward: heads in a tile, which share keys; tiles of neighbouring key heads that read their blocks in turns; splits of
+    // each run, each a unit of work.
+    i64 packed_heads, together, splits;
+    float* states; // with more than one split: state_size() for each tile of a split
     double scale;
+
+    // Floats of what a split leaves: peaks, totals and sums by lane, and the unit of scores.
+    i64 state_size() const { return 2 * T + head_dim * std::min<i64>(T, (packed_heads * q_len + W - 1) / W * W) + 1; }
 
     i64 keys_of(i64 b) const { return seq_lens ? seq_lens[b] : k_len; }
     i64 queries_of(i64 b) const { return seq_lens ? seq_lens[b] : q_len; }
@@ -318,10 +382,10 @@ struct Span {
 // The lanes that see a key: [from, to).
 struct Lanes {
     int from, to;
-    Lanes(const Tile& tile, const Run& run, i64 t) {
+    Lanes(const Tile& tile, const Run& run, i64 t, i64 packed_heads) {
         i64 at = run.key + t * run.step - tile.query;
-        from = (int)std::clamp<i64>(ceil_div(at - run.hi, tile.step), 0, T);
-        to = (int)std::clamp<i64>(floor_div(at - run.lo, tile.step) + 1, 0, T);
+        from = (int)std::clamp<i64>(ceil_div(at - run.hi, tile.step) * packed_heads, 0, T);
+        to = (int)std::clamp<i64>((floor_div(at - run.lo, tile.step) + 1) * packed_heads, 0, T);
     }
 };
 
@@ -333,22 +397,26 @@ struct Block {
     const u8* seen;        // by position, or null
     const i32* positions;  // of the keys, or null where they are an arithmetic progression
     const u64* lanes;      // bit mask of the lanes that see each key, or null
-    int keys, from, to;
+    i64 packed_heads;              // lanes per query
+    int keys, from, to, pitch;
     bool partial, hidden;
 
-    Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 b)
+    Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 end, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
-          keys(span.block(t)), from(0), to((int)(tile.count + W - 1) / W), partial(span.partial(t, keys)), hidden(false) {
+          packed_heads(a.packed_heads),
+          keys((int)std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS})), from(0),
+          to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
         find_hidden();
-        if (!partial) return;
+        if (!partial || pitch <= FEW) return; // of a few queries, all are weighed
         // Lanes' bounds increase with the key: the first key has the lowest lane, the last key the highest.
-        from = Lanes(tile, run, t).from / W;
-        to = std::min(to, (Lanes(tile, run, t + keys - 1).to + W - 1) / W);
+        from = Lanes(tile, run, t, packed_heads).from / W;
+        to = std::min(to, (Lanes(tile, run, t + keys - 1, packed_heads).to + W - 1) / W);
     }
-    Block(const Args& a, const Tile& tile, const Run& run, i64 t, i64 b)
+    Block(const Args& a, const Tile& tile, const Run& run, i64 t, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(a.listed + run.key + t),
-          lanes(run.is_masked() ? a.lanes + run.key + t : nullptr), keys((int)std::min<i64>(KEYS, run.count - t)),
-          from((int)run.lo / W), to((int)(std::min(run.hi, tile.count) + W - 1) / W), partial(false), hidden(false) {
+          lanes(run.is_masked() ? a.lanes + run.key + t : nullptr), packed_heads(1),
+          keys((int)std::min<i64>(KEYS, run.count - t)), from((int)run.lo / W),
+          to((int)(std::min(run.hi, tile.count) + W - 1) / W), pitch(pitch), partial(false), hidden(false) {
         find_hidden();
     }
     i64 key(int i) const { return positions ? positions[i] : run.key + (t + i) * run.step; }
@@ -367,16 +435,16 @@ struct Block {
     void fill_hidden(float* rows, float value) const {
         for (int i = 0; hidden && i < keys; i++)
             if (!sees(i))
-                for (int n = from; n < to; n++) store(rows + i * T + n * W, splat(value));
+                for (int n = from; n < to; n++) store(rows + i * pitch + n * W, splat(value));
     }
     void hide_far(float* scores) const {
         ivec first;
         for (int i = 0; i < W; i++) first[i] = i;
         for (int i = 0; i < keys; i++) {
-            Lanes see(tile, run, t + i);
+            Lanes see(tile, run, t + i, packed_heads);
             for (int n = from; n < to; n++) {
                 ivec lane = first + n * W;
-                float* p = scores + i * T + n * W;
+                float* p = scores + i * pitch + n * W;
                 store(p, ((lane >= see.from) & (lane < see.to)) ? load(p) : splat(NONE));
             }
         }
@@ -386,27 +454,29 @@ struct Block {
         for (int i = 0; i < W; i++) bit[i] = 1 << i;
         for (int i = 0; i < keys; i++)
             for (int n = from; n < to; n++) {
-                float* p = scores + i * T + n * W;
+                float* p = scores + i * pitch + n * W;
                 store(p, ((bit & (int)(lanes[i] >> n * W)) != 0) ? load(p) : splat(NONE));
             }
     }
 };
 
-// Calls `visit` with every block of keys that a tile reads.
-template <class F> void each_block(const Args& a, const Tile& tile, i64 b, const F& visit) {
+// Calls `visit` with every block of keys that a tile reads, in one of the splits of each run.
+template <class F>
+void each_block(const Args& a, const Tile& tile, i64 b, int pitch, i64 split, i64 splits, const F& visit) {
     for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
         const Run& run = a.runs[r];
         if (run.is_listed()) {
             for (i64 t = 0; t < run.count;) {
-                Block block(a, tile, run, t, b);
+                Block block(a, tile, run, t, b, pitch);
                 t += block.keys;
                 visit(block);
             }
             continue;
         }
         Span span(tile, run, a.keys_of(b));
-        for (i64 t = span.first; t < span.last;) {
-            Block block(a, tile, run, span, t, b);
+        i64 all = std::max<i64>(0, span.last - span.first), end = span.first + all * (split + 1) / splits;
+        for (i64 t = span.first + all * split / splits; t < end;) {
+            Block block(a, tile, run, span, t, end, b, pitch);
             t += block.keys;
             visit(block);
         }
@@ -416,10 +486,15 @@ template <class F> void each_block(const Args& a, const Tile& tile, i64 b, const
 // The memory of one thread.
 struct Scratch {
     float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *dk_rows, *dv_rows, *memory;
-    float peak[T], total[T], delta[T];
-    i64 at[T]; // positions of the queries; unused lanes repeat the last query, and their results are dropped
+    float peaks[T], totals[T], delta[T];
+    float *peak = peaks, *total = totals;
+    float *own = nullptr, *shared_sums; // `own`: of each of several heads, q_rows, sums, peak and total
+    i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
+    i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
     int width; // of a padded row
+    int pitch = T; // lanes from one row of lanes to the next
+    int lanes = 0; // that are used
 
     explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
@@ -430,23 +505,48 @@ struct Scratch {
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
         float* next = memory;
         for (int i = 0; i < 11; i++) { *parts[i] = next; next += sizes[i]; }
+        shared_sums = sums;
     }
     Scratch(const Scratch&) = delete;
-    void place(const Args& a, const Tile& tile) {
-        for (i64 i = 0; i < T; i++) at[i] = a.query(tile, std::min(i, tile.count - 1));
+    void place(const Args& a, const Tile& tile, i64 packed_heads) {
+        lanes = (int)(tile.count * packed_heads);
+        for (i64 i = 0; i < T; i++) {
+            i64 lane = std::min<i64>(i, lanes - 1);
+            at[i] = a.query(tile, lane / packed_heads);
+            head[i] = lane % packed_heads;
+        }
     }
-    ~Scratch() { std::free(memory); }
+    i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
+    // Heads that read blocks in turns have a memory of their own for q_rows, sums, peak and total.
+    void separate(int heads, int depth) {
+        if (!own) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
+    }
+    static i64 own_size(int depth) { return 2 * FEW * (depth + 1); }
+    void select(int head, int depth) {
+        q_rows = own + head * own_size(depth);
+        sums = q_rows + FEW * depth;
+        peak = sums + FEW * depth;
+        total = peak + FEW;
+    }
+    void select_shared() { // q_rows are not used then
+        sums = shared_sums;
+        peak = peaks;
+        total = totals;
+    }
+    ~Scratch() {
+        std::free(memory);
+        std::free(own);
+    }
 };
 
 // Packs rows of queries into lanes.
 template <class E>
-void pack(const View& x, const E* rows, const i64* at, i64 count, int depth, float factor, float* lanes,
-          const bool* dead = nullptr) {
-    int whole = (int)(count + W - 1) / W * W;
+void pack(const View& x, const E* rows, const Scratch& s, int depth, float factor, float* lanes, const bool* dead = nullptr) {
+    int whole = (s.lanes + W - 1) / W * W;
     for (int i = 0; i < whole; i++) {
-        const E* row = rows + at[i] * x.row;
+        const E* row = rows + s.row(x, i);
         bool none = dead && dead[i];
-        for (int d = 0; d < depth; d++) lanes[d * T + i] = none ? 0.0f : widen(row[d]) * factor;
+        for (int d = 0; d < depth; d++) lanes[d * s.pitch + i] = none ? 0.0f : widen(row[d]) * factor;
     }
 }
 
@@ -463,16 +563,16 @@ void pack_rows(const View& x, const E* rows, const i64* at, i64 count, int depth
 #if defined(HAS_PAIRS)
 // Packs rows of queries into lanes, two adjacent entries of a row in each. The inputs are not multiplied by `factor` except
 // for its sign; the absolute value is returned, to scale the product.
-float pack_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, int depth, float factor, float* lanes,
+float pack_pairs(const View& x, const Bf16* rows, const Scratch& s, int depth, float factor, float* lanes,
                  const bool* dead = nullptr) {
     u16 sign = factor < 0.0f ? 0x8000 : 0, mask = factor == 0.0f ? 0 : 0xffff;
     auto entry = [&](Bf16 e) { return Bf16{(u16)((e.bits ^ sign) & mask)}; };
-    int whole = (int)(count + W - 1) / W * W;
+    int whole = (s.lanes + W - 1) / W * W;
     for (int i = 0; i < whole; i++) {
-        const Bf16* row = rows + at[i] * x.row;
+        const Bf16* row = rows + s.row(x, i);
         u32 kept = dead && dead[i] ? 0 : 0xffffffff;
         for (int d = 0; d < depth; d += 2)
-            ((u32*)lanes)[d / 2 * T + i] = pair_of(entry(row[d]), entry(row[d + 1])) & kept;
+            ((u32*)lanes)[d / 2 * s.pitch + i] = pair_of(entry(row[d]), entry(row[d + 1])) & kept;
     }
     return factor == 0.0f ? 1.0f : std::fabs(factor); // not 0: hidden scores of -inf must stay -inf
 }
@@ -532,20 +632,36 @@ Rows pair_rows(const View& x, const Bf16* head, const Block& block, int depth, f
 // Weights for the product with V: as floats, or rounded to bfloat16 with two keys per lane.
 struct Floats {
     template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
-        for (int t = 0; t < block.keys; t++) store(s.scores + t * T + n * W, weight(t));
+        for (int t = 0; t < block.keys; t++) store(s.scores + t * s.pitch + n * W, weight(t));
+    }
+    static void scale_sums(const Scratch& s, int n, vec factor, int depth) {
+        for (int d = 0; d < depth; d++) {
+            float* sum = s.sums + d * s.pitch + n * W;
+            store(sum, load(sum) * factor);
+        }
+    }
+};
+
+// The same for sums with vectors along d.
+struct FloatRows : Floats {
+    static void scale_sums(const Scratch& s, int n, vec factor, int depth) {
+        for (int i = 0; i < W && n * W + i < s.lanes; i++) {
+            float* sum = s.sums + (n * W + i) * depth;
+            for (int d = 0; d < depth; d += W) store(sum + d, load(sum + d) * splat(factor[i]));
+        }
     }
 };
 
 #if defined(HAS_PAIRS)
-struct Pairs {
+struct Pairs : Floats {
     static __m512i round(vec x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
     template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
         int t = 0;
         for (; t + 1 < block.keys; t += 2) {
             __m512i first = round(weight(t)), second = round(weight(t + 1));
-            store(s.other + t / 2 * T + n * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+            store(s.other + t / 2 * s.pitch + n * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
         }
-        if (t < block.keys) store(s.other + t / 2 * T + n * W, round(weight(t)));
+        if (t < block.keys) store(s.other + t / 2 * s.pitch + n * W, round(weight(t)));
     }
 };
 #endif
@@ -555,12 +671,12 @@ template <class Form> void weigh(const Block& block, float unit, int depth, Scra
     for (int n = block.from; n < block.to; n++) {
         float* x = s.scores + n * W;
         vec old = load(s.peak + n * W), peak = old;
-        for (int t = 0; t < block.keys; t++) peak = larger(peak, load(x + t * T));
+        for (int t = 0; t < block.keys; t++) peak = larger(peak, load(x + t * s.pitch));
         // Subtract before scaling: scores are large, and rounding must be the same for all.
         vec base = peak == splat(NONE) ? vec{} : peak, fade = exp2_((old - base) * unit);
         vec total = load(s.total + n * W) * fade;
         Form::put(s, block, n, [&](int t) {
-            vec p = exp2_((load(x + t * T) - base) * unit);
+            vec p = exp2_((load(x + t * s.pitch) - base) * unit);
             total += p;
             return p;
         });
@@ -568,10 +684,7 @@ template <class Form> void weigh(const Block& block, float unit, int depth, Scra
         store(s.total + n * W, total);
         bool same = true;
         for (int i = 0; i < W; i++) same &= fade[i] == 1.0f;
-        for (int d = 0; !same && d < depth; d++) {
-            float* sum = s.sums + d * T + n * W;
-            store(sum, load(sum) * fade);
-        }
+        if (!same) Form::scale_sums(s, n, fade, depth);
     }
 }
 
@@ -585,17 +698,17 @@ template <class E> struct Wide {
 
     Wide(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
-        pack(a.q, head_of<E>(a.q, b, h), s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+        pack(a.q, head_of<E>(a.q, b, h), s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
         Rows rows = rows_of(a.k, k, block, depth, s.keys);
-        multiply(Dot<Single>{rows.data, rows.stride, depth, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Single>{rows.data, rows.stride, depth, s.pitch, s.q, s.scores}, block.keys, block.from, block.to);
     }
     void mix(const Block& block) {
         int depth = (int)a.head_dim;
         Rows rows = rows_of(a.v, v, block, depth, s.values);
-        multiply(Mix<Single>{rows.data, rows.stride, block.keys, s.scores, s.sums}, depth, block.from, block.to);
+        multiply(Mix<Single>{rows.data, rows.stride, block.keys, s.pitch, s.scores, s.sums}, depth, block.from, block.to);
     }
 };
 
@@ -610,20 +723,137 @@ struct Paired {
 
     Paired(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
-        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
         Rows rows = pair_rows(a.k, k, block, depth, s.keys);
-        multiply(Dot<Pair>{rows.data, rows.stride, depth / 2, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Pair>{rows.data, rows.stride, depth / 2, s.pitch, s.q, s.scores}, block.keys, block.from, block.to);
     }
     void mix(const Block& block) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
         key_pairs(a.v, v, block, depth, (u32*)s.values);
-        multiply(Mix<Pair>{(const char*)s.values, 4 * depth, pairs, s.other, s.sums}, depth, block.from, block.to);
+        multiply(Mix<Pair>{(const char*)s.values, 4 * depth, pairs, s.pitch, s.other, s.sums}, depth, block.from, block.to);
     }
 };
 #endif
+
+// The products of a few queries, at most FEW, with vectors along d: each row of K and V is read from memory once, in order,
+// for all of them. The memory of the next block is fetched meanwhile: rows of one head may lie far apart.
+constexpr int GROUP = 4; // queries and keys of a register tile, and its vectors of V
+template <class E> struct Rowwise {
+    const Args& a;
+    Scratch& s;
+    const E *k, *v;
+    float unit = 1.0f;
+    int depth, groups, head = 0; // the head of those that read in turns
+
+    static bool fits(const Args& a, const Scratch& s) { return s.lanes <= FEW && a.head_dim % W == 0 && !a.order; }
+    Rowwise(const Args& a, Scratch& s) : a(a), s(s), depth((int)a.head_dim), groups((s.lanes + GROUP - 1) / GROUP) {
+        std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
+        s.separate((int)a.together, depth);
+    }
+    void select(i64 b, i64 h, int which) {
+        head = which;
+        k = head_of<E>(a.k, b, (h + which * a.packed_heads) / a.group);
+        v = head_of<E>(a.v, b, (h + which * a.packed_heads) / a.group);
+        s.select(which, depth);
+    }
+    void begin(i64 b, i64 h) {
+        const E* q = head_of<E>(a.q, b, h + head * a.packed_heads);
+        float factor = (float)(a.scale * LOG2_E);
+        for (int i = 0; i < groups * GROUP; i++)
+            for (int d = 0; d < depth; d++) s.q_rows[i * depth + d] = widen(q[s.row(a.q, i) + d]) * factor;
+        std::fill_n(s.peak, s.pitch, NONE);
+        std::fill_n(s.total, s.pitch, 0.0f);
+        std::memset(s.sums, 0, sizeof(float) * depth * s.pitch);
+    }
+    static const E* row(const View& x, const E* head, const Block& block, int i) {
+        return head + (block.run.key + (block.t + i) * block.run.step) * x.row;
+    }
+    // Rows of the next block, some at each step over the keys of this one: where heads take turns, each fetches its share
+    // of the rows, of all heads.
+    void fetch(const Block& block, int t0) const {
+        int heads = (int)a.together, from = (FEW_KEYS * head + t0) / heads, to = (FEW_KEYS * head + t0 + GROUP) / heads;
+        for (int t = from; t < to; t++)
+            for (int h = 0; h < heads; h++) {
+                const E* key = row(a.k, k, block, t + FEW_KEYS) + (h - head) * a.k.head;
+                const E* value = row(a.v, v, block, t + FEW_KEYS) + (h - head) * a.v.head;
+                for (int d = 0; d < depth; d += CACHE_LINE / (int)sizeof(E)) {
+                    __builtin_prefetch(key + d, 0, 2);
+                    __builtin_prefetch(value + d, 0, 2);
+                }
+            }
+    }
+    // Rows that several groups of queries read are converted once.
+    bool copies() const { return sizeof(E) < sizeof(float) && groups > 1; }
+    template <int M, class F> void dot(const F* const* rows, int t, int lane) const {
+        vec sum[M][GROUP] = {};
+        const float* q = s.q_rows + lane * depth;
+        for (int d = 0; d < depth; d += W) {
+            vec key[M];
+            UNROLL for (int i = 0; i < M; i++) key[i] = wide(rows[i] + d);
+            UNROLL for (int n = 0; n < GROUP; n++) {
+                vec one = load(q + n * depth + d);
+                UNROLL for (int i = 0; i < M; i++) sum[i][n] += key[i] * one;
+            }
+        }
+        put_totals<M, GROUP>(sum, s.scores + t * s.pitch + lane, s.pitch);
+    }
+    void score(const Block& block) const {
+        for (int t = 0; t < block.keys; t += GROUP) {
+            fetch(block, t);
+            int keys = std::min(GROUP, block.keys - t);
+            const E* rows[GROUP];
+            for (int i = 0; i < keys; i++) rows[i] = row(a.k, k, block, t + i);
+            if (copies()) {
+                const float* copied[GROUP];
+                for (int i = 0; i < keys; i++) copied[i] = copy(rows[i], s.keys + i * depth);
+                dots(copied, keys, t);
+            } else dots(rows, keys, t);
+        }
+    }
+    template <class F> void dots(const F* const* rows, int keys, int t) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP)
+            if (keys == GROUP) dot<GROUP>(rows, t, lane);
+            else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane);
+    }
+    const float* copy(const E* from, float* to) const {
+        for (int d = 0; d < depth; d += W) store(to + d, wide(from + d));
+        return to;
+    }
+    template <int N, class F> void add(const Block& block, const F* values, i64 stride, int lane, int d) const {
+        vec sum[GROUP][N];
+        float* to = s.sums + lane * depth + d;
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * depth + n * W);
+        const float* weights = s.scores + lane;
+        for (int t = 0; t < block.keys; t++) {
+            if (block.hidden && !block.sees(t)) continue; // it may hold NaN
+            const F* from = values + t * stride + d;
+            vec value[N];
+            UNROLL for (int n = 0; n < N; n++) value[n] = wide(from + n * W);
+            UNROLL for (int i = 0; i < GROUP; i++) {
+                vec weight = splat(weights[t * s.pitch + i]);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] += value[n] * weight;
+            }
+        }
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
+    }
+    void mix(const Block& block) const {
+        if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row);
+        for (int t = 0; t < block.keys; t++) copy(row(a.v, v, block, t), s.values + t * depth);
+        mixed(block, s.values, depth);
+    }
+    template <class F> void mixed(const Block& block, const F* values, i64 stride) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP) {
+            int d = 0;
+            for (; d + GROUP * W <= depth; d += GROUP * W) add<GROUP>(block, values, stride, lane, d);
+            for (; d < depth; d += W) add<1>(block, values, stride, lane, d);
+        }
+    }
+};
 
 // Results of queries without keys.
 template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, i64 h) {
@@ -636,29 +866,108 @@ template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, 
     }
 }
 
-template <class E, class Products> void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, Scratch& s) {
-    const int depth = (int)a.head_dim;
-    if (!tile.runs) return forward_nothing<E>(a, tile, b, h);
-    s.place(a, tile);
-    Products products(a, s, tile, b, h);
-    std::fill_n(s.peak, T, NONE);
-    std::fill_n(s.total, T, 0.0f);
-    std::memset(s.sums, 0, sizeof(float) * depth * T);
-    each_block(a, tile, b, [&](const Block& block) {
-        products.score(block);
-        block.hide(s.scores);
-        weigh<typename Products::Weights>(block, products.unit, depth, s);
-        products.mix(block);
-    });
+// `sums` are [d][lane], or [lane][d] if `rows`.
+template <class E> void write_results(const Args& a, i64 b, i64 h, float unit, bool rows, const Scratch& s) {
+    const int depth = (int)a.head_dim, lane_step = rows ? depth : 1, step = rows ? 1 : s.pitch;
     E* out = head_of<E>(a.out, b, h);
-    float* lse = a.lse + a.lse_row(b, h);
-    for (int i = 0; i < tile.count; i++) {
+    for (int i = 0; i < s.lanes; i++) {
         i64 p = s.at[i];
         bool any = s.total[i] != 0.0f && p < a.queries_of(b);
         float share = any ? 1.0f / s.total[i] : 0.0f;
-        for (int d = 0; d < depth; d++) out[p * a.out.row + d] = narrow<E>(any ? s.sums[d * T + i] * share : 0.0f);
-        lse[p] = any ? (float)(((double)s.peak[i] * products.unit + std::log2(s.total[i])) * LN_2) : NONE;
+        E* row = out + s.row(a.out, i);
+        for (int d = 0; d < depth; d++) row[d] = narrow<E>(any ? s.sums[d * step + i * lane_step] * share : 0.0f);
+        a.lse[a.lse_row(b, h + s.head[i]) + p] = any ? (float)(((double)s.peak[i] * unit + std::log2(s.total[i])) * LN_2) : NONE;
     }
+}
+
+template <class E> void end_split(const Args& a, i64 b, i64 h, float unit, bool rows, float* state, const Scratch& s) {
+    if (!state) return write_results<E>(a, b, h, unit, rows, s);
+    std::memcpy(state, s.peak, sizeof(float) * s.pitch);
+    std::memcpy(state + T, s.total, sizeof(float) * s.pitch);
+    std::memcpy(state + 2 * T, s.sums, sizeof(float) * a.head_dim * s.pitch);
+    state[a.state_size() - 1] = unit;
+}
+
+// One split of the keys of `together` tiles: each has `packed_heads` heads, the first ones those from h on.
+template <class E, class Products>
+void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, float* state, Scratch& s) {
+    const int depth = (int)a.head_dim, heads = (int)a.together;
+    if (!tile.runs) {
+        for (i64 i = 0; i < a.packed_heads * heads && split == 0; i++) forward_nothing<E>(a, tile, b, h + i);
+        return;
+    }
+    s.place(a, tile, a.packed_heads);
+    s.pitch = (s.lanes + W - 1) / W * W;
+    auto state_of = [&](int i) { return state ? state + i * a.state_size() : nullptr; };
+    if (Rowwise<E>::fits(a, s)) {
+        Rowwise<E> products(a, s);
+        for (int i = 0; i < heads; i++) {
+            products.select(b, h, i);
+            products.begin(b, h);
+        }
+        each_block(a, tile, b, s.pitch, split, a.splits, [&](const Block& block) {
+            for (int i = 0; i < heads; i++) {
+                products.select(b, h, i);
+                products.score(block);
+                block.hide(s.scores);
+                weigh<FloatRows>(block, products.unit, depth, s);
+                products.mix(block);
+            }
+        });
+        for (int i = 0; i < heads; i++) {
+            products.select(b, h, i);
+            end_split<E>(a, b, h + i * a.packed_heads, products.unit, true, state_of(i), s);
+        }
+        return;
+    }
+    s.select_shared();
+    for (int i = 0; i < heads; i++) {
+        Products products(a, s, tile, b, h + i * a.packed_heads);
+        std::fill_n(s.peak, T, NONE);
+        std::fill_n(s.total, T, 0.0f);
+        std::memset(s.sums, 0, sizeof(float) * depth * s.pitch);
+        each_block(a, tile, b, s.pitch, split, a.splits, [&](const Block& block) {
+            products.score(block);
+            block.hide(s.scores);
+            weigh<typename Products::Weights>(block, products.unit, depth, s);
+            products.mix(block);
+        });
+        end_split<E>(a, b, h + i * a.packed_heads, products.unit, false, state_of(i), s);
+    }
+}
+
+// The softmax over all keys, of the states of their splits, of which each is `step` floats after the one before.
+template <class E>
+void join_splits(const Args& a, const Tile& tile, i64 b, i64 h, const float* states, i64 step, Scratch& s) {
+    if (!tile.runs) return;
+    s.place(a, tile, a.packed_heads);
+    s.pitch = (s.lanes + W - 1) / W * W;
+    const bool rows = Rowwise<E>::fits(a, s);
+    if (rows) {
+        s.separate((int)a.together, (int)a.head_dim);
+        s.select(0, (int)a.head_dim);
+    } else s.select_shared();
+    const int size = (int)a.head_dim * s.pitch;
+    const float unit = states[a.state_size() - 1];
+    std::memset(s.sums, 0, sizeof(float) * size);
+    float fade[T];
+    for (int n = 0; n < s.pitch; n += W) {
+        vec peak = splat(NONE);
+        for (i64 i = 0; i < a.splits; i++) peak = larger(peak, load(states + i * step + n));
+        store(s.peak + n, peak);
+        store(s.total + n, vec{});
+    }
+    for (i64 i = 0; i < a.splits; i++) {
+        const float* state = states + i * step;
+        for (int n = 0; n < s.pitch; n += W) {
+            vec peak = load(s.peak + n), base = peak == splat(NONE) ? vec{} : peak;
+            vec factor = exp2_((load(state + n) - base) * unit);
+            store(fade + n, factor);
+            store(s.total + n, load(s.total + n) + load(state + T + n) * factor);
+        }
+        for (int at = 0; at < size; at++) s.sums[at] += state[2 * T + at] * fade[rows ? at / (int)a.head_dim : at % s.pitch];
+    }
+    write_results<E>(a, b, h, unit, rows, s);
 }
 
 // Calls work(next) in each thread; the threads take units of work in turns by next++.
@@ -667,16 +976,35 @@ template <class Work> void in_threads(i64 threads, const Work& work) {
     GOMP_parallel([](void* given) { Shared& s = *(Shared*)given; s.work(s.next); }, &shared, (unsigned)threads, 0);
 }
 
-template <class E, class Products> void forward(const Args& a) {
+// Calls visit(unit, tile, b, h, split, scratch) for every split of every tile, or of `together` tiles, from head h on.
+template <class F> void each_tile(const Args& a, i64 splits, const F& visit) {
     in_threads(a.threads, [&](std::atomic<i64>& next) {
         Scratch s((int)a.head_dim);
-        i64 unit = next++, first = 0; // units are the tiles of all heads; the head's begin with `first`
-        for (i64 head = 0; head < a.batch * a.heads; head++) {
-            i64 b = head / a.heads, h = head % a.heads, tile = a.first_tile[a.head_class[h]];
-            i64 last = first + a.first_tile[a.head_class[h] + 1] - tile;
-            for (; unit < last; unit = next++) forward_tile<E, Products>(a, a.tiles[tile + unit - first], b, h, s);
-            first = last;
-        }
+        // A head's tiles in this split begin with unit `first`. Rows of the heads lie side by side in memory: all heads
+        // read a split before the next one begins.
+        i64 unit = next++, first = 0;
+        for (i64 b = 0; b < a.batch; b++)
+            for (i64 split = 0; split < splits; split++)
+                for (i64 h = 0; h < a.heads; h += a.packed_heads * a.together) {
+                    i64 tile = a.first_tile[a.head_class[h]], last = first + a.first_tile[a.head_class[h] + 1] - tile;
+                    for (; unit < last; unit = next++) visit(unit, a.tiles[tile + unit - first], b, h, split, s);
+                    first = last;
+                }
+    });
+}
+
+template <class E, class Products> void forward(const Args& a) {
+    const i64 size = a.together * a.state_size();
+    each_tile(a, a.splits, [&](i64 unit, const Tile& tile, i64 b, i64 h, i64 split, Scratch& s) {
+        forward_tile<E, Products>(a, tile, b, h, split, a.splits > 1 ? a.states + unit * size : nullptr, s);
+    });
+    if (a.splits == 1) return;
+    i64 row = 0; // tiles of all heads of a batch row: from one split's states to the next one's
+    for (i64 h = 0; h < a.heads; h += a.packed_heads * a.together) row += a.first_tile[a.head_class[h] + 1] - a.first_tile[a.head_class[h]];
+    each_tile(a, 1, [&](i64 unit, const Tile& tile, i64 b, i64 h, i64, Scratch& s) {
+        const float* first = a.states + (b * row * a.splits + unit - b * row) * size;
+        for (i64 i = 0; i < a.together; i++)
+            join_splits<E>(a, tile, b, h + i * a.packed_heads, first + i * a.state_size(), row * size, s);
     });
 }
 
@@ -690,16 +1018,16 @@ template <class E> struct WideBack {
     WideBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
         const E *q = head_of<E>(a.q, b, h), *grad = head_of<E>(a.grad, b, h);
-        pack(a.q, q, s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
-        pack(a.grad, grad, s.at, tile.count, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        pack(a.q, q, s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack(a.grad, grad, s, (int)a.head_dim, 1.0f, s.grad, s.dead);
         pack_rows(a.q, q, s.at, tile.count, (int)a.head_dim, s.q_rows, s.width, s.dead);
         pack_rows(a.grad, grad, s.at, tile.count, (int)a.head_dim, s.grad_rows, s.width, s.dead);
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
         Rows kr = rows_of(a.k, k, block, depth, s.keys), vr = rows_of(a.v, v, block, depth, s.values);
-        multiply(Dot<Single>{kr.data, kr.stride, depth, s.q, s.scores}, block.keys, block.from, block.to);
-        multiply(Dot<Single>{vr.data, vr.stride, depth, s.grad, s.other}, block.keys, block.from, block.to);
+        multiply(Dot<Single>{kr.data, kr.stride, depth, T, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Single>{vr.data, vr.stride, depth, T, s.grad, s.other}, block.keys, block.from, block.to);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
         for (int t = 0; t < block.keys; t++)
@@ -714,7 +1042,7 @@ template <class E> struct WideBack {
         int depth = (int)a.head_dim, vectors = s.width / W, first = block.from * W, last = std::min(block.to * W, count);
         Rows kr = is_copied<E>(block) ? Rows{(const char*)s.keys, (i64)sizeof(float) * depth} // by score()
                                       : rows_of(a.k, k, block, depth, s.keys);
-        multiply(Mix<Single>{kr.data, kr.stride, block.keys, s.other, s.sums}, depth, block.from, block.to);
+        multiply(Mix<Single>{kr.data, kr.stride, block.keys, T, s.other, s.sums}, depth, block.from, block.to);
         multiply(Spread<Single>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
         multiply(Spread<Single>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
     }
@@ -732,16 +1060,16 @@ struct PairedBack {
     PairedBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
         : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
         const Bf16 *q = head_of<Bf16>(a.q, b, h), *grad = head_of<Bf16>(a.grad, b, h);
-        unit = pack_pairs(a.q, q, s.at, tile.count, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
-        pack_pairs(a.grad, grad, s.at, tile.count, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        unit = pack_pairs(a.q, q, s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack_pairs(a.grad, grad, s, (int)a.head_dim, 1.0f, s.grad, s.dead);
         pack_row_pairs(a.q, q, s.at, tile.count, (int)a.head_dim, (u32*)s.q_rows, s.width, s.dead);
         pack_row_pairs(a.grad, grad, s.at, tile.count, (int)a.head_dim, (u32*)s.grad_rows, s.width, s.dead);
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
         Rows kr = pair_rows(a.k, k, block, depth, s.keys), vr = pair_rows(a.v, v, block, depth, s.values);
-        multiply(Dot<Pair>{kr.data, kr.stride, depth / 2, s.q, s.scores}, block.keys, block.from, block.to);
-        multiply(Dot<Pair>{vr.data, vr.stride, depth / 2, s.grad, s.other}, block.keys, block.from, block.to);
+        multiply(Dot<Pair>{kr.data, kr.stride, depth / 2, T, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Pair>{vr.data, vr.stride, depth / 2, T, s.grad, s.other}, block.keys, block.from, block.to);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
         for (int t = 0; t < block.keys; t += 2)
@@ -762,7 +1090,7 @@ struct PairedBack {
     void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
         int depth = (int)a.head_dim, vectors = s.width / W, pairs = (block.keys + 1) / 2;
         key_pairs(a.k, k, block, depth, (u32*)s.keys);
-        multiply(Mix<Pair>{(const char*)s.keys, 4 * depth, pairs, s.values, s.sums}, depth, block.from, block.to);
+        multiply(Mix<Pair>{(const char*)s.keys, 4 * depth, pairs, T, s.values, s.sums}, depth, block.from, block.to);
         int first = block.from * W / 2, last = (std::min(block.to * W, count) + 1) / 2;
         multiply(Spread<Pair>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
         multiply(Spread<Pair>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
@@ -788,7 +1116,7 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         for (int i = 0; i < count; i++) std::fill_n(dq + a.query(tile, i) * a.dq.row, depth, narrow<E>(0.0f));
         return;
     }
-    s.place(a, tile);
+    s.place(a, tile, 1);
     std::memset(s.sums, 0, sizeof(float) * depth * T);
     for (int i = 0; i < T; i++) {
         i64 p = s.at[i];
@@ -805,7 +1133,7 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         p = exp2_(load(s.scores + t * T + n * W) * unit - load(s.peak + n * W));
         ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W)) * scale;
     };
-    each_block(a, tile, b, [&](const Block& block) {
+    each_block(a, tile, b, T, 0, 1, [&](const Block& block) {
         products.score(block);
         block.hide(s.scores);
         block.fill_hidden(s.other, 0.0f); // hidden values may hold NaN

@@ -6,13 +6,14 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.steps import native_tables
+from attn_dispatch.kernels.native.steps import native_tables, neighborhood_and_order
 from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.spec.problem import Problem
 
@@ -21,7 +22,10 @@ VECTOR = 16  #: floats of the widest vector; rows of dk and dv sums are padded t
 BLOCK = 192  #: keys per block of scores, KEYS in attention.cpp
 SUM_BYTES = 2**30  #: limit for sums of dk and dv
 HEAD_DIM = 4096  #: the largest; a thread's scratch memory grows with it
-UNITS_PER_THREAD = 4  #: (batch row, key head) units per thread for a balanced backward pass
+UNITS_PER_THREAD = 4  #: units of work per thread from which threads end at about the same time
+SPLIT = 512  #: fewest keys of a run that are worth a unit of their own
+MOST_TOGETHER = 32  #: key heads that read in turns: their sums stay in the L2 cache
+LANES = 16  #: queries of a tile up to which the kernel reads keys row by row
 
 
 def partial(problem: Problem, key_mask: Tensor | None = None, tables: NativeTables | None = None) -> Passes:
@@ -50,6 +54,11 @@ class NativePasses:
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         args = self.args(q=q, k=k, v=v, out=out)
         args.lse = lse.data_ptr()
+        if self.tables is native_tables(problem):
+            args.packed_heads, args.together, args.splits, tiles = work_units(problem, args.threads)
+            if args.splits > 1:
+                states = torch.empty(tiles * args.splits, state_floats(problem), dtype=torch.float32, device=q.device)
+                args.states = states.data_ptr()
         library.load().attention_forward(ctypes.byref(args))
         return out, lse
 
@@ -83,6 +92,7 @@ class NativePasses:
         made.group = problem.heads // problem.kv_heads
         made.dtype = DTYPES.index(problem.dtype)
         made.threads, made.parts = torch.get_num_threads(), 1
+        made.packed_heads = made.together = made.splits = 1
         return made
 
 
@@ -97,6 +107,71 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 def _view(x: Tensor) -> library.View:
     return library.View(x.data_ptr(), *x.stride()[:3])
+
+
+class WorkUnits(NamedTuple):
+    """How a forward pass is cut into units of work."""
+
+    packed_heads: int  #: heads in a tile: grouped heads of few queries read their keys once
+    together: int  #: tiles of key heads that read their keys in turns, where these are neighbours in memory
+    splits: int  #: of the keys of each tile, where there are fewer tiles than the threads need
+    tiles: int  #: of all heads
+
+
+@lru_cache(maxsize=4096)
+def work_units(problem: Problem, threads: int) -> WorkUnits:
+    """The units of a forward pass on the problem's own tables."""
+    tables, group = native_tables(problem), problem.heads // problem.kv_heads
+    if tables.order is not None:
+        return WorkUnits(1, 1, 1, 0)
+    classes = tables.head_class.view(-1, group)
+    packed_heads = group if group * problem.q_len <= TILE and bool((classes == classes[:, :1]).all()) else 1
+    tiles = problem.batch * int(tables.first_tile.diff()[tables.head_class[::packed_heads]].sum())
+    keys, splits = int(tables.runs[:, 2].max()) if len(tables.runs) else 0, 1
+    alike = bool((tables.head_class == tables.head_class[0]).all())
+    together = 1
+    if alike and few_lanes(problem) and side_by_side(problem):
+        kv_heads = problem.heads // packed_heads
+        together = next(n for n in range(min(kv_heads, MOST_TOGETHER), 0, -1) if kv_heads % n == 0)
+    units = tiles // together
+    while keys >= (splits + 1) * SPLIT and units * splits % threads and units * splits < UNITS_PER_THREAD * threads:
+        splits += 1
+    return WorkUnits(packed_heads, together, splits, tiles)
+
+
+def few_lanes(problem: Problem) -> bool:
+    """Whether all queries of grouped heads are so few that the kernel reads keys row by row."""
+    return problem.heads // problem.kv_heads * problem.q_len <= LANES
+
+
+def side_by_side(problem: Problem) -> bool:
+    """Whether a key's rows of all heads are neighbours in memory, so that reading one head alone is slow."""
+    return problem.kv_heads > 1 and any(
+        kind.partition("+")[0].find("h") > kind.find("n") for kind in problem.strides[1:]
+    )
+
+
+def turn_bytes(problem: Problem) -> int:
+    """Upper bound of the bytes of queries and sums of the heads that read in turns, in all threads."""
+    together = min(problem.kv_heads, MOST_TOGETHER) if few_lanes(problem) and side_by_side(problem) else 1
+    return 4 * torch.get_num_threads() * together * 2 * LANES * (problem.head_dim + 1)
+
+
+def state_floats(problem: Problem) -> int:
+    """Upper bound of the floats that a split of a tile leaves, `state_size` in attention.cpp."""
+    lanes = LANES if few_lanes(problem) else TILE
+    return 2 * TILE + problem.head_dim * lanes + 1
+
+
+def state_bytes(problem: Problem) -> int:
+    """Upper bound of the bytes of the states of all splits, without building tables."""
+    if problem.k_len < 2 * SPLIT or neighborhood_and_order(problem.pattern)[0] is not None:
+        return 0
+    # Pieces are added until there are UNITS_PER_THREAD for each thread; before the last, there were fewer.
+    together = problem.heads if few_lanes(problem) and side_by_side(problem) else 1
+    by_threads = together * 2 * UNITS_PER_THREAD * torch.get_num_threads()
+    by_keys = problem.batch * problem.heads * problem.q_len * (problem.k_len // SPLIT)
+    return 4 * min(by_threads, by_keys) * state_floats(problem)
 
 
 def padded_width(head_dim: int) -> int:

@@ -53,9 +53,13 @@ def native_table_bytes(problem: Problem, order: str = NATURAL) -> int:
     return 3 * item * (tiles + runs) * len(heads_by_kind(pattern, problem.heads))
 
 
-@lru_cache(maxsize=64)
 def native_tables(problem: Problem, order: str = NATURAL) -> NativeTables:
-    """The tables of a pattern; neighbourhoods take any token order, other patterns the natural one."""
+    """The tables of a pattern, made once; neighbourhoods take any token order, other patterns the natural one."""
+    return _made_once(problem, order)
+
+
+@lru_cache(maxsize=64)
+def _made_once(problem: Problem, order: str) -> NativeTables:
     # Default devices, fake tensors and function transforms are per thread: in a new thread tables are plain tensors.
     with ThreadPoolExecutor(max_workers=1) as new_thread:
         return new_thread.submit(_tables, problem, order).result()

@@ -1,0 +1,129 @@
+"""Few queries in the native kernel: grouped heads share a tile, and long keys are cut into splits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attn_dispatch import attend
+from attn_dispatch.backends import native
+from attn_dispatch.kernels.native import run
+from attn_dispatch.kernels.native.run import WorkUnits, work_units
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.oracle import Oracle
+from tests.support.cases import Case
+
+pytestmark = pytest.mark.usefixtures("three_threads")
+
+THREADS = 3
+LONG = 3 * run.SPLIT + 77
+CAUSAL = Dense(is_causal=True)
+FEW = {
+    "one query": Case("", CAUSAL, (2, 1, 8, 32), k_len=LONG, kv_heads=2),
+    "one query, one head": Case("", CAUSAL, (1, 1, 1, 40), k_len=LONG),
+    "many queries for each key head": Case("", CAUSAL, (1, 1, 20, 16), k_len=LONG, kv_heads=1),
+    "four new tokens": Case("", CAUSAL, (1, 4, 8, 32), k_len=LONG, kv_heads=2),
+    "a group of three": Case("", CAUSAL, (1, 5, 6, 8), k_len=LONG, kv_heads=2),
+    "as many lanes as a tile has": Case("", CAUSAL, (1, 16, 4, 8), k_len=LONG, kv_heads=1),
+    "more than a tile has": Case("", CAUSAL, (1, 17, 4, 8), k_len=LONG, kv_heads=1),
+    "odd head_dim": Case("", CAUSAL, (1, 2, 4, 9), k_len=LONG, kv_heads=2),
+    "not causal": Case("", Dense(), (1, 3, 4, 16), k_len=LONG, kv_heads=2),
+    "window": Case("", Window(1100, 0), (1, 4, 4, 16), k_len=LONG, kv_heads=2),
+    "window and sinks": Case("", Window(9, 2, sinks=4), (1, 4, 4, 16), k_len=LONG, kv_heads=2),
+    "dilated": Case("", Dilated((64, 2048), (1, 2), is_causal=True), (1, 3, 4, 16), k_len=LONG, kv_heads=2),
+    "heads with other offsets": Case(
+        "", Dilated((64, 512), (2, 4), is_causal=True), (1, 3, 8, 16), k_len=LONG, kv_heads=2
+    ),
+    "equal lengths": Case("", Dense(), (2, 6, 4, 16), kv_heads=2),
+    "hidden keys": Case("", CAUSAL, (2, 2, 4, 16), k_len=LONG, kv_heads=2, key_mask=True),
+    "lengths of rows": Case("", CAUSAL, (3, 12, 6, 16), kv_heads=2, seq_lens=True),
+    "packed memory": Case("", CAUSAL, (1, 2, 4, 16), k_len=LONG, kv_heads=2, strides=("bhnd", "bhnd", "bndh")),
+}
+
+
+@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries_are_exact(name: str, dtype: torch.dtype) -> None:
+    expected = Oracle.of(make(FEW[name].problem(dtype, needs_grad=False)))
+    assert expected.check(expected.run(native)).failures == ()
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_gradients_are_those_of_the_shared_tiles(name: str) -> None:
+    """The backward pass takes out and lse of a forward pass in splits."""
+    expected = Oracle.of(make(FEW[name].problem(torch.float32, needs_grad=True)))
+    assert expected.check(expected.run(native)).failures == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "packed_heads"),
+    [
+        ("one query", 4),
+        ("as many lanes as a tile has", 4),
+        ("more than a tile has", 1),
+        ("heads with other offsets", 1),
+    ],
+)
+def test_heads_share_a_tile_where_they_fit_and_see_the_same(name: str, packed_heads: int) -> None:
+    assert work_units(FEW[name].problem(torch.float32, needs_grad=False), THREADS).packed_heads == packed_heads
+
+
+@pytest.mark.parametrize(
+    ("case", "threads", "expected"),
+    [
+        (FEW["one query, one head"], 1, WorkUnits(1, 1, 1, 1)),  # nothing to gain
+        (FEW["one query, one head"], 3, WorkUnits(1, 1, 3, 1)),
+        (FEW["one query, one head"], 64, WorkUnits(1, 1, 3, 1)),  # no split is shorter than SPLIT
+        (FEW["one query"], 2, WorkUnits(4, 2, 1, 4)),  # both key heads together, for each batch row
+        (FEW["one query"], 3, WorkUnits(4, 2, 3, 4)),
+        (FEW["packed memory"], 2, WorkUnits(2, 2, 2, 2)),
+        (FEW["equal lengths"], 3, WorkUnits(2, 2, 1, 4)),  # too few keys
+    ],
+)
+def test_keys_are_cut_where_threads_would_wait(case: Case, threads: int, expected: WorkUnits) -> None:
+    assert work_units(case.problem(torch.float32, needs_grad=False), threads) == expected
+
+
+def test_neighbourhoods_are_not_cut() -> None:
+    pattern: Pattern = Neighborhood((40, 40), (7, 7))
+    problem = Case("", pattern, (1, 1600, 2, 8)).problem(torch.float32, needs_grad=False)
+    assert work_units(problem, THREADS) == WorkUnits(1, 1, 1, 0)
+    assert run.state_bytes(problem) == 0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_states_fit_their_declared_bytes(name: str) -> None:
+    problem = FEW[name].problem(torch.float32, needs_grad=False)
+    _, _, splits, tiles = work_units(problem, THREADS)
+    used = 4 * tiles * splits * run.state_floats(problem) if splits > 1 else 0
+    assert used <= run.state_bytes(problem)
+
+
+def test_a_piece_without_keys_and_a_piece_with_infinite_scores() -> None:
+    """The join of splits takes -inf for a split whose keys are all hidden."""
+    q, k, v = (
+        torch.ones(1, 1, 2, 8),
+        torch.ones(1, LONG, 1, 8),
+        torch.arange(LONG).float().view(1, -1, 1, 1) * torch.ones(8),
+    )
+    mask = torch.zeros(1, LONG, dtype=torch.bool)
+    mask[0, -1] = True
+    found, lse = attend(q, k, v, CAUSAL, key_mask=mask, backend="native", return_lse=True)
+    assert torch.equal(found, torch.full_like(found, LONG - 1))
+    assert torch.allclose(lse, torch.full_like(lse, math.sqrt(8)))
+    nothing, lse = attend(q, k, v, CAUSAL, key_mask=mask & False, backend="native", return_lse=True)
+    assert torch.equal(nothing, torch.zeros_like(nothing))
+    assert bool((lse == -math.inf).all())
+
+
+def test_step_by_step_equals_all_at_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, LONG, heads, 16, generator=generator) for heads in (4, 2, 2))
+    pattern = Dilated((256, 1024), (1, 2), is_causal=True)
+    whole = attend(q, k, v, pattern, backend="native")
+    for end in (LONG - 9, LONG - 1, LONG):
+        last = attend(q[:, end - 1 : end], k[:, :end], v[:, :end], pattern, backend="native")
+        assert torch.allclose(last, whole[:, end - 1 : end], atol=2e-6, rtol=1e-5)
