@@ -292,10 +292,7 @@ class Trial:
         return min(admitted.call_ms for admitted in self.admitted.values()) / 1e3
 
     def _reason_to_skip(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
-        """Why a candidate is skipped, with the seconds it would need; empty if it is not.
-
-        It is skipped if its one-time work or its estimated calls would exceed the rest of the budget.
-        """
+        """Why a candidate is skipped, with the seconds it would need: more than is left; empty if it is not."""
         first, remaining = self._first_admitted(), self._remaining_s()
         if remaining is None or first is None:
             return "", 0.0
@@ -317,8 +314,10 @@ class Trial:
         rate = RATE_FACTOR if candidate.name != registry.LAST_RESORT else LAST_RESORT_RATE
         least_s = self.admitted[first.title].call_ms / 1e3 * ratio / rate
         need_s = first_s + least_s * max(rate, 1.0) * ENOUGH_ROUNDS
-        if least_s > left_s:
-            self.untried += [candidate.title] * (ratio < rate)
+        may_win = ratio < rate
+        # The first candidate's calls alone may spend the budget: a second one then gets a call all the same.
+        if least_s > left_s and not (may_win and self.budget_s and len(self.admitted) == 1):
+            self.untried += [candidate.title] * may_win
             return (
                 f"{ratio:.3g} times {first.title}'s work: at least {least_s:.3g} s at {rate:g} times its "
                 f"rate, with {left_s:.3g} s of the budget left"
@@ -334,7 +333,7 @@ class Trial:
     @property
     def _longest_s(self) -> float:
         """Seconds of a candidate's call from which it would delay a call of the program too much."""
-        call_s = self.first_call_s if self.live_s is not None else None
+        call_s = None if self.live_s is None else self.first_call_s
         return max(STEP_S + STEP_SHARE * call_s, STEP_CALLS * call_s) if call_s else math.inf
 
     def _too_long(self, candidate: Candidate, first: Candidate, first_s: float) -> str:

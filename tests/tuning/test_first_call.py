@@ -96,6 +96,21 @@ class Holder(Builder):
 
 
 @dataclass
+class Worker(Builder):
+    """A builder that declares its work and notes its calls in `tried`."""
+
+    work: int = 0
+    tried: list[str] = field(default_factory=list[str])
+
+    def flops(self, problem: Problem) -> int:
+        return self.work
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        self.tried.append(self.name)
+        return super().run(q, k, v, problem, **tensors)
+
+
+@dataclass
 class Once(Builder):
     """A builder with `prepare`."""
 
@@ -164,22 +179,27 @@ def test_a_spent_budget_is_reported_as_zero(alone: Alone) -> None:
 def test_the_least_work_is_tried_first(alone: Alone) -> None:
     """After the static choice, candidates run by increasing work, so that slow ones do not use up the budget."""
     tried: list[str] = []
-
-    @dataclass
-    class Worker(Builder):
-        work: int = 0
-
-        def flops(self, problem: Problem) -> int:
-            return self.work
-
-        def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
-            tried.append(self.name)
-            return super().run(q, k, v, problem, **tensors)
-
-    alone(Worker("static", work=1000), Worker("heavy", work=900), Worker("light", work=300))
+    alone(*(Worker(name, work=n, tried=tried) for name, n in {"static": 1000, "heavy": 900, "light": 300}.items()))
     decision = measured(60.0)
     assert list(dict.fromkeys(tried)) == ["static", "light", "heavy"]
     assert [each.backend for each in decision.candidates] == ["static", "heavy", "light"]
+
+
+@pytest.mark.parametrize(
+    ("work", "budget_s", "choice"),
+    [(1000, 2.0, "second"), (1999, 2.0, "second"), (2001, 2.0, "first"), (1000, 0.0, "first")],
+)
+def test_a_budget_that_the_first_candidate_spends(work: int, budget_s: float, choice: str, alone: Alone) -> None:
+    """One more candidate is tried, unless its work says that it is slower or the budget is 0; the third is left out."""
+    alone(
+        Worker("first", work=1000, call_s=3.0),
+        Worker("second", work=work, call_s=0.05),
+        third := Worker("third", work=2 * work),
+    )
+    decision = measured(budget_s)
+    assert decision.choice == choice
+    assert third.calls == 0
+    assert row(decision, "third").reason.endswith("s of the budget left")
 
 
 def test_prepare_is_not_in_the_budget(alone: Alone) -> None:
@@ -277,12 +297,10 @@ def test_one_time_work_does_not_count_for_the_rate(alone: Alone) -> None:
 
 @pytest.mark.parametrize(("work", "first"), [(8_000, "short"), (2_000, "long")])
 def test_a_candidate_with_far_less_work_runs_before_the_static_choice(work: int, first: str, alone: Alone) -> None:
-    """The first candidate always runs; here that leaves no time for the other."""
-    long, short = Builder("long", call_s=0.8), Builder("short", call_s=0.8)
-    long.flops, short.flops = lambda problem: work, lambda problem: 1000  # type: ignore[attr-defined]
-    alone(long, short)
-    decision = measured(0.5)
-    assert [each.backend for each in decision.candidates if each.first_ms is not None] == [first]
+    tried: list[str] = []
+    alone(Worker("long", work=work, tried=tried), Worker("short", work=1000, tried=tried))
+    measured(0.5)
+    assert tried[0] == first
 
 
 def test_the_slowest_are_skipped_if_the_budget_is_short(alone: Alone) -> None:
