@@ -53,8 +53,7 @@ CONTEXT_BYTES = 2 << 30  #: free memory on a device that another process needs t
 #: Exit codes by which a process of its own crashed; others, such as SIGKILL's, may come from outside.
 CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 _PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
-ONE_TIME_MS = 5.0  #: milliseconds of a call on a CPU that may be one-time work, such as filling tables
-LOADING_MS = {"cuda": 2000.0, "cpu": ONE_TIME_MS}  #: the same of a first call, by device
+LOADING_MS = {"cuda": 2000.0, "cpu": 5.0}  #: milliseconds of a first call that may be one-time work, by device
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
 # Hard cases passed in this process: (backend, order, version, class of problems).

@@ -27,6 +27,7 @@ from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_d
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.clocks import (
     LONGEST_DISTURBED_MS,
+    ONE_TIME_MS,
     RETAKES,
     SHORTEST_MS,
     CudaStopwatch,
@@ -34,7 +35,7 @@ from attn_dispatch.tuning.clocks import (
     Stopwatch,
 )
 from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import ONE_TIME_MS, Gate
+from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, exhausted, sampled_in_rounds
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
 from attn_dispatch.machine.load import NO_LOAD, Load
-from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, HostStopwatch, Stopwatch, calibrate
+from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
 from attn_dispatch.tuning.guard import DeviceLost
 from attn_dispatch.tuning.intervals import MARGIN, Timing, median_interval, ratio_test, safe_ratio
 
@@ -110,7 +110,7 @@ def sampled_in_rounds(
     candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a disturbed
     race, only past four times that. Both of a candidate's runs must exceed the ratio; where the first may have built
     something, it runs once more. Round 0 runs whatever the budget, but once the budget is used up, candidates that were
-    hopeless by their first call are dropped without another.
+    hopeless by a first call longer than one-time work (:data:`ONE_TIME_MS`) are dropped without another.
 
     From ``min_rounds`` on, at growing distances, the comparisons are tested. A candidate is retired where another one
     surely beats it by more than ``margin``, or where it surely does not beat the incumbent by that much; its samples
@@ -263,13 +263,17 @@ class _RoundTimer:
     def run_warm_round(self) -> Steps[None]:
         hopeless = self._hopeless_among({name: candidate.first_ms for name, candidate in self.candidates.items()})
         for name, candidate in self._shuffled():
-            if name in hopeless and self.clock() >= self.end_s:
+            late = name in hopeless and self.clock() >= self.end_s
+            if late and candidate.first_ms > ONE_TIME_MS:
                 candidate.samples_ms.append(candidate.first_ms)
                 self.dropped[name] = hopeless[name]
                 continue
             yield candidate.first_ms / 1e3
             with self._ending_on_failure(name):
-                candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
+                if late:
+                    sample_ms = self.stopwatch.mean_ms(candidate.call)
+                else:
+                    candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
                 candidate.samples_ms.append(sample_ms)
         self.short_of_time = frozenset(self.dropped)
         yield from self._drop_hopeless()

@@ -385,8 +385,7 @@ class Trial:
         return found
 
     def _race(self, example: Example) -> Steps[None]:
-        incumbent = self._incumbent()
-        if incumbent is None:
+        if (incumbent := self._incumbent()) is None:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
@@ -394,7 +393,9 @@ class Trial:
         self.race = Race(self.request, runners, incumbent, self.clock, *limits)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
-            least_s, most_s = RACE_S + RACE_CALLS * self._call_s(), math.inf if self.budget_s is None else self.budget_s
+            attempts = 1 if self.prior is None else 1 + self.prior.attempts
+            least_s = attempts * (RACE_S + RACE_CALLS * self._call_s())
+            most_s = math.inf if self.budget_s is None else self.budget_s
             remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_RACE_FACTOR))
         yield from self.race.run(example, remaining, more_s)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -200,6 +201,27 @@ def test_a_budget_that_the_first_candidate_spends(work: int, budget_s: float, ch
     assert decision.choice == choice
     assert third.calls == 0
     assert row(decision, "third").reason.endswith("s of the budget left")
+
+
+@pytest.mark.parametrize("attempts", [0, 2])
+def test_the_race_of_an_open_decision_gets_more_time(
+    attempts: int, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time that rounds were too few to tell."""
+    alone(Builder("first"), Builder("second"))
+    given: list[float | None] = []
+    run = Race.run
+
+    def noted(race: Race, example: Any, remaining_s: float | None, disturbed_s: float | None) -> Any:
+        given.append(remaining_s)
+        return run(race, example, remaining_s, disturbed_s)
+
+    monkeypatch.setattr(Race, "run", noted)
+    monkeypatch.setattr(tuner, "FIXED_S", 0.0)
+    monkeypatch.setattr(tuner, "CALLS", 0)
+    prior = msgspec.structs.replace(measured(None), attempts=attempts)
+    assert tuner.run_trial(Request.of(PROBLEM), None, waiting=True, prior=prior) is not None
+    assert given[1] == pytest.approx((1 + attempts) * (tuner.RACE_S + tuner.RACE_CALLS * CALL_S))
 
 
 def test_prepare_is_not_in_the_budget(alone: Alone) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from attn_dispatch.machine.load import NO_LOAD
 from attn_dispatch.tuning import intervals
+from attn_dispatch.tuning.clocks import ONE_TIME_MS
 from attn_dispatch.tuning.rounds import Rounds, sampled_in_rounds, time_in_rounds
 from tools.lib.simulated import Machine
 
@@ -135,6 +136,17 @@ def test_first_call_is_the_only_sample_once_the_budget_is_spent() -> None:
     assert turns.timings["slow"].samples_ms == (turns.timings["slow"].first_ms,)
     assert machine.log.count("slow") == 1
     assert (machine.log.count("old"), machine.log.count("fast"), turns.rounds) == (2, 2, 1)
+
+
+def test_a_short_first_call_is_repeated_whatever_the_budget() -> None:
+    """It may be one-time work, such as waking the threads of a pool."""
+    machine = Machine()
+    calls = {name: machine.call(name, cost_ms) for name, cost_ms in {"woken": 0.9, "ready": 1.0, "slow": 20.0}.items()}
+    first_ms = {"woken": ONE_TIME_MS, "ready": 1.0, "slow": 20.0}
+    turns = time_in_rounds(calls, budget_s=0.0, clock=machine.clock, first_ms=first_ms)
+    assert turns.dropped == {"slow": pytest.approx(20.0)}
+    assert turns.timings["woken"].samples_ms == (pytest.approx(0.9),)
+    assert machine.log == ["woken", "ready"] or machine.log == ["ready", "woken"]
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[[], None]:

@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <thread>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -970,10 +972,43 @@ void join_splits(const Args& a, const Tile& tile, i64 b, i64 h, const float* sta
     write_results<E>(a, b, h, unit, rows, s);
 }
 
-// Calls work(next) in each thread; the threads take units of work in turns by next++.
+// Where other programs take the cores, a call may wait a hundred times as long as it works for a thread that does not
+// run, and spins meanwhile. After such a wait calls run in one thread for some time, longer if it happens again soon.
+struct Waits {
+    using clock = std::chrono::steady_clock;
+    static constexpr i64 LEAST = 200'000, OVER_WORK = 2; // of a wait that is too long: ns, and caller's own times of work
+    static constexpr i64 UNIT = 16, MOST = 256 * UNIT, LONGEST = 1'000'000'000; // time in one thread: waits / UNIT, and ns
+    std::atomic<i64> until{0}, length{UNIT};
+
+    static i64 now() { return std::chrono::nanoseconds(clock::now().time_since_epoch()).count(); }
+
+    void note(i64 start, i64 worked, i64 end) {
+        i64 waited = end - worked, units = length.load(std::memory_order_relaxed);
+        bool too_long = waited > LEAST && waited > OVER_WORK * (worked - start);
+        if (too_long) until.store(end + std::min(units * waited / UNIT, LONGEST), std::memory_order_relaxed);
+        units = too_long ? std::min(4 * units, MOST) : std::max(units - units / UNIT, UNIT);
+        length.store(units, std::memory_order_relaxed);
+    }
+};
+Waits waits;
+
+// Calls work(next) in each thread; the threads take units of work in turns by next++. Which thread has which unit does not
+// matter to the results.
 template <class Work> void in_threads(i64 threads, const Work& work) {
-    struct Shared { const Work& work; std::atomic<i64> next; } shared{work, {0}};
-    GOMP_parallel([](void* given) { Shared& s = *(Shared*)given; s.work(s.next); }, &shared, (unsigned)threads, 0);
+    struct Shared {
+        const Work& work;
+        std::thread::id caller;
+        std::atomic<i64> next;
+        i64 worked;
+    } shared{work, std::this_thread::get_id(), {0}, 0};
+    i64 start = Waits::now();
+    if (threads == 1 || start < waits.until.load(std::memory_order_relaxed)) return work(shared.next);
+    GOMP_parallel([](void* given) {
+        Shared& s = *(Shared*)given;
+        s.work(s.next);
+        if (std::this_thread::get_id() == s.caller) s.worked = Waits::now();
+    }, &shared, (unsigned)threads, 0);
+    waits.note(start, shared.worked, Waits::now());
 }
 
 // Calls visit(unit, tile, b, h, split, scratch) for every split of every tile, or of `together` tiles, from head h on.
