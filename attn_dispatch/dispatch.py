@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from attn_dispatch import packing, process_state, widths
-from attn_dispatch.decisions import decide, observers, unmeasured
-from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, run_function
+from attn_dispatch.decisions import decide, operators, unmeasured
+from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, notify, run_function
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.trial_limits import cannot_measure
@@ -129,7 +129,7 @@ def attend(
         arguments. RankLost: a rank is gone, or did not take part within the group's time-out.
     """
     if is_dynamo_compiling():
-        return _outside_graph(
+        return _compiled(
             q, k, v, pattern, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,
             seq_lens=seq_lens, key_mask=key_mask, dropout_p=dropout_p, scale=scale, layout=layout, backend=backend,
             order=order, mesh=mesh, return_lse=return_lse, documents=documents, cu_seqlens=cu_seqlens, sink=sink,
@@ -175,6 +175,8 @@ def attend(
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
             # Lists have no hash: repeat the call with tuples.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
+        if operators.serves(q, k, v, {**arguments, "backend": backend}):
+            return operators.call(q, k, v, pattern, backend=backend, order=order, **arguments)
         tracing.check_sizes(q=q, k=k, v=v)
         if widths.unequal_or_empty(q, k, v):
             return _resized(q, k, v, pattern, backend, order, arguments)
@@ -258,7 +260,7 @@ def _new_route(
     if order is not None:
         orders.check(order)
     forgotten = process_state.forgotten
-    observers.notify(measured_for(problem))
+    notify(measured_for(problem))
     forced = backend is not None or order is not None
     graphed = tracing.graphed(*tensors)
     traced = graphed or tracing.is_traced()
@@ -360,16 +362,14 @@ def _composed(
     arguments["return_lse"] = return_lse or sink is not None
     if documents is None and cu_seqlens is None:
         found = attend(q, k, v, layout=layout, **arguments)
+    elif operators.serves(q, k, v, arguments):
+        found = operators.call(q, k, v, layout=layout, documents=documents, cu_seqlens=cu_seqlens, **arguments)
     else:
-        if tracing.graphed(q, k, v):
-            raise NoBackend("documents are read on the host: call attend() outside of torch.export and make_fx")
         packed = packing.packed(q, k, v, documents, cu_seqlens, layout, arguments)
         found = packed.joined([attend(*part, **{**arguments, **rest}) for part, rest in packed.calls])
     if sink is None:
         return found
-    swapped = layout == "bhnd"
-    out, lse = with_sink(found[0].transpose(1, 2) if swapped else found[0], found[1], sink)
-    out = out.transpose(1, 2) if swapped else out
+    out, lse = with_sink(found[0], found[1], sink, layout)
     return (out, lse) if return_lse else out
 
 
@@ -408,6 +408,13 @@ def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) 
     return attend(q, k, v, **arguments)
 
 
-def _outside_graph(*args: Any, **kwargs: Any) -> Any:
-    """Call attend between the graphs of a compiled function: routing, files and timing cannot be compiled."""
-    return torch.compiler.disable(attend)(*args, **kwargs)  # type: ignore[no-untyped-call]
+def _compiled(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sink: Any, **arguments: Any) -> Any:
+    """attend in a compiled function: one operator; between its graphs where ranks or random numbers take part."""
+    if arguments["mesh"] is not None or arguments["dropout_p"]:
+        return torch.compiler.disable(attend)(q, k, v, pattern, sink=sink, **arguments)  # type: ignore[no-untyped-call]
+    if sink is None:
+        return operators.call(q, k, v, pattern, **arguments)
+    return _composed(q, k, v, sink=sink, pattern=pattern, **arguments)
+
+
+operators.plain_attend = attend

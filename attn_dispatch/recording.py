@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from attn_dispatch.decisions.observers import observing
+from attn_dispatch.decisions.call import observing
 from attn_dispatch.spec.problem import Problem
 
 

@@ -1,8 +1,11 @@
-"""One call of the decided backend: its run function, its result, its failures; and `attend_on_device` for ranks."""
+"""One call of the decided backend: its run function, its result, its failures; `attend_on_device` for ranks; and
+observers, which are called with the problem of each attend() call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.decisions import decide, observers
+from attn_dispatch.decisions import decide
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
@@ -52,12 +55,26 @@ class ResolvedCall:
         self.parts(result)
         raise BackendFailed(f"{self.backend} was asked for lse and did not return it for {self.problem}")
 
+    def result(
+        self, q: Tensor, k: Tensor, v: Tensor, *, seq_lens: Tensor | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the backend: out, and lse or None. Raises BackendFailed for any error of it, or if it lacks lse."""
+        masks = {name: x for name, x in (("seq_lens", seq_lens), ("key_mask", key_mask)) if x is not None}
+        try:
+            result = self.run(q, k, v, self.problem, **masks)
+        except NOT_WRAPPED:
+            raise
+        except Exception as error:
+            raise self.failure(error) from error
+        return self.with_lse(result) if self.problem.return_lse else self.parts(result)
+
     def failure(self, error: Exception) -> BackendFailed:
         """The exception to raise for an error that the backend raised."""
         return BackendFailed(f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}")
 
 
-_calls: dict[tuple[Problem, int], ResolvedCall] = {}  # by number of threads too, as decisions are
+# By forced backend and order, and by number of threads too, as decisions are.
+_calls: dict[tuple[Problem, str | None, str | None, int], ResolvedCall] = {}
 process_state.register(process_state.ROUTES, _calls.clear)
 
 
@@ -94,33 +111,31 @@ def attend_on_device(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on one device as `attend` computes it: out, and lse or None. Arguments as for `attend`."""
-    masks = {name: x for name, x in (("seq_lens", seq_lens), ("key_mask", key_mask)) if x is not None}
     problem = Problem.of(
         q, k, v, pattern, scale=scale, return_lse=return_lse, seq_lens=seq_lens, key_mask=key_mask
     )  # fmt: skip
-    call = _resolve(problem)
+    call = resolve(problem)
     if seq_lens is not None:
         check_seq_lens_values(seq_lens, problem.q_len)
-    try:
-        result = call.run(q, k, v, problem, **masks)
-    except NOT_WRAPPED:
-        raise
-    except Exception as error:
-        raise call.failure(error) from error
-    return call.with_lse(result) if return_lse else (call.parts(result)[0], None)  # a backend may return lse unasked
+    out, lse = call.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+    return out, lse if return_lse else None  # a backend may return lse unasked
 
 
-def _resolve(problem: Problem) -> ResolvedCall:
-    traced = tracing.is_traced()
-    key = problem, torch.get_num_threads()
+def resolve(problem: Problem, backend: str | None = None, order: str | None = None) -> ResolvedCall:
+    """The decided or forced backend's run function for a problem; errors as of `attend`."""
+    traced, forced = tracing.is_traced(), backend is not None or order is not None
+    key = problem, backend, order, torch.get_num_threads()
     found = None if traced else _calls.get(key)
     if found is not None:
         return found
     forgotten = process_state.forgotten
-    observers.notify(measured_for(problem))
-    decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    notify(measured_for(problem))
+    if forced:
+        decision = decide.forced_decision(problem, backend, order)
+    else:
+        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
     with decide.lock:
-        decision = decision if traced else decide.latest(problem, decision)
+        decision = decision if traced or forced else decide.latest(problem, decision)
         run = run_function(problem, decision, traced, _drop_calls)
         call = ResolvedCall(run, problem, titled(*decision.chosen))
         if not cannot_measure(problem.device):
@@ -136,3 +151,27 @@ def _drop_calls(problem: Problem) -> None:
     with decide.lock:
         for key in [key for key in _calls if problem in (key[0], measured_for(key[0]))]:
             del _calls[key]
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+
+_observers: list[Callable[[Problem], None]] = []
+
+
+def notify(problem: Problem) -> None:
+    """Call every observer with a problem."""
+    for observer in tuple(_observers):
+        observer(problem)
+
+
+@contextmanager
+def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
+    """Call `observer` with each problem of a call inside the block, at least once per problem; `record` uses it."""
+    with decide.lock:
+        _observers.append(observer)
+        process_state.forget(process_state.ROUTES)
+    try:
+        yield
+    finally:
+        with decide.lock:
+            _observers.remove(observer)

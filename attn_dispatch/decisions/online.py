@@ -33,6 +33,7 @@ from attn_dispatch.decisions.trial_limits import (
 )
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import is_result_known
 from attn_dispatch.kernels.contract import runner
 from attn_dispatch.log import logger
 from attn_dispatch.machine.memory import available_bytes
@@ -97,7 +98,7 @@ class _SampledRun:
     def __call__(self, *args: Any, **tensors: Any) -> Any:
         trial = self._trial
         run = trial.run_instead(self._run)
-        if trial.ended or capturing(trial.problem.device):
+        if trial.ended or is_result_known() or capturing(trial.problem.device):
             return run(*args, **tensors)
         if trial.problem.device.type == "cuda":
             return trial.timed_by_events(run, *args, **tensors)

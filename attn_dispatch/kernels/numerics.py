@@ -29,11 +29,12 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     torch.logaddexp(lse, lse_b, out=lse)
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor, layout: str = "bnhd") -> tuple[Tensor, Tensor]:
     """out and lse with one more key for each head, whose score is `sink` and whose value is 0; differentiable.
 
     Args:
-        out: [batch, queries, heads, head_dim]. lse: [batch, heads, queries]; -inf for a query without other keys.
+        out: [batch, queries, heads, head_dim] in layout "bnhd". lse: [batch, heads, queries]; -inf for a query without
+            other keys.
         sink: [heads]; -inf: none.
 
     Source: Miller 2023, Attention Is Off By One; the GPT-OSS models learn one sink for each head.
@@ -43,7 +44,8 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     finite = lse.masked_fill(empty, 0.0)  # derivatives at -inf are NaN, of second order at the latest
     share = torch.sigmoid(finite - score).masked_fill(empty, 0.0)
     lse = torch.where(empty, score, torch.logaddexp(finite, score))
-    return (out * share.transpose(1, 2).unsqueeze(-1)).to(out.dtype), lse
+    share = share.transpose(1, 2) if layout == "bnhd" else share
+    return (out * share.unsqueeze(-1)).to(out.dtype), lse
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.decisions import observers
+from attn_dispatch.decisions.call import notify
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
@@ -164,7 +164,7 @@ def _decision_for(link: Link, call: MeshCall, tensors: Any, arguments: Mapping[s
     if found is not None and agreement.same_decision and agreement.lengths == found[0].layout.lengths:
         return found
     sharded = _sharded(link, call, agreement.lengths)
-    observers.notify(sharded.problem)
+    notify(sharded.problem)
     masks = {name: arguments[name] for name in ("seq_lens", "key_mask") if arguments.get(name) is not None}
     with torch.device("cpu"):  # not the default device of the caller
         decision = group_decision.decide_together(sharded, _inputs(sharded, tensors, arguments), masks, call.exchange)

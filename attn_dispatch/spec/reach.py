@@ -67,6 +67,18 @@ class Band(NamedTuple):
         first = start if self.low is None else start.maximum(queries + self.low)
         return first, end if self.high is None else end.minimum(queries + self.high)
 
+    def pairs(self, q_len: int, k_len: int) -> int:
+        """Query-key pairs."""
+        import torch
+
+        queries = torch.arange(q_len)
+        queries = queries if self.rate == 1 else queries[self.selected(queries + self.ahead)]
+        first, last = self.between(queries, k_len)
+        start = 0 if self.segment is None else (queries + self.ahead) // self.segment * self.segment
+        # Selected tokens of the segment up to `last`, less those before `first`.
+        to, before = ((x - start - self.offset).div(self.rate, rounding_mode="floor") for x in (last, first - 1))
+        return int((to.clamp(min=-1) - before.clamp(min=-1)).clamp(min=0).sum())
+
     def selected(self, tokens: Tensor) -> Tensor:
         """Bool, one per token."""
         within = tokens if self.segment is None else tokens % self.segment
@@ -146,6 +158,15 @@ class Axis(NamedTuple):
         (low, high), place = self.places(x), y // self.dilation
         found = (low <= place) & (place <= high)
         return found if self.dilation == 1 else found & (x % self.dilation == y % self.dilation)
+
+    def counts(self) -> Tensor:
+        """How many keys each coordinate sees: int64 [size]."""
+        import torch
+
+        x = torch.arange(self.size)
+        low, high = self.places(x)
+        members = (self.size - x % self.dilation + self.dilation - 1) // self.dilation
+        return (high.minimum(members - 1) - low.clamp(min=0) + 1).clamp(min=0)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """`places` of every coordinate, int64 [size] each."""

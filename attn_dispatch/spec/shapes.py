@@ -1,11 +1,13 @@
-"""Problems from shapes, without tensors."""
+"""Problems from shapes, without tensors; and how many query-key pairs a pattern has at a shape."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -29,6 +31,26 @@ def measured_for(problem: Problem) -> Problem:
     elif not isinstance(pattern, Dense | Window):
         return problem
     return replace(problem, k_len=k_len, pattern=pattern)
+
+
+@lru_cache(1024)
+def pair_count(pattern: Pattern, q_len: int, k_len: int, heads: int) -> int:
+    """Query-key pairs of all heads that a pattern has, each as often as the query sees the key."""
+    natural = pattern.natural
+    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
+        total = 0
+        for offsets, count in Counter(natural.head_offsets(head, heads) for head in range(heads)).items():
+            bands = natural.bands(q_len, k_len, offsets)
+            if bands is not None:
+                total += count * sum(band.pairs(q_len, k_len) for band in bands)
+                continue
+            assert isinstance(natural, Neighborhood)
+            seen, stride, places = torch.ones(q_len, dtype=torch.int64), k_len, torch.arange(k_len - q_len, k_len)
+            for axis in natural.axes:
+                stride //= axis.size
+                seen *= axis.counts()[places // stride % axis.size]
+            total += count * int(seen.sum())
+        return total
 
 
 def quick_problems(device: torch.device) -> list[Problem]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -18,6 +22,8 @@ _HARMLESS = tuple(
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
+_TRACERS = (FakeTensor, FunctionalTensor)
+_operator = threading.local()
 # Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 
@@ -35,6 +41,31 @@ def graphed(*tensors: Tensor) -> bool:
 def is_traced(*tensors: Tensor) -> bool:
     """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode."""
     return graphed(*tensors) or _transformed() or any(not isinstance(m, _HARMLESS) for m in _modes())
+
+
+def as_operator(*tensors: Any) -> bool:
+    """Whether a call is one operator (operators.py): where it is traced, or a dispatch mode sees it.
+
+    It is not where torch.func transforms it, nor for tensors of other subclasses than a tracer's own, whose operators
+    reach the parts inside.
+    """
+    if getattr(_operator, "runs", False) or _transformed():
+        return False
+    if any(isinstance(x, Tensor) and _wrapped(x) and not isinstance(x, _TRACERS) for x in tensors):
+        return False
+    plain = [x for x in tensors if isinstance(x, Tensor)]
+    return graphed(*plain) or any(not isinstance(mode, _HARMLESS) for mode in _modes())
+
+
+@contextmanager
+def inside_operator() -> Iterator[None]:
+    """Inside, no call is an operator: it runs as the implementation of one."""
+    before = getattr(_operator, "runs", False)
+    _operator.runs = True
+    try:
+        yield
+    finally:
+        _operator.runs = before
 
 
 def check_sizes(**tensors: Any) -> None:

@@ -18,7 +18,7 @@ from attn_dispatch import attend, explain, profile, register
 from attn_dispatch.backends import manual
 from attn_dispatch.decisions import decide as decisions
 from attn_dispatch.decisions import trial_limits
-from attn_dispatch.decisions.observers import observing
+from attn_dispatch.decisions.call import observing
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal

@@ -274,7 +274,7 @@ def on_device(problem: Problem) -> ResolvedCall:
         q, k, v, problem.pattern, scale=problem.scale, seq_lens=None, key_mask=None, return_lse=False
     )  # fmt: skip
     assert close(out, formula(q, k, v, problem.pattern)[0])
-    return call._calls[problem, torch.get_num_threads()]
+    return call._calls[problem, None, None, torch.get_num_threads()]
 
 
 def test_a_decided_call_does_not_wait_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:

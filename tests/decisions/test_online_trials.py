@@ -145,7 +145,7 @@ def test_what_was_guessed_without_neighbours_is_guessed_again(machine: Machine) 
         attend(*tensors)
     assert called(machine, before) == {"a": 0, "b": 2, "c": 0}
     assert {explain(*tensors).source for tensors in others} == {"learned"}
-    assert len(Store(cache_folder()).all()) == 1
+    assert len(list(Store(cache_folder()).all())) == 1
 
 
 def test_three_percent_are_seen_as_by_profile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

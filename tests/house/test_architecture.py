@@ -149,7 +149,7 @@ def allowed(importer: str, imported: str) -> bool:
 
 def test_the_files_are_found() -> None:
     assert {"store.folder", "backends.sdpa", "cli", "ring.rows.layout", "__init__"} <= MODULES.keys()
-    assert imports(MODULES["recording"]) == {"decisions.observers", "spec.problem"}
+    assert imports(MODULES["recording"]) == {"decisions.call", "spec.problem"}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

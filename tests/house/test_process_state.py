@@ -17,7 +17,7 @@ HELD = {
     "backends.flex._compiled",
     "backends.sdpa_mask._masks",
     "decisions.decide._deciding",
-    "decisions.observers._observers",
+    "decisions.call._observers",
     "ring.link._connections",
     "machine.child._idle",
     "ring.link._links",

@@ -145,7 +145,7 @@ def test_a_short_first_call_is_repeated_whatever_the_budget() -> None:
     first_ms = {"woken": ONE_TIME_MS, "ready": 1.0, "slow": 20.0}
     turns = time_in_rounds(calls, budget_s=0.0, clock=machine.clock, first_ms=first_ms)
     assert turns.dropped == {"slow": pytest.approx(20.0)}
-    assert turns.timings["woken"].samples_ms == (pytest.approx(0.9),)
+    assert turns.timings["woken"].samples_ms == pytest.approx((0.9,))
     assert machine.log == ["woken", "ready"] or machine.log == ["ready", "woken"]
 
 

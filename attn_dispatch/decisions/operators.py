@@ -1,0 +1,355 @@
+"""attend() as one operator of torch.library, for graphs and dispatch modes: torch.compile, torch.export, make_fx.
+
+A graph holds `attn_dispatch::attend`, and in its backward pass `attn_dispatch::attend_backward`. They are decided when
+the graph runs, as a plain call is: no graph holds a choice, and none is traced anew for another one. Patterns travel as
+a word and integers that may be symbolic, so that another length, window or grid needs no other graph either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from attn_dispatch.decisions.call import ResolvedCall, resolve
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import gradients, refuse_second, result_known
+from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import LAYOUTS, Problem, autocast_dtype, check_seq_lens_values, choose_pattern
+from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.spec.shapes import pair_count
+
+_ARGUMENTS = (
+    "Tensor? seq_lens, Tensor? key_mask, Tensor? documents, Tensor? cu_seqlens, str pattern, SymInt[] numbers, "
+    "float? scale, str? backend, str? order, SymInt? first_head, SymInt? all_heads"
+)
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),  # from PyTorch 2.7 on
+)
+# `define` and `impl` instead of `custom_op`, whose checks take longer than a small attention.
+torch.library.define(
+    "attn_dispatch::attend",
+    f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, bool needs_grad, bool return_lse) -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
+torch.library.define(
+    "attn_dispatch::attend_backward",
+    "(Tensor? grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_ARGUMENTS}, bool return_lse) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=_TAGS,
+)
+_forward_op = torch.ops.attn_dispatch.attend.default
+_backward_op = torch.ops.attn_dispatch.attend_backward.default
+_AUTOGRAD_KEYS = [
+    getattr(torch._C.DispatchKey, name) for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
+]
+
+#: attend(), which runs what is composed of several calls; dispatch.py sets it.
+plain_attend: Callable[..., Any] | None = None
+
+
+def serves(q: Any, k: Any, v: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call is to be the operator: it is traced or seen by a dispatch mode.
+
+    It is not with dropout or over ranks. A forced backend that consists of PyTorch's operators is traced through.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if not tracing.as_operator(q, k, v) or arguments["dropout_p"] or arguments.get("mesh") is not None:
+        return False
+    backend = arguments["backend"]
+    if backend in registry.names() and hasattr(registry.load(backend), "traceable"):
+        return False
+    count_flops()
+    return True
+
+
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | None = None,
+    *,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    is_causal: bool = False,
+    seq_lens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    layout: str = "bnhd",
+    backend: str | None = None,
+    order: str | None = None,
+    return_lse: bool = False,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    first_head: int | None = None,
+    all_heads: int | None = None,
+    dropout_p: float = 0.0,
+    mesh: None = None,
+) -> Any:
+    """`attend` by the operator, with its arguments but `sink`; torch.compile traces this function.
+
+    Raises:
+        InvalidInput: of what the graph depends on. The rest is checked when the operator runs.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            got = list(x.shape) if isinstance(x, Tensor) else x
+            raise InvalidInput(f"{name} must be a tensor with 4 axes, got {got!r}")
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    word, numbers = _spelled(pattern, segment_lengths, dilation_rates, is_causal)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if layout == "bhnd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
+    if cast is not None:
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    out, lse = _forward_op(
+        q, k, v, seq_lens, key_mask, documents, cu_seqlens, word, numbers, scale, backend, order, first_head, all_heads,
+        needs_grad, return_lse,
+    )  # fmt: skip
+    out = out.transpose(1, 2) if layout == "bhnd" else out
+    return (out, lse) if return_lse else out
+
+
+# --- patterns as words and numbers ------------------------------------------------------------------------------------
+
+
+def _spelled(
+    pattern: Pattern | None, segment_lengths: Any, dilation_rates: Any, is_causal: bool
+) -> tuple[str, list[int]]:
+    """A word and numbers for the pattern that `attend`'s arguments give; `_pattern` reads them.
+
+    No constructor is called, since its comparisons would make numbers that are symbolic part of the graph.
+    """
+    if pattern is not None:
+        if not isinstance(pattern, Pattern) or segment_lengths is not None or dilation_rates is not None or is_causal:
+            choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
+        return _spelled_pattern(pattern)
+    if not isinstance(is_causal, bool) or (segment_lengths is None) != (dilation_rates is None):
+        choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
+    if segment_lengths is None:
+        return f"dense {is_causal}", []
+    lengths, rates = _listed(segment_lengths), _listed(dilation_rates)
+    return f"dilated {is_causal} mod all {len(lengths)} {len(rates)}", [*lengths, *rates, 0, -1]
+
+
+def _spelled_pattern(pattern: Pattern) -> tuple[str, list[int]]:
+    if isinstance(pattern, Dense):
+        return f"dense {pattern.is_causal}", []
+    if isinstance(pattern, Window):
+        sides = [-1 if side is None else side for side in (pattern.left, pattern.right)]
+        return "window", [*sides, pattern.sinks]
+    if isinstance(pattern, Dilated):
+        lengths, rates = pattern.segment_lengths, pattern.dilation_rates
+        word = f"dilated {pattern.is_causal} {pattern.offsets} {pattern.heads} {len(lengths)} {len(rates)}"
+        return word, [*lengths, *rates, pattern.first_head, -1 if pattern.all_heads is None else pattern.all_heads]
+    if isinstance(pattern, Neighborhood):
+        causal = ",".join([str(flag) for flag in pattern.is_causal])
+        return f"neighborhood {pattern.edges} {causal}", [*pattern.grid, *pattern.window, *pattern.dilation]
+    assert isinstance(pattern, Reordered)
+    word, numbers = _spelled_pattern(pattern.pattern)
+    return f"reordered {pattern.order} {word}", numbers
+
+
+def _listed(numbers: Any) -> list[int]:
+    return [numbers] if isinstance(numbers, int) else list(numbers)
+
+
+@lru_cache(4096)
+def _pattern(word: str, numbers: tuple[int, ...]) -> Pattern:
+    """The pattern of a word and its numbers. Raises InvalidInput."""
+    kind, *rest = word.split()
+    if kind == "dense":
+        return Dense(rest[0] == "True")
+    if kind == "window":
+        left, right = (None if side == -1 else side for side in numbers[:2])
+        return Window(left, right, numbers[2])
+    if kind == "dilated":
+        causal, offsets, heads, lengths, rates = rest
+        end = int(lengths) + int(rates)
+        first_head, all_heads = numbers[end:]
+        return Dilated(
+            numbers[: int(lengths)],
+            numbers[int(lengths) : end],
+            causal == "True",
+            offsets,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            heads,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            first_head,
+            None if all_heads == -1 else all_heads,
+        )
+    if kind == "neighborhood":
+        edges, causal = rest
+        axes = len(numbers) // 3
+        flags = tuple(flag == "True" for flag in causal.split(","))
+        grid, window, dilation = numbers[:axes], numbers[axes : 2 * axes], numbers[2 * axes :]
+        return Neighborhood(grid, window, dilation, flags, edges)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    assert kind == "reordered"
+    return Reordered(_pattern(" ".join(rest[1:]), numbers), rest[0])
+
+
+# --- what the operators do when they run ------------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_plain_call(needs_grad: bool) -> Iterator[None]:
+    """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for each in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(each)
+    with ExitStack() as stack:
+        stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
+        for device in ("cpu", "cuda"):
+            if autocast_dtype(device) is not None:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.set_grad_enabled(needs_grad))
+        stack.enter_context(tracing.inside_operator())
+        yield
+
+
+def _computed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Tensor | None,
+    key_mask: Tensor | None,
+    documents: Tensor | None,
+    cu_seqlens: Tensor | None,
+    word: str,
+    numbers: list[int],
+    scale: float | None,
+    backend: str | None,
+    order: str | None,
+    first_head: int | None,
+    all_heads: int | None,
+    return_lse: bool,
+    needs_grad: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """out, and lse where it is known. Without gradients by attend(), which finds its routes sooner."""
+    pattern = _pattern(word, tuple(numbers))
+    common: dict[str, Any] = {
+        "seq_lens": seq_lens, "key_mask": key_mask, "scale": scale, "return_lse": return_lse, "first_head": first_head,
+        "all_heads": all_heads,
+    }  # fmt: skip
+    if documents is not None or cu_seqlens is not None or _is_composed(q, k, v) or not needs_grad:
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens, "backend": backend, "order": order}
+        assert plain_attend is not None
+        found = plain_attend(q, k, v, pattern, **common, **packed)
+        return found if return_lse else (found, None)
+    problem = Problem.of(q, k, v, pattern, **common)
+    if seq_lens is not None:
+        check_seq_lens_values(seq_lens, problem.q_len)
+    resolved: ResolvedCall = resolve(problem, backend, order)
+    return resolved.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+
+
+def _is_composed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether attend() changes the tensors of a call: values of another width than keys, or nothing to compute."""
+    return k.shape[-1] != v.shape[-1] or 0 in (q.numel(), k.numel())
+
+
+@torch.library.impl("attn_dispatch::attend", "default")
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *arguments, needs_grad, return_lse = rest
+    with _as_plain_call(needs_grad):
+        inputs = (x.detach().requires_grad_() if needs_grad else x for x in (q, k, v))
+        given: list[Any] = [*inputs, *arguments, return_lse, needs_grad]
+        out, lse = _computed(*given)
+    if lse is None or not (needs_grad or return_lse):
+        shape = (q.shape[0], q.shape[2], q.shape[1]) if needs_grad or return_lse else (0,)
+        lse = q.new_full(shape, torch.nan, dtype=sum_dtype(q.dtype))  # unknown: backward passes compute it again
+    return out.detach().contiguous(), lse.detach().contiguous()
+
+
+@torch.library.register_fake("attn_dispatch::attend")  # type: ignore[untyped-decorator]
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, needs_grad, return_lse = rest
+    batch, q_len, heads, _ = q.shape
+    shape = (batch, heads, q_len) if needs_grad or return_lse else (0,)
+    return q.new_empty((batch, q_len, heads, v.shape[-1])), q.new_empty(shape, dtype=sum_dtype(q.dtype))
+
+
+@torch.library.impl("attn_dispatch::attend_backward", "default")
+def _attend_backward(
+    grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    with _as_plain_call(True):
+        inputs: Any = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        # What consists of several calls is computed again, and what a graph traced without gradients computed.
+        again = rest[2] is not None or rest[3] is not None or _is_composed(q, k, v) or not lse.numel()
+        with nullcontext() if again else result_known(inputs[1], inputs[2], out, lse):
+            found = _computed(*inputs, *rest)
+        pairs = [(x, weight) for x, weight in zip(found, (grad, grad_lse)) if x is not None and weight is not None]
+        grads = gradients([x for x, _ in pairs], inputs, [weight for _, weight in pairs])
+    return tuple(x.to(each.dtype).contiguous() for x, each in zip(grads, inputs))
+
+
+@torch.library.register_fake("attn_dispatch::attend_backward")  # type: ignore[untyped-decorator]
+def _(grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, seq_lens, key_mask, documents, cu_seqlens, *ctx.settings, _, ctx.return_lse = inputs
+    ctx.save_for_backward(q, k, v, *output, seq_lens, key_mask, documents, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * (6 + len(ctx.settings))
+    if grad is None and grad_lse is None:
+        return (None, None, None, *nothing)
+    return (*_backward_op(grad, grad_lse, *ctx.saved_tensors, *ctx.settings, ctx.return_lse), *nothing)
+
+
+torch.library.register_autograd("attn_dispatch::attend", _differentiate, setup_context=_save)
+torch.library.register_autograd("attn_dispatch::attend_backward", lambda ctx, *grads: refuse_second())
+
+
+# --- floating-point operations ----------------------------------------------------------------------------------------
+
+
+def count_flops() -> None:
+    """Let FlopCounterMode count the operators, where a program has loaded it: to import it takes long."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    for packet, formula in _FORMULAS.items():
+        if packet not in counter.flop_registry:
+            counter.register_flop_formula(packet)(formula)
+        for mode in _get_current_dispatch_mode_stack():  # those that were entered before
+            registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+            if registry is not None:
+                registry.setdefault(packet, counter.flop_registry[packet])
+
+
+def _pairs(q: Any, k: Any, word: str, numbers: Any) -> int:
+    pattern = _pattern(word, tuple(map(int, numbers)))
+    return int(q[0]) * pair_count(pattern, int(q[1]), int(k[1]), int(q[2]))
+
+
+def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two products for each pair that the pattern has, whatever masks and documents hide."""
+    return 2 * (int(q[3]) + int(v[3])) * _pairs(q, k, rest[4], rest[5])
+
+
+def _backward_flops(
+    grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, out_shape: Any = None, **more: Any
+) -> int:
+    """Five products: the scores again, the weights' gradients, and dq, dk and dv."""
+    return 2 * (3 * int(q[3]) + 2 * int(v[3])) * _pairs(q, k, rest[4], rest[5])
+
+
+_FORMULAS = {torch.ops.attn_dispatch.attend: _forward_flops, torch.ops.attn_dispatch.attend_backward: _backward_flops}
+count_flops()
