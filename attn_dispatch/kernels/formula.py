@@ -37,15 +37,14 @@ def probabilities(q: Tensor, k: Tensor, counts: Tensor | None, scale: float) -> 
 
 def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """`c * exp(s - lse)` and lse. A query without keys gives zeros and -inf, and gradients of zero, never NaN."""
+    # Not exp(s - lse): where scores are large, so is lse, and its rounding is a relative error of all weights.
     if counts is None:
-        lse = scores.logsumexp(-1)
-        return torch.exp(scores - lse.unsqueeze(-1)), lse
+        return scores.softmax(-1), scores.logsumexp(-1)
     seen = (counts > 0).any(-1, keepdim=True)
     # A row of -inf alone has NaN gradients even if it is overwritten later: use a finite row instead.
     scores = scores + torch.where(seen, counts.to(scores.dtype).log(), 0.0)
-    lse = scores.logsumexp(-1, keepdim=True)
-    p = torch.exp(scores - lse.masked_fill(~seen, math.inf))
-    return p, lse.masked_fill(~seen, -math.inf).squeeze(-1)
+    lse = scores.logsumexp(-1).masked_fill(~seen.squeeze(-1), -math.inf)
+    return scores.softmax(-1).masked_fill(~seen, 0.0), lse
 
 
 def multiplicity_of(

@@ -39,7 +39,7 @@ from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted
 FIXED_S = 0.06  #: seconds that it may take for a problem of microseconds
 CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
-RACE_S, RACE_CALLS = 0.04, 6  #: seconds and calls of the fastest candidate that a race gets at least
+RACE_S, RACE_CALLS = 0.04, 9  #: seconds and calls of the fastest candidate that a race gets at least
 BUSY_FACTOR = 4  #: factor on all seconds where other programs take the cores: calls take longer
 BUSY_RACE_FACTOR = 12  #: likewise on the least seconds of a race: of many samples few are undisturbed
 

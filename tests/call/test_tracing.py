@@ -64,13 +64,6 @@ def others() -> tuple[Tensor, ...]:
     return tuple(x.flip(1) * 0.7 for x in qkv())
 
 
-@pytest.fixture(params=["unseen", "decided"])
-def decided(request: pytest.FixtureRequest) -> bool:
-    """Whether plain calls already have a decision, for `native`."""
-    found: bool = request.param == "decided"
-    return found
-
-
 def settle(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Route plain calls by a decision for `native`."""
     with monkeypatch.context() as patch:
