@@ -28,8 +28,11 @@ def test_large_scores_cost_no_more_than_their_own_rounding(pattern: Pattern, siz
     v, grad = (torch.randn(2, 64, 2, 8, generator=generator) for _ in range(2))
     counts = pattern.multiplicity(64, 64, 2)
     errors = []
-    functions: list[Callable[..., Tensor]] = [lambda q, k, v: formula(q, k, v, counts, 1.0)[0]]
-    for function in [*functions, lambda q, k, v: plain(q, k, v, counts)]:
+    functions: tuple[Callable[..., Tensor], ...] = (
+        lambda q, k, v: formula(q, k, v, counts, 1.0)[0],
+        lambda q, k, v: plain(q, k, v, counts),
+    )
+    for function in functions:
         results = []
         for kind in (torch.float32, torch.float64):
             x = [each.to(kind).requires_grad_() for each in (q, k, v)]
