@@ -70,7 +70,13 @@ class ResolvedCall:
 
     def failure(self, error: Exception) -> BackendFailed:
         """The exception to raise for an error that the backend raised."""
-        return BackendFailed(f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}")
+        text = f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}"
+        if tracing.is_transformed():
+            text += (
+                "\nOf torch.func's transforms vmap, grad, vjp and jacrev of attend() work; for second derivatives use "
+                "torch.autograd.grad(create_graph=True) with backend='manual'"
+            )
+        return BackendFailed(text)
 
 
 # By forced backend and order, and by number of threads too, as decisions are.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from attn_dispatch.decisions.call import ResolvedCall, resolve
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.decisions.call import resolve
+from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, refuse_second, result_known
 from attn_dispatch.kernels.numerics import sum_dtype
@@ -108,6 +109,12 @@ def call(
             raise InvalidInput(f"{name} must be a tensor with 4 axes, got {got!r}")
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat)):
+        raise InvalidInput(f"scale must be a number, got {scale!r}")
+    tensors = {"seq_lens": seq_lens, "key_mask": key_mask, "documents": documents, "cu_seqlens": cu_seqlens}
+    for name, given in tensors.items():
+        if given is not None and not isinstance(given, Tensor):
+            raise InvalidInput(f"{name} must be a tensor, got {given!r}")
     word, numbers = _spelled(pattern, segment_lengths, dilation_rates, is_causal)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if layout == "bhnd":
@@ -115,7 +122,9 @@ def call(
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    out, lse = _forward_op(
+    transformed = not torch.compiler.is_dynamo_compiling() and tracing.is_transformed()
+    run = _Transformed.apply if transformed else _forward_op
+    out, lse = run(
         q, k, v, seq_lens, key_mask, documents, cu_seqlens, word, numbers, scale, backend, order, first_head, all_heads,
         needs_grad, return_lse,
     )  # fmt: skip
@@ -131,7 +140,7 @@ def _spelled(
 ) -> tuple[str, list[int]]:
     """A word and numbers for the pattern that `attend`'s arguments give; `_pattern` reads them.
 
-    No constructor is called, since its comparisons would make numbers that are symbolic part of the graph.
+    No constructor is called: its comparisons would make symbolic numbers part of the graph.
     """
     if pattern is not None:
         if not isinstance(pattern, Pattern) or segment_lengths is not None or dilation_rates is not None or is_causal:
@@ -250,8 +259,12 @@ def _computed(
     problem = Problem.of(q, k, v, pattern, **common)
     if seq_lens is not None:
         check_seq_lens_values(seq_lens, problem.q_len)
-    resolved: ResolvedCall = resolve(problem, backend, order)
-    return resolved.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+    resolved = resolve(problem, backend, order)
+    # lse is needed by the backward pass. What decides is the call without it, as where no graph is made.
+    with_lse = replace(problem, return_lse=True)
+    if return_lse or registry.load(resolved.backend.split("@")[0]).refusals(with_lse):
+        return resolved.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+    return replace(resolved, problem=with_lse).result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
 
 
 def _is_composed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -287,12 +300,18 @@ def _attend_backward(
     with _as_plain_call(True):
         inputs: Any = tuple(x.detach().requires_grad_() for x in (q, k, v))
         # What consists of several calls is computed again, and what a graph traced without gradients computed.
-        again = rest[2] is not None or rest[3] is not None or _is_composed(q, k, v) or not lse.numel()
+        again = rest[2] is not None or rest[3] is not None or _is_composed(q, k, v) or _is_unknown(lse)
         with nullcontext() if again else result_known(inputs[1], inputs[2], out, lse):
             found = _computed(*inputs, *rest)
         pairs = [(x, weight) for x, weight in zip(found, (grad, grad_lse)) if x is not None and weight is not None]
-        grads = gradients([x for x, _ in pairs], inputs, [weight for _, weight in pairs])
-    return tuple(x.to(each.dtype).contiguous() for x, each in zip(grads, inputs))
+        grads = gradients([x for x, _ in pairs], inputs, [weight for _, weight in pairs], allow_unused=True)
+    whole = (x.new_zeros(x.shape) if grad is None else grad for x, grad in zip((q, k, v), grads))
+    return tuple(grad.to(q.dtype).contiguous() for grad in whole)
+
+
+def _is_unknown(lse: Tensor) -> bool:
+    """Whether a forward pass left lse out; where another device holds it, that is not looked up, which would wait."""
+    return not lse.numel() or (lse.device.type == "cpu" and bool(lse.flatten()[0].isnan()))
 
 
 @torch.library.register_fake("attn_dispatch::attend_backward")  # type: ignore[untyped-decorator]
@@ -301,20 +320,67 @@ def _(grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Ten
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, seq_lens, key_mask, documents, cu_seqlens, *ctx.settings, _, ctx.return_lse = inputs
-    ctx.save_for_backward(q, k, v, *output, seq_lens, key_mask, documents, cu_seqlens)
+    q, k, v, *masks = inputs[:7]
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, *masks)
+    ctx.settings = (*inputs[7:-2], inputs[-1])  # all but whether gradients are needed
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * (6 + len(ctx.settings))
+    nothing = (None,) * (5 + len(ctx.settings))
     if grad is None and grad_lse is None:
         return (None, None, None, *nothing)
-    return (*_backward_op(grad, grad_lse, *ctx.saved_tensors, *ctx.settings, ctx.return_lse), *nothing)
+    run = _TransformedBackward.apply if tracing.is_transformed() else _backward_op
+    return (*run(grad, grad_lse, *ctx.saved_tensors, *ctx.settings), *nothing)
 
 
 torch.library.register_autograd("attn_dispatch::attend", _differentiate, setup_context=_save)
 torch.library.register_autograd("attn_dispatch::attend_backward", lambda ctx, *grads: refuse_second())
+
+
+# --- transforms of torch.func -----------------------------------------------------------------------------------------
+
+
+def _in_transforms(operator: Any, save: Any, differentiate: Any) -> Any:
+    """The operator inside a transform of torch.func, which takes no function that `register_autograd` made."""
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+        forward = staticmethod(lambda *args: operator(*args))
+        setup_context = staticmethod(save)
+        backward = staticmethod(differentiate)
+
+    return Function
+
+
+_Transformed = _in_transforms(_forward_op, _save, _differentiate)
+_TransformedBackward = _in_transforms(
+    _backward_op, lambda ctx, inputs, output: None, lambda ctx, *grads: refuse_second()
+)
+
+
+def _folding(operator: Any, tensors: int) -> Callable[..., Any]:
+    """The rule of vmap: the examples are part of the batch. `tensors`: the arguments that are tensors or None."""
+
+    def rule(info: Any, dims: tuple[int | None, ...], *args: Any) -> Any:
+        def folded(x: Tensor | None, dim: int | None) -> Tensor | None:
+            if x is None or not x.numel():
+                return x
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1)
+
+        if args[tensors - 1] is not None:
+            raise NoBackend("cu_seqlens cannot be mapped by torch.vmap: give documents=")
+        found = operator(*map(folded, args[:tensors], dims), *args[tensors:])
+        split = [x.unflatten(0, (info.batch_size, -1)) if x.numel() else x for x in found]
+        return tuple(split), tuple(0 if x.numel() else None for x in found)
+
+    return rule
+
+
+torch.library.register_vmap("attn_dispatch::attend", _folding(_forward_op, 7))
+torch.library.register_vmap("attn_dispatch::attend_backward", _folding(_backward_op, 11))
 
 
 # --- floating-point operations ----------------------------------------------------------------------------------------
@@ -335,8 +401,7 @@ def count_flops() -> None:
 
 
 def _pairs(q: Any, k: Any, word: str, numbers: Any) -> int:
-    pattern = _pattern(word, tuple(map(int, numbers)))
-    return int(q[0]) * pair_count(pattern, int(q[1]), int(k[1]), int(q[2]))
+    return int(q[0]) * pair_count(_pattern(word, tuple(map(int, numbers))), int(q[1]), int(k[1]), int(q[2]))
 
 
 def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -58,7 +58,13 @@ def in_backward() -> bool:
 
 def cannot_measure(device: torch.device) -> bool:
     """Whether calls are captured, traced or transformed, so that nothing can be timed."""
-    return capturing(device) or tracing.is_traced()
+    return capturing(device) or tracing.is_traced() or _forbids_hooks()
+
+
+def _forbids_hooks() -> bool:
+    """Whether saved-tensor hooks are forbidden, as they are inside the transforms of torch.func that take gradients."""
+    enabled = getattr(getattr(torch._C, "_autograd", None), "_saved_tensors_hooks_is_enabled", None)  # private
+    return enabled is not None and not enabled()
 
 
 @contextmanager

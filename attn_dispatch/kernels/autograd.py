@@ -32,14 +32,16 @@ class Passes(Protocol):
         ...
 
 
-def gradients(results: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What `torch.autograd.grad(results, inputs, weights)` returns and raises.
+def gradients(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], *, allow_unused: bool = False
+) -> tuple[Tensor, ...]:
+    """What `torch.autograd.grad(results, inputs, weights, allow_unused=...)` returns and raises.
 
     That imports SymPy at the first weights of a process: half a second, which a program may never need.
     """
     with torch.enable_grad():
         total = _Weighted.apply(tuple(weights), *results)  # type: ignore[no-untyped-call]
-    return torch.autograd.grad(total, inputs)
+    return torch.autograd.grad(total, inputs, allow_unused=allow_unused)
 
 
 class _Weighted(torch.autograd.Function):

@@ -15,6 +15,8 @@ T = TypeVar("T")
 def integer(name: str, value: object, minimum: int, kind: str = "an integer") -> int:
     if type(value) is int and value >= minimum:
         return value
+    if type(value).__name__ == "SymInt" and value >= minimum:  # type: ignore[operator]  # pyright: ignore[reportOperatorIssue]
+        return value  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
     # bool is an int to Python, and True as a length is always a mistake.
     if not isinstance(value, bool) and isinstance(value, SupportsIndex):
         # Arrays and tensors have the method whether or not they hold one integer.
@@ -33,6 +35,19 @@ def integers(name: str, value: object) -> tuple[int, ...]:
     if not items:
         raise InvalidInput(f"{name} must hold at least one integer, got {value!r}")
     return tuple(integer(name, item, 1, "integers") for item in items)
+
+
+def ascending(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`sorted(pairs)`, also of integers that are symbolic, by comparisons that a graph can hold."""
+    found: list[tuple[int, int]] = []
+    for first, second in pairs:
+        place = len(found)
+        while place and (
+            first < found[place - 1][0] or (first == found[place - 1][0] and second < found[place - 1][1])
+        ):
+            place -= 1
+        found.insert(place, (first, second))
+    return found
 
 
 def per_axis(name: str, value: tuple[T, ...], axes: int) -> tuple[T, ...]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.checks import boolean, choice, integer, integers, per_axis
+from attn_dispatch.spec.checks import ascending, boolean, choice, integer, integers, per_axis
 from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Dilated(Pattern):
             raise InvalidInput(f"first_head needs all_heads, which is None, got {self.first_head}")
         if self.heads == "all":
             # A sum does not depend on the order of its terms; only "split" assigns heads by branch number.
-            lengths, rates = cast("tuple[tuple[int, ...], ...]", tuple(zip(*sorted(zip(lengths, rates)))))
+            lengths, rates = cast("tuple[tuple[int, ...], ...]", tuple(zip(*ascending(zip(lengths, rates)))))
         if self.heads == "split" or set(rates) == {1}:
             object.__setattr__(self, "offsets", "mod")
         object.__setattr__(self, "segment_lengths", lengths)

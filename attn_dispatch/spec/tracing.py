@@ -23,6 +23,8 @@ _HARMLESS = tuple(
     if hasattr(checkpoint, name)
 )
 _TRACERS = (FakeTensor, FunctionalTensor)
+# Private; without it nothing is known of torch.func's transforms.
+_interpreters: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)
 _operator = threading.local()
 # Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
@@ -40,17 +42,19 @@ def graphed(*tensors: Tensor) -> bool:
 
 def is_traced(*tensors: Tensor) -> bool:
     """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode."""
-    return graphed(*tensors) or _transformed() or any(not isinstance(m, _HARMLESS) for m in _modes())
+    return graphed(*tensors) or is_transformed() or any(not isinstance(m, _HARMLESS) for m in _modes())
 
 
 def as_operator(*tensors: Any) -> bool:
     """Whether a call is one operator (operators.py): where it is traced, or a dispatch mode sees it.
 
-    It is not where torch.func transforms it, nor for tensors of other subclasses than a tracer's own, whose operators
-    reach the parts inside.
+    It is inside torch.func's grad and vmap, but not where tangents pass through it, nor for tensors of other subclasses
+    than a tracer's own, whose operators reach the parts inside.
     """
-    if getattr(_operator, "runs", False) or _transformed():
+    if getattr(_operator, "runs", False):
         return False
+    if is_transformed():
+        return {str(each.key()).split(".")[-1] for each in _interpreters()} <= {"Grad", "Vmap"}
     if any(isinstance(x, Tensor) and _wrapped(x) and not isinstance(x, _TRACERS) for x in tensors):
         return False
     plain = [x for x in tensors if isinstance(x, Tensor)]
@@ -81,9 +85,9 @@ def _modes() -> list[Any]:
     return _get_current_dispatch_mode_stack()
 
 
-def _transformed() -> bool:
-    level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)  # private
-    return level is not None and level() is not None
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is active; torch.compile traces this."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def _wrapped(x: Tensor) -> bool:

@@ -1,26 +1,29 @@
-"""attend() as one operator: compiled, exported, counted, differentiated."""
+"""attend() as one operator: exported, transformed, counted, differentiated."""
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
-from torch.utils.checkpoint import checkpoint
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_dispatch import attend, counters
-from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch import attend
+from attn_dispatch.decisions import decide
+from attn_dispatch.dispatch import adopt
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import pair_count
-from tests.support.calls import close, forget, formula, qkv
+from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -67,151 +70,6 @@ def aot(function: Function, **options: Any) -> Function:
     return compiled
 
 
-# --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
-@crossed(
-    lambda pattern, layout, return_lse: {"layout": layout, "return_lse": return_lse},
-    pattern=PATTERNS,
-    layout=("bnhd", "bhnd"),
-    return_lse=(False, True),
-)
-def test_a_compiled_call_and_its_gradients(pattern: Pattern, layout: str, return_lse: bool) -> None:
-    swapped = layout == "bhnd"
-    q, k, v = inputs = [x.double().requires_grad_() for x in qkv()]
-    given = [(x.transpose(1, 2) if swapped else x).detach().requires_grad_() for x in inputs]
-    result = aot(attend)(*given, pattern, layout=layout, return_lse=return_lse)
-    out, *lse = result if return_lse else (result,)
-    found, expected = (out.transpose(1, 2) if swapped else out, *lse), natural(q, k, v, pattern)
-    assert all(map(close, found, expected))
-    grads, wanted = (
-        differentiated(sum(x.square().sum() for x in results[: len(found)]), of)
-        for results, of in ((found, given), (expected, inputs))
-    )
-    assert all(close(x.transpose(1, 2) if swapped else x, y) for x, y in zip(grads, wanted))
-
-
-def test_eight_lengths_windows_and_grids_are_two_graphs() -> None:
-    for patterns in (
-        [(Dense(is_causal=True), n) for n in range(16, 32, 2)],
-        [(Window(w, 0), 40) for w in range(3, 19, 2)],
-        [(Window(w, None, sinks=w), 40 + w) for w in range(2, 18, 2)],
-        [(Neighborhood((n, n + 2), (3, 5)), n * (n + 2)) for n in range(5, 13)],
-        [(Dilated((n, 4 * n), (1, 2)), 8 * n) for n in range(2, 10)],
-    ):
-        torch._dynamo.reset()
-        counter = CompileCounter()
-        compiled = compile_(attend, fullgraph=True, backend=counter)
-        for pattern, length in patterns:
-            q, k, v = (torch.randn(1, length, 2, 8) for _ in range(3))
-            assert close(compiled(q, k, v, pattern), formula(q, k, v, pattern)[0])
-        assert counter.frame_count <= 2, patterns[0]
-
-
-def test_patterns_made_inside_the_compiled_function() -> None:
-    counter = CompileCounter()
-
-    def function(q: Tensor, k: Tensor, v: Tensor, window: int) -> Any:
-        return attend(q, k, v, Window(window, 0)) + attend(
-            q, k, v, segment_lengths=[window, 2 * window], dilation_rates=[1, 2]
-        )
-
-    compiled = compile_(function, fullgraph=True, backend=counter)
-    for window in range(3, 11):
-        q, k, v = (torch.randn(1, 32, 2, 8) for _ in range(3))
-        expected = formula(q, k, v, Window(window, 0))[0] + formula(q, k, v, Dilated((window, 2 * window), (1, 2)))[0]
-        assert close(compiled(q, k, v, window), expected)
-    assert counter.frame_count <= 2
-
-
-def test_another_decision_is_no_other_graph() -> None:
-    counter = CompileCounter()
-    compiled = compile_(attend, fullgraph=True, backend=counter)
-    compiled(*qkv())
-    assert counters()["measured"] == 1
-    forget()
-    compiled(*qkv())
-    assert (counter.frame_count, counters()["loaded"]) == (1, 1)
-
-
-def test_what_several_calls_make() -> None:
-    """Masks, documents, sinks, values of another width, grouped heads, a share of the heads, more keys than queries."""
-    q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    wide = torch.randn(1, 16, 2, 12, requires_grad=True)
-    ids = torch.tensor([[0] * 6 + [1] * 10])
-    mask = torch.arange(16)[None] % 5 > 0
-    for values, arguments in (
-        (v, {"documents": ids, "pattern": Window(3, 0)}),
-        (v, {"cu_seqlens": torch.tensor([0, 6, 16]), "is_causal": True, "return_lse": True}),
-        (v, {"sink": torch.randn(4), "return_lse": True}),
-        (v, {"documents": ids, "sink": torch.randn(4)}),
-        (wide, {"return_lse": True}),
-        (v, {"seq_lens": torch.tensor([11]), "key_mask": mask, "pattern": Window(4, 2)}),
-        (v, {"pattern": Dilated((4, 8), (1, 2)), "first_head": 4, "all_heads": 8}),
-        (v, {"scale": 0.3, "backend": "native"}),
-    ):
-        torch._dynamo.reset()
-        found, expected = (
-            result if isinstance(result, tuple) else (result,)
-            for result in (aot(attend)(q, k, values, **arguments), plain(q, k, values, **arguments))
-        )
-        assert all(close(one, other.double()) for one, other in zip(found, expected))
-        totals: Any = [sum(x.square().sum() for x in result) for result in (found, expected)]
-        wants = [torch.autograd.grad(total, (q, k, values)) for total in totals]
-        assert all(close(a, b.double()) for a, b in zip(*wants))
-    torch._dynamo.reset()
-    q = q.detach()
-    one = aot(attend)(q[:, :1], k, v, Window(5, 0))
-    assert close(one, attend(q[:, :1], k, v, Window(5, 0)).double())
-
-
-def test_autocast_and_no_grad() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = aot(attend)(q, k, v), attend(q, k, v)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
-    with torch.no_grad():
-        assert not aot(attend)(q, k, v).requires_grad
-
-
-def test_dropout_and_wrong_arguments() -> None:
-    """Dropout runs between graphs; errors name the argument as in a plain call."""
-    q, k, v = qkv()
-    torch.manual_seed(1)
-    found = compile_(attend, backend="eager")(q, k, v, dropout_p=0.5)
-    torch.manual_seed(1)
-    assert torch.equal(found, attend(q, k, v, dropout_p=0.5))
-    for arguments, text in (
-        ({"seq_lens": torch.tensor([99])}, "seq_lens"),
-        ({"segment_lengths": (4, 8), "dilation_rates": (1,)}, "dilation_rates"),
-        ({"pattern": Neighborhood((3, 3), (3, 3))}, "grid"),
-    ):
-        with pytest.raises(InvalidInput, match=text):
-            aot(attend)(q, k, v, **arguments)
-    with pytest.raises(Exception, match="4 axes"):
-        aot(attend)(q[0], k, v)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_are_bitwise(reentrant: bool) -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attend(q.sin(), k, v, Window(4, 2)).cos()
-
-    def compiled(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return checkpoint(block, q, k, v, use_reentrant=reentrant)
-
-    grads = []
-    for function in (compiled if reentrant else aot(compiled), aot(block)):
-        for x in (q, k, v):
-            x.grad = None
-        function(q, k, v).sum().backward()
-        grads.append([x.grad for x in (q, k, v)])
-    assert all(map(torch.equal, *grads))
-
-
 # --- torch.export, opcheck, derivatives -------------------------------------------------------------------------------
 
 
@@ -231,6 +89,34 @@ def test_an_exported_program_is_saved_and_loaded(strict: bool) -> None:
         q, k, v = (torch.randn(1, n, 2, 8) for _ in range(3))
         found, expected = loaded(q, k, v), formula(q, k, v, Dilated((4, 8), (1, 2)))
         assert all(close(one, other) for one, other in zip(found, expected))
+
+
+class Growing(nn.Module):
+    def __init__(self, pattern: Callable[[int], Pattern]) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v, self.pattern(q.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        lambda n: Window(n // 4, 0, sinks=n // 8),
+        lambda n: Dilated((n, n // 2), (2, 1)),
+        lambda n: Neighborhood((n // 4, 4), (3, 3)),
+    ],
+    ids=["window", "dilated", "grid"],
+)
+def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> None:
+    length = 4 * torch.export.Dim("quarter", min=4, max=999)
+    shapes = {name: {1: length} for name in "qkv"}
+    for strict in (False, True):
+        program: Any = torch.export.export(Growing(pattern), qkv(), dynamic_shapes=shapes, strict=strict).module()
+        assert close(program(*qkv(48)), natural(*qkv(48), pattern(48))[0])
+    graph = make_fx(Growing(pattern), tracing_mode="symbolic")(*qkv())
+    assert close(graph(*qkv(48)), natural(*qkv(48), pattern(48))[0])
 
 
 @crossed(
@@ -271,6 +157,79 @@ def test_second_derivatives_are_refused() -> None:
     assert operators is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
+@pytest.mark.parametrize("pattern", [Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2))], ids=str)
+def test_transforms_of_torch_func(pattern: Pattern) -> None:
+    """vmap by folding examples into the batch, with masks; grad, vjp, jacrev and grads of single examples."""
+    transforms: Any = torch.func
+    batches = [torch.stack([x.roll(n, 1) for n in range(3)]) for x in qkv()]
+    lens = torch.tensor([[9], [16], [3]])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return plain(q, k, v, pattern)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return function(q, k, v).square().sum()
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        x = [each.clone().requires_grad_() for each in (q, k, v)]
+        return [each.double() for each in torch.autograd.grad(natural(*x, pattern)[0].square().sum(), x)]
+
+    one = [x[0] for x in batches]
+    found = (
+        transforms.vmap(function)(*batches),
+        transforms.vmap(function, in_dims=(0, None, None))(batches[0], *one[1:]),
+    )
+    wanted = (
+        torch.stack([natural(*each, pattern)[0] for each in zip(*batches)]),
+        torch.stack([natural(q, *one[1:], pattern)[0] for q in batches[0]]),
+    )
+    assert all(map(close, found, wanted))
+    masked = transforms.vmap(lambda q, k, v, lens: plain(q, k, v, pattern, seq_lens=lens))(*batches, lens)
+    assert all(
+        torch.equal(*pair) for pair in zip(masked, (plain(*x, pattern, seq_lens=n) for *x, n in zip(*batches, lens)))
+    )
+    assert all(map(close, transforms.grad(loss, (0, 1, 2))(*one), gradients(*one)))
+    singles = zip(*(gradients(*each) for each in zip(*batches)))
+    assert all(
+        close(x, torch.stack(y)) for x, y in zip(transforms.vmap(transforms.grad(loss, (0, 1, 2)))(*batches), singles)
+    )
+    out, pull = transforms.vjp(function, *one)
+    assert all(map(close, pull(2 * out), gradients(*one)))
+    with pytest.raises(BackendFailed, match="for second derivatives"):
+        transforms.hessian(loss)(*one)
+
+
+def test_a_backend_without_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass is right though another backend takes it."""
+
+    @dataclass
+    class Plain:
+        name: str
+
+        def version(self) -> str:
+            return "1"
+
+        def workspace_bytes(self, problem: Problem) -> int:
+            return 0
+
+        def refusals(self, problem: Problem) -> list[Refusal]:
+            return [Refusal("lse", "returns none")] * problem.return_lse
+
+        def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+            return natural(q, k, v, problem.pattern)[0].to(q.dtype)
+
+    registry.register(Plain("plain"))
+    q, k, v = (x.requires_grad_() for x in qkv())
+    problem = Problem.of(q, k, v)
+    adopt(problem, decide.forced_decision(problem, "plain", None))
+    out = aot(attend)(q, k, v)
+    adopt(problem, decide.forced_decision(problem, "native", None))
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(natural(q, k, v, Dense())[0].square().sum(), (q, k, v))
+    assert all(close(one, other.double()) for one, other in zip(found, wanted))
+
+
 # --- FLOPs ------------------------------------------------------------------------------------------------------------
 
 
@@ -295,26 +254,3 @@ def test_flops_are_exact(pattern: Pattern) -> None:
         with counter:
             out.sum().backward()
         assert counter.get_total_flops() == 14 * 8 * pairs or counter.get_total_flops() == 10 * 8 * pairs
-
-
-# --- a second process -------------------------------------------------------------------------------------------------
-
-PROGRAM = """
-import torch
-from torch._dynamo.utils import counters
-from attn_dispatch import attend, Window
-q = torch.randn(1, 32, 2, 8, requires_grad=True)
-out = torch.compile(lambda q: attend(q.sin(), q, q, Window(4, 0)).cos(), fullgraph=True)(q)
-out.sum().backward()
-print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"])
-"""
-
-
-@pytest.mark.full
-def test_compiled_code_is_found_by_the_next_process(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    found = []
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, text=True)
-        found.append(done.stdout.split())
-    assert found == [["0", "1"], ["1", "0"]]
