@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Problem, attend, register
+from attn_dispatch.decisions import operators
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.tuning.intervals import median_interval
@@ -27,6 +28,8 @@ from tools.lib.common import parser, write
 
 CALLS, ROUNDS = 200, 201
 SHAPE = (1, 16, 2, 16)
+ONE_TOKEN = (1, 1, 1, 64)
+SDPA = "sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)"
 
 
 class Nothing:
@@ -47,21 +50,24 @@ class Nothing:
         return q
 
 
-def overhead(name: str, call: str, **arguments: Any) -> dict[str, float]:
-    """Microseconds that attend() adds: interleaved pairs of runs, each the mean of many calls.
+def overhead(
+    name: str, call: str, direct: str = "run(q, k, v, problem)", shape: tuple[int, ...] = SHAPE, **arguments: Any
+) -> dict[str, float]:
+    """Microseconds that a call adds to a direct one: interleaved pairs of runs, each the mean of many calls.
 
     Args:
-        call: the call of attend, as one would write it, of what is in `arguments` and q, k, v and `name`.
+        call: the call, as one would write it, of what is in `arguments` and q, k, v and `name`.
     """
-    q, k, v = (torch.randn(SHAPE) for _ in range(3))
+    q, k, v = (torch.randn(shape) for _ in range(3))
     problem = Problem.of(q, k, v, **arguments)
     there = {"attend": attend, "run": registry.load(name).run, "q": q, "k": k, "v": v, "name": name, **arguments}
+    there |= {"problem": problem, "sdpa": torch.nn.functional.scaled_dot_product_attention, "operator": operators.call}
     with_attend = timeit.Timer(call, globals=there)
-    direct = timeit.Timer("run(q, k, v, problem)", globals={**there, "problem": problem})
+    direct_call = timeit.Timer(direct, globals=there)
     added, alone = [], []
     with_attend.timeit(CALLS)
     for _ in range(ROUNDS):
-        alone.append(direct.timeit(CALLS) / CALLS * 1e6)
+        alone.append(direct_call.timeit(CALLS) / CALLS * 1e6)
         added.append(with_attend.timeit(CALLS) / CALLS * 1e6 - alone[-1])
     interval = median_interval(added)
     return {
@@ -149,6 +155,10 @@ def main() -> None:
     figures = {
         "shape": SHAPE,
         "dense_sdpa": overhead("sdpa", dense, pattern=Dense()),
+        "one_token": overhead("sdpa", dense, SDPA, ONE_TOKEN, pattern=Dense()),
+        "one_token_operator": overhead(
+            "sdpa", "operator(q, k, v, pattern, backend=name)", dense, ONE_TOKEN, pattern=Dense()
+        ),
         "dense_nothing": overhead("nothing", dense, pattern=Dense()),
         "dilated_nothing": overhead("nothing", dilated, **branches),
         "warm_first_ms": warm_first(),

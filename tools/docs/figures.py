@@ -91,13 +91,15 @@ def others(longnet: Any, dispatch: Any, routes: Any) -> str:
     rows.append((about, settled, "`python -m tools.bench.routes`"))
     again = "`python -m tools.bench.dispatch`"
     for name, about in (
-        ("dense_sdpa", "of `sdpa`, dense"),
-        ("dense_nothing", "of a backend that does nothing, dense"),
-        ("dilated_nothing", "of a backend that does nothing, dilated by the shorthands"),
+        ("dense_sdpa", "`attend()` on a hit over the call of `sdpa`, dense"),
+        ("one_token", "`attend()` on a hit over F.scaled_dot_product_attention with transposes, one token"),
+        ("one_token_operator", "the operator in a graph over `attend()` on a hit, one token"),
+        ("dense_nothing", "`attend()` on a hit over the call of a backend that does nothing, dense"),
+        ("dilated_nothing", "`attend()` on a hit over the same, dilated by the shorthands"),
     ):
         hit = dispatch[name]
         added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
-        rows.append((f"overhead of `attend()` on a hit over the call {about}", added, again))
+        rows.append((f"overhead of {about}", added, again))
     warm = dispatch["warm_first_ms"]
     added = f"{warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to {warm['high_ms']:.1f}) to {warm['direct_ms']:.1f} ms"
     rows.append(

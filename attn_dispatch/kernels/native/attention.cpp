@@ -8,13 +8,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <thread>
+
+#include <pthread.h> // and not <thread>, <chrono>: the library needs no C++ library, see variants.py
+#include <time.h>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -975,12 +976,15 @@ void join_splits(const Args& a, const Tile& tile, i64 b, i64 h, const float* sta
 // Where other programs take the cores, a call may wait a hundred times as long as it works for a thread that does not
 // run, and spins meanwhile. After such a wait calls run in one thread for some time, longer if it happens again soon.
 struct Waits {
-    using clock = std::chrono::steady_clock;
     static constexpr i64 LEAST = 200'000, OVER_WORK = 2; // of a wait that is too long: ns, and caller's own times of work
     static constexpr i64 UNIT = 16, MOST = 256 * UNIT, LONGEST = 1'000'000'000; // time in one thread: waits / UNIT, and ns
     std::atomic<i64> until{0}, length{UNIT};
 
-    static i64 now() { return std::chrono::nanoseconds(clock::now().time_since_epoch()).count(); }
+    static i64 now() {
+        timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return t.tv_sec * 1'000'000'000 + t.tv_nsec;
+    }
 
     void note(i64 start, i64 worked, i64 end) {
         i64 waited = end - worked, units = length.load(std::memory_order_relaxed);
@@ -997,16 +1001,16 @@ Waits waits;
 template <class Work> void in_threads(i64 threads, const Work& work) {
     struct Shared {
         const Work& work;
-        std::thread::id caller;
+        pthread_t caller;
         std::atomic<i64> next;
         i64 worked;
-    } shared{work, std::this_thread::get_id(), {0}, 0};
+    } shared{work, pthread_self(), {0}, 0};
     i64 start = Waits::now();
     if (threads == 1 || start < waits.until.load(std::memory_order_relaxed)) return work(shared.next);
     GOMP_parallel([](void* given) {
         Shared& s = *(Shared*)given;
         s.work(s.next);
-        if (std::this_thread::get_id() == s.caller) s.worked = Waits::now();
+        if (pthread_equal(pthread_self(), s.caller)) s.worked = Waits::now();
     }, &shared, (unsigned)threads, 0);
     waits.note(start, shared.worked, Waits::now());
 }
