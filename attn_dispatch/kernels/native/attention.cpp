@@ -1005,6 +1005,8 @@ template <class Work> void in_threads(i64 threads, const Work& work) {
         std::atomic<i64> next;
         i64 worked;
     } shared{work, pthread_self(), {0}, 0};
+    // A thread's first call makes its pool: threads that begin may be waited for on an idle machine too.
+    static thread_local bool pooled = false;
     i64 start = Waits::now();
     if (threads == 1 || start < waits.until.load(std::memory_order_relaxed)) return work(shared.next);
     GOMP_parallel([](void* given) {
@@ -1012,7 +1014,8 @@ template <class Work> void in_threads(i64 threads, const Work& work) {
         s.work(s.next);
         if (pthread_equal(pthread_self(), s.caller)) s.worked = Waits::now();
     }, &shared, (unsigned)threads, 0);
-    waits.note(start, shared.worked, Waits::now());
+    if (pooled) waits.note(start, shared.worked, Waits::now());
+    pooled = true;
 }
 
 // Calls visit(unit, tile, b, h, split, scratch) for every split of every tile, or of `together` tiles, from head h on.
