@@ -151,7 +151,7 @@ def main() -> None:
         "attend(q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,"
         " backend=name)"
     )
-    branches = {"segment_lengths": (8, 16), "dilation_rates": (1, 2), "is_causal": True}
+    branches: dict[str, Any] = {"segment_lengths": (8, 16), "dilation_rates": (1, 2), "is_causal": True}
     figures = {
         "shape": SHAPE,
         "dense_sdpa": overhead("sdpa", dense, pattern=Dense()),
