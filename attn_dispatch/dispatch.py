@@ -175,7 +175,7 @@ def attend(
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
             # Lists have no hash: repeat the call with tuples.
             return attend(q, k, v, pattern, backend=backend, order=order, **arguments)
-        if operators.serves(q, k, v, {**arguments, "backend": backend}):
+        if operators.applies(q, k, v, {**arguments, "backend": backend}):
             return operators.call(q, k, v, pattern, backend=backend, order=order, **arguments)
         tracing.check_sizes(q=q, k=k, v=v)
         if widths.unequal_or_empty(q, k, v):
@@ -327,29 +327,18 @@ def _run_prepared(
     return_lse: bool,
 ) -> Any:
     """Run a route with masks, layout "bhnd" or autocast."""
-    masks = {}
-    if seq_lens is not None:
-        if not route.graphed:
-            check_seq_lens_values(seq_lens, route.problem.q_len)
-        masks["seq_lens"] = seq_lens
-    if key_mask is not None:
-        masks["key_mask"] = key_mask
+    if seq_lens is not None and not route.graphed:
+        check_seq_lens_values(seq_lens, route.problem.q_len)
     if route.transposed:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    try:
-        if route.cast is None:
-            result = route.run(q, k, v, route.problem, **masks)
-        else:
-            with torch.autocast(q.device.type, enabled=False):
-                q, k, v = q.to(route.cast), k.to(route.cast), v.to(route.cast)
-                result = route.run(q, k, v, route.problem, **masks)
-    except NOT_WRAPPED:
-        raise
-    except Exception as error:
-        raise route.failure(error) from error
-    out, lse = route.parts(result)
+    if route.cast is None:
+        out, lse = route.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = q.to(route.cast), k.to(route.cast), v.to(route.cast)
+            out, lse = route.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
     out = out.transpose(1, 2) if route.transposed else out
-    return route.with_lse((out, lse)) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
 def _composed(
@@ -362,7 +351,7 @@ def _composed(
     arguments["return_lse"] = return_lse or sink is not None
     if documents is None and cu_seqlens is None:
         found = attend(q, k, v, layout=layout, **arguments)
-    elif operators.serves(q, k, v, arguments):
+    elif operators.applies(q, k, v, arguments):
         found = operators.call(q, k, v, layout=layout, documents=documents, cu_seqlens=cu_seqlens, **arguments)
     else:
         packed = packing.packed(q, k, v, documents, cu_seqlens, layout, arguments)
@@ -417,4 +406,4 @@ def _compiled(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sink: Any, **arg
     return _composed(q, k, v, sink=sink, pattern=pattern, **arguments)
 
 
-operators.plain_attend = attend
+operators.eager_attend = attend

@@ -2,7 +2,7 @@
 
 A graph holds `attn_dispatch::attend`, and in its backward pass `attn_dispatch::attend_backward`. They are decided when
 the graph runs, as a plain call is: no graph holds a choice, and none is traced anew for another one. Patterns travel as
-a word and integers that may be symbolic, so that another length, window or grid needs no other graph either.
+a text and integers that may be symbolic, so that another length, window or grid needs no other graph either.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from attn_dispatch import process_state
 from attn_dispatch.decisions.call import resolve
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
@@ -56,10 +57,10 @@ _AUTOGRAD_KEYS = [
 ]
 
 #: attend(), which runs what is composed of several calls; dispatch.py sets it.
-plain_attend: Callable[..., Any] | None = None
+eager_attend: Callable[..., Any] | None = None
 
 
-def serves(q: Any, k: Any, v: Any, arguments: Mapping[str, Any]) -> bool:
+def applies(q: Any, k: Any, v: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether a call is to be the operator: it is traced or seen by a dispatch mode.
 
     It is not with dropout or over ranks. A forced backend that consists of PyTorch's operators is traced through.
@@ -103,6 +104,8 @@ def call(
     Raises:
         InvalidInput: of what the graph depends on. The rest is checked when the operator runs.
     """
+    assert not dropout_p, "see applies()"
+    assert mesh is None, "see applies()"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4:
             got = list(x.shape) if isinstance(x, Tensor) else x
@@ -115,7 +118,7 @@ def call(
     for name, given in tensors.items():
         if given is not None and not isinstance(given, Tensor):
             raise InvalidInput(f"{name} must be a tensor, got {given!r}")
-    word, numbers = _spelled(pattern, segment_lengths, dilation_rates, is_causal)
+    code, numbers = _encoded_arguments(pattern, segment_lengths, dilation_rates, is_causal)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if layout == "bhnd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -125,36 +128,36 @@ def call(
     transformed = not torch.compiler.is_dynamo_compiling() and tracing.is_transformed()
     run = _Transformed.apply if transformed else _forward_op
     out, lse = run(
-        q, k, v, seq_lens, key_mask, documents, cu_seqlens, word, numbers, scale, backend, order, first_head, all_heads,
+        q, k, v, seq_lens, key_mask, documents, cu_seqlens, code, numbers, scale, backend, order, first_head, all_heads,
         needs_grad, return_lse,
     )  # fmt: skip
     out = out.transpose(1, 2) if layout == "bhnd" else out
     return (out, lse) if return_lse else out
 
 
-# --- patterns as words and numbers ------------------------------------------------------------------------------------
+# --- patterns in graphs -----------------------------------------------------------------------------------------------
 
 
-def _spelled(
+def _encoded_arguments(
     pattern: Pattern | None, segment_lengths: Any, dilation_rates: Any, is_causal: bool
 ) -> tuple[str, list[int]]:
-    """A word and numbers for the pattern that `attend`'s arguments give; `_pattern` reads them.
+    """A text and numbers for the pattern that `attend`'s arguments give; `_decoded` reads them.
 
     No constructor is called: its comparisons would make symbolic numbers part of the graph.
     """
     if pattern is not None:
         if not isinstance(pattern, Pattern) or segment_lengths is not None or dilation_rates is not None or is_causal:
             choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
-        return _spelled_pattern(pattern)
+        return _encoded(pattern)
     if not isinstance(is_causal, bool) or (segment_lengths is None) != (dilation_rates is None):
         choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
     if segment_lengths is None:
         return f"dense {is_causal}", []
-    lengths, rates = _listed(segment_lengths), _listed(dilation_rates)
+    lengths, rates = ([x] if isinstance(x, int) else list(x) for x in (segment_lengths, dilation_rates))
     return f"dilated {is_causal} mod all {len(lengths)} {len(rates)}", [*lengths, *rates, 0, -1]
 
 
-def _spelled_pattern(pattern: Pattern) -> tuple[str, list[int]]:
+def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
     if isinstance(pattern, Dense):
         return f"dense {pattern.is_causal}", []
     if isinstance(pattern, Window):
@@ -162,24 +165,20 @@ def _spelled_pattern(pattern: Pattern) -> tuple[str, list[int]]:
         return "window", [*sides, pattern.sinks]
     if isinstance(pattern, Dilated):
         lengths, rates = pattern.segment_lengths, pattern.dilation_rates
-        word = f"dilated {pattern.is_causal} {pattern.offsets} {pattern.heads} {len(lengths)} {len(rates)}"
-        return word, [*lengths, *rates, pattern.first_head, -1 if pattern.all_heads is None else pattern.all_heads]
+        code = f"dilated {pattern.is_causal} {pattern.offsets} {pattern.heads} {len(lengths)} {len(rates)}"
+        return code, [*lengths, *rates, pattern.first_head, -1 if pattern.all_heads is None else pattern.all_heads]
     if isinstance(pattern, Neighborhood):
         causal = ",".join([str(flag) for flag in pattern.is_causal])
         return f"neighborhood {pattern.edges} {causal}", [*pattern.grid, *pattern.window, *pattern.dilation]
     assert isinstance(pattern, Reordered)
-    word, numbers = _spelled_pattern(pattern.pattern)
-    return f"reordered {pattern.order} {word}", numbers
-
-
-def _listed(numbers: Any) -> list[int]:
-    return [numbers] if isinstance(numbers, int) else list(numbers)
+    code, numbers = _encoded(pattern.pattern)
+    return f"reordered {pattern.order} {code}", numbers
 
 
 @lru_cache(4096)
-def _pattern(word: str, numbers: tuple[int, ...]) -> Pattern:
-    """The pattern of a word and its numbers. Raises InvalidInput."""
-    kind, *rest = word.split()
+def _decoded(code: str, numbers: tuple[int, ...]) -> Pattern:
+    """The pattern of a text and its numbers. Raises InvalidInput."""
+    kind, *rest = code.split()
     if kind == "dense":
         return Dense(rest[0] == "True")
     if kind == "window":
@@ -205,14 +204,14 @@ def _pattern(word: str, numbers: tuple[int, ...]) -> Pattern:
         grid, window, dilation = numbers[:axes], numbers[axes : 2 * axes], numbers[2 * axes :]
         return Neighborhood(grid, window, dilation, flags, edges)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert kind == "reordered"
-    return Reordered(_pattern(" ".join(rest[1:]), numbers), rest[0])
+    return Reordered(_decoded(" ".join(rest[1:]), numbers), rest[0])
 
 
 # --- what the operators do when they run ------------------------------------------------------------------------------
 
 
 @contextmanager
-def _as_plain_call(needs_grad: bool) -> Iterator[None]:
+def _as_eager_call(needs_grad: bool) -> Iterator[None]:
     """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for each in _AUTOGRAD_KEYS:
@@ -228,43 +227,52 @@ def _as_plain_call(needs_grad: bool) -> Iterator[None]:
 
 
 def _computed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_lens: Tensor | None,
-    key_mask: Tensor | None,
-    documents: Tensor | None,
-    cu_seqlens: Tensor | None,
-    word: str,
-    numbers: list[int],
-    scale: float | None,
-    backend: str | None,
-    order: str | None,
-    first_head: int | None,
-    all_heads: int | None,
-    return_lse: bool,
-    needs_grad: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """out, and lse where it is known. Without gradients by attend(), which finds its routes sooner."""
-    pattern = _pattern(word, tuple(numbers))
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None, documents: Tensor | None,
+    cu_seqlens: Tensor | None, code: str, numbers: list[int], scale: float | None, backend: str | None,
+    order: str | None, first_head: int | None, all_heads: int | None, return_lse: bool, *, needs_grad: bool,
+    known: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """out, and lse where it is known. Without gradients by attend(), which finds its routes sooner.
+
+    Args:
+        known: out and lse of the forward pass. They are computed again where it consisted of several calls, left lse
+            out, or was traced without gradients.
+    """
+    pattern = _decoded(code, tuple(numbers))
     common: dict[str, Any] = {
         "seq_lens": seq_lens, "key_mask": key_mask, "scale": scale, "return_lse": return_lse, "first_head": first_head,
         "all_heads": all_heads,
     }  # fmt: skip
     if documents is not None or cu_seqlens is not None or _is_composed(q, k, v) or not needs_grad:
         packed = {"documents": documents, "cu_seqlens": cu_seqlens, "backend": backend, "order": order}
-        assert plain_attend is not None
-        found = plain_attend(q, k, v, pattern, **common, **packed)
+        assert eager_attend is not None
+        found = eager_attend(q, k, v, pattern, **common, **packed)
         return found if return_lse else (found, None)
     problem = Problem.of(q, k, v, pattern, **common)
     if seq_lens is not None:
         check_seq_lens_values(seq_lens, problem.q_len)
     resolved = resolve(problem, backend, order)
     # lse is needed by the backward pass. What decides is the call without it, as where no graph is made.
-    with_lse = replace(problem, return_lse=True)
-    if return_lse or registry.load(resolved.backend.split("@")[0]).refusals(with_lse):
-        return resolved.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
-    return replace(resolved, problem=with_lse).result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+    if not return_lse and _gives_lse(resolved.backend.split("@")[0], problem):
+        resolved = replace(resolved, problem=replace(problem, return_lse=True))
+    again = known is None or not known[1].numel() or problem in _without_lse
+    with nullcontext() if known is None or again else result_known(k, v, *known):
+        out, lse = resolved.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+    if lse is None:
+        _without_lse.add(problem)
+    return out, lse
+
+
+_without_lse: set[Problem] = set()  # problems of forward passes that left lse out
+
+
+@lru_cache(4096)
+def _gives_lse(backend: str, problem: Problem) -> bool:
+    return not registry.load(backend).refusals(replace(problem, return_lse=True))
+
+
+process_state.register(process_state.ROUTES, _gives_lse.cache_clear)
+process_state.register(process_state.FACTS, _without_lse.clear)
 
 
 def _is_composed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -275,10 +283,10 @@ def _is_composed(q: Tensor, k: Tensor, v: Tensor) -> bool:
 @torch.library.impl("attn_dispatch::attend", "default")
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *arguments, needs_grad, return_lse = rest
-    with _as_plain_call(needs_grad):
+    with _as_eager_call(needs_grad):
         inputs = (x.detach().requires_grad_() if needs_grad else x for x in (q, k, v))
-        given: list[Any] = [*inputs, *arguments, return_lse, needs_grad]
-        out, lse = _computed(*given)
+        given: list[Any] = [*inputs, *arguments, return_lse]
+        out, lse = _computed(*given, needs_grad=needs_grad)
     if lse is None or not (needs_grad or return_lse):
         shape = (q.shape[0], q.shape[2], q.shape[1]) if needs_grad or return_lse else (0,)
         lse = q.new_full(shape, torch.nan, dtype=sum_dtype(q.dtype))  # unknown: backward passes compute it again
@@ -297,21 +305,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    with _as_plain_call(True):
+    with _as_eager_call(True):
         inputs: Any = tuple(x.detach().requires_grad_() for x in (q, k, v))
-        # What consists of several calls is computed again, and what a graph traced without gradients computed.
-        again = rest[2] is not None or rest[3] is not None or _is_composed(q, k, v) or _is_unknown(lse)
-        with nullcontext() if again else result_known(inputs[1], inputs[2], out, lse):
-            found = _computed(*inputs, *rest)
+        found = _computed(*inputs, *rest, needs_grad=True, known=(out, lse))
         pairs = [(x, weight) for x, weight in zip(found, (grad, grad_lse)) if x is not None and weight is not None]
         grads = gradients([x for x, _ in pairs], inputs, [weight for _, weight in pairs], allow_unused=True)
     whole = (x.new_zeros(x.shape) if grad is None else grad for x, grad in zip((q, k, v), grads))
     return tuple(grad.to(q.dtype).contiguous() for grad in whole)
-
-
-def _is_unknown(lse: Tensor) -> bool:
-    """Whether a forward pass left lse out; where another device holds it, that is not looked up, which would wait."""
-    return not lse.numel() or (lse.device.type == "cpu" and bool(lse.flatten()[0].isnan()))
 
 
 @torch.library.register_fake("attn_dispatch::attend_backward")  # type: ignore[untyped-decorator]
@@ -360,12 +360,12 @@ _TransformedBackward = _in_transforms(
 )
 
 
-def _folding(operator: Any, tensors: int) -> Callable[..., Any]:
+def _batching_rule(operator: Any, tensors: int) -> Callable[..., Any]:
     """The rule of vmap: the examples are part of the batch. `tensors`: the arguments that are tensors or None."""
 
     def rule(info: Any, dims: tuple[int | None, ...], *args: Any) -> Any:
         def folded(x: Tensor | None, dim: int | None) -> Tensor | None:
-            if x is None or not x.numel():
+            if x is None or x.shape == (0,):  # an lse that was left out
                 return x
             x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             return x.flatten(0, 1)
@@ -373,14 +373,14 @@ def _folding(operator: Any, tensors: int) -> Callable[..., Any]:
         if args[tensors - 1] is not None:
             raise NoBackend("cu_seqlens cannot be mapped by torch.vmap: give documents=")
         found = operator(*map(folded, args[:tensors], dims), *args[tensors:])
-        split = [x.unflatten(0, (info.batch_size, -1)) if x.numel() else x for x in found]
-        return tuple(split), tuple(0 if x.numel() else None for x in found)
+        split = [x if x.shape == (0,) else x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in found]
+        return tuple(split), tuple(None if x.shape == (0,) else 0 for x in found)
 
     return rule
 
 
-torch.library.register_vmap("attn_dispatch::attend", _folding(_forward_op, 7))
-torch.library.register_vmap("attn_dispatch::attend_backward", _folding(_backward_op, 11))
+torch.library.register_vmap("attn_dispatch::attend", _batching_rule(_forward_op, 7))
+torch.library.register_vmap("attn_dispatch::attend_backward", _batching_rule(_backward_op, 11))
 
 
 # --- floating-point operations ----------------------------------------------------------------------------------------
@@ -395,13 +395,13 @@ def count_flops() -> None:
         if packet not in counter.flop_registry:
             counter.register_flop_formula(packet)(formula)
         for mode in _get_current_dispatch_mode_stack():  # those that were entered before
-            registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
-            if registry is not None:
-                registry.setdefault(packet, counter.flop_registry[packet])
+            formulas = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+            if formulas is not None:
+                formulas.setdefault(packet, counter.flop_registry[packet])
 
 
-def _pairs(q: Any, k: Any, word: str, numbers: Any) -> int:
-    return int(q[0]) * pair_count(_pattern(word, tuple(map(int, numbers))), int(q[1]), int(k[1]), int(q[2]))
+def _pairs(q: Any, k: Any, code: str, numbers: Any) -> int:
+    return int(q[0]) * pair_count(_decoded(code, tuple(map(int, numbers))), int(q[1]), int(k[1]), int(q[2]))
 
 
 def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_dispatch.errors import InvalidInput
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # by PyTorch, which needs none here
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
 
 # Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
 _HARMLESS = tuple(
@@ -23,8 +27,6 @@ _HARMLESS = tuple(
     if hasattr(checkpoint, name)
 )
 _TRACERS = (FakeTensor, FunctionalTensor)
-# Private; without it nothing is known of torch.func's transforms.
-_interpreters: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)
 _operator = threading.local()
 # Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
@@ -54,7 +56,9 @@ def as_operator(*tensors: Any) -> bool:
     if getattr(_operator, "runs", False):
         return False
     if is_transformed():
-        return {str(each.key()).split(".")[-1] for each in _interpreters()} <= {"Grad", "Vmap"}
+        functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = functorch.TransformType.Grad, functorch.TransformType.Vmap
+        return all(each.key() in kinds for each in functorch.get_interpreter_stack())
     if any(isinstance(x, Tensor) and _wrapped(x) and not isinstance(x, _TRACERS) for x in tensors):
         return False
     plain = [x for x in tensors if isinstance(x, Tensor)]

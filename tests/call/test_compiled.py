@@ -4,64 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import attend, counters
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.reordered import Reordered
 from tests.support.calls import close, forget, formula, qkv
+from tests.support.graphs import PATTERNS, aot, attended, compile_, differentiated, exact
 from tests.support.pairwise import crossed
 
-pytestmark = pytest.mark.usefixtures("little_time")
-
-OP = torch.ops.attn_dispatch.attend.default
-PATTERNS = (
-    Dense(),
-    Dense(is_causal=True),
-    Window(4, 2),
-    Window(3, 0, sinks=2),
-    Dilated((4, 16), (1, 2)),
-    Dilated((4, 8), (1, 2), is_causal=True, offsets="block"),
-    Neighborhood((4, 4), (3, 3)),
-    Neighborhood((16,), (3,), (2,), edges="shift"),
-    Reordered(Neighborhood((4, 4), (3, 3)), "hilbert"),
-)
-
-Function = Callable[..., Any]
-compile_: Function = torch.compile
-natural: Function = formula
-plain: Function = attend
-differentiated: Function = torch.autograd.grad
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Attention(nn.Module):
-    def __init__(self, pattern: Pattern | None, **arguments: Any) -> None:
-        super().__init__()
-        self.pattern, self.arguments = pattern, arguments
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attend(q, k, v, self.pattern, **self.arguments)
-
-
-def aot(function: Function, **options: Any) -> Function:
-    """Compiled without gaps, with AOTAutograd's graphs of both passes, without a C++ compiler."""
-    compiled: Function = compile_(function, fullgraph=True, backend="aot_eager", **options)
-    return compiled
+pytestmark = pytest.mark.usefixtures("little_time", "fresh_compiler")
 
 
 @crossed(
@@ -76,7 +34,7 @@ def test_a_compiled_call_and_its_gradients(pattern: Pattern, layout: str, return
     given = [(x.transpose(1, 2) if swapped else x).detach().requires_grad_() for x in inputs]
     result = aot(attend)(*given, pattern, layout=layout, return_lse=return_lse)
     out, *lse = result if return_lse else (result,)
-    found, expected = (out.transpose(1, 2) if swapped else out, *lse), natural(q, k, v, pattern)
+    found, expected = (out.transpose(1, 2) if swapped else out, *lse), exact(q, k, v, pattern)
     assert all(map(close, found, expected))
     grads, wanted = (
         differentiated(sum(x.square().sum() for x in results[: len(found)]), of)
@@ -148,7 +106,7 @@ def test_what_several_calls_make() -> None:
         torch._dynamo.reset()
         found, expected = (
             result if isinstance(result, tuple) else (result,)
-            for result in (aot(attend)(q, k, values, **arguments), plain(q, k, values, **arguments))
+            for result in (aot(attend)(q, k, values, **arguments), attended(q, k, values, **arguments))
         )
         assert all(close(one, other.double()) for one, other in zip(found, expected))
         totals: Any = [sum(x.square().sum() for x in result) for result in (found, expected)]
@@ -165,7 +123,7 @@ def test_gradients_through_lse_alone() -> None:
     for arguments in ({}, {"documents": torch.tensor([[0] * 6 + [1] * 10])}):
         torch._dynamo.reset()
         grads = []
-        for function in (aot(attend), plain):
+        for function in (aot(attend), attended):
             x = [each.requires_grad_() for each in qkv()]
             function(*x, is_causal=True, return_lse=True, **arguments)[1].square().sum().backward()
             grads.append([torch.zeros_like(each) if each.grad is None else each.grad for each in x])

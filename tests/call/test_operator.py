@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend
-from attn_dispatch.decisions import decide
+from attn_dispatch.decisions import decide, operators
 from attn_dispatch.dispatch import adopt
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
@@ -24,35 +24,10 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import pair_count
 from tests.support.calls import close, formula, qkv
+from tests.support.graphs import OP, PATTERNS, aot, attended, exact
 from tests.support.pairwise import crossed
 
-pytestmark = pytest.mark.usefixtures("little_time")
-
-OP = torch.ops.attn_dispatch.attend.default
-PATTERNS = (
-    Dense(),
-    Dense(is_causal=True),
-    Window(4, 2),
-    Window(3, 0, sinks=2),
-    Dilated((4, 16), (1, 2)),
-    Dilated((4, 8), (1, 2), is_causal=True, offsets="block"),
-    Neighborhood((4, 4), (3, 3)),
-    Neighborhood((16,), (3,), (2,), edges="shift"),
-    Reordered(Neighborhood((4, 4), (3, 3)), "hilbert"),
-)
-
-Function = Callable[..., Any]
-compile_: Function = torch.compile
-natural: Function = formula
-plain: Function = attend
-differentiated: Function = torch.autograd.grad
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("little_time", "fresh_compiler")
 
 
 class Attention(nn.Module):
@@ -62,12 +37,6 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attend(q, k, v, self.pattern, **self.arguments)
-
-
-def aot(function: Function, **options: Any) -> Function:
-    """Compiled without gaps, with AOTAutograd's graphs of both passes, without a C++ compiler."""
-    compiled: Function = compile_(function, fullgraph=True, backend="aot_eager", **options)
-    return compiled
 
 
 # --- torch.export, opcheck, derivatives -------------------------------------------------------------------------------
@@ -114,9 +83,9 @@ def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> No
     shapes = {name: {1: length} for name in "qkv"}
     for strict in (False, True):
         program: Any = torch.export.export(Growing(pattern), qkv(), dynamic_shapes=shapes, strict=strict).module()
-        assert close(program(*qkv(48)), natural(*qkv(48), pattern(48))[0])
+        assert close(program(*qkv(48)), exact(*qkv(48), pattern(48))[0])
     graph = make_fx(Growing(pattern), tracing_mode="symbolic")(*qkv())
-    assert close(graph(*qkv(48)), natural(*qkv(48), pattern(48))[0])
+    assert close(graph(*qkv(48)), exact(*qkv(48), pattern(48))[0])
 
 
 @crossed(
@@ -126,17 +95,15 @@ def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> No
     kind=(torch.float32, torch.bfloat16, torch.float64),
 )
 def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
-    from attn_dispatch.decisions import operators
-
-    word, numbers = operators._spelled_pattern(pattern)
-    assert operators._pattern(word, tuple(numbers)) == pattern
+    code, numbers = operators._encoded(pattern)
+    assert operators._decoded(code, tuple(numbers)) == pattern
     lens = torch.tensor([11]) if masked else None
     mask = torch.arange(16)[None] % 5 > 0 if masked else None
     tensors = [x.to(kind).requires_grad_() for x in qkv()]
-    settings = (None, None, word, numbers, None, None, None, None, None)
+    settings = (None, None, code, numbers, None, None, None, None, None)
     torch.library.opcheck(OP, (*tensors, lens, mask, *settings, True, masked))
-    plain = [x.detach() for x in tensors]
-    torch.library.opcheck(OP, (*plain, lens, mask, *settings, False, masked))
+    detached = [x.detach() for x in tensors]
+    torch.library.opcheck(OP, (*detached, lens, mask, *settings, False, masked))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -147,14 +114,11 @@ def test_gradcheck(pattern: Pattern) -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    from attn_dispatch.decisions import operators
-
     q, k, v = (x.requires_grad_() for x in qkv())
     with FlopCounterMode(display=False):
         (grad,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
         with pytest.raises(BackendFailed, match="no second derivatives"):
             torch.autograd.grad(grad.sum(), q)
-    assert operators is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
@@ -166,14 +130,14 @@ def test_transforms_of_torch_func(pattern: Pattern) -> None:
     lens = torch.tensor([[9], [16], [3]])
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return plain(q, k, v, pattern)
+        return attended(q, k, v, pattern)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return function(q, k, v).square().sum()
 
     def gradients(q: Tensor, k: Tensor, v: Tensor) -> Any:
         x = [each.clone().requires_grad_() for each in (q, k, v)]
-        return [each.double() for each in torch.autograd.grad(natural(*x, pattern)[0].square().sum(), x)]
+        return [each.double() for each in torch.autograd.grad(exact(*x, pattern)[0].square().sum(), x)]
 
     one = [x[0] for x in batches]
     found = (
@@ -181,13 +145,13 @@ def test_transforms_of_torch_func(pattern: Pattern) -> None:
         transforms.vmap(function, in_dims=(0, None, None))(batches[0], *one[1:]),
     )
     wanted = (
-        torch.stack([natural(*each, pattern)[0] for each in zip(*batches)]),
-        torch.stack([natural(q, *one[1:], pattern)[0] for q in batches[0]]),
+        torch.stack([exact(*each, pattern)[0] for each in zip(*batches)]),
+        torch.stack([exact(q, *one[1:], pattern)[0] for q in batches[0]]),
     )
     assert all(map(close, found, wanted))
-    masked = transforms.vmap(lambda q, k, v, lens: plain(q, k, v, pattern, seq_lens=lens))(*batches, lens)
+    masked = transforms.vmap(lambda q, k, v, lens: attended(q, k, v, pattern, seq_lens=lens))(*batches, lens)
     assert all(
-        torch.equal(*pair) for pair in zip(masked, (plain(*x, pattern, seq_lens=n) for *x, n in zip(*batches, lens)))
+        torch.equal(*pair) for pair in zip(masked, (attended(*x, pattern, seq_lens=n) for *x, n in zip(*batches, lens)))
     )
     assert all(map(close, transforms.grad(loss, (0, 1, 2))(*one), gradients(*one)))
     singles = zip(*(gradients(*each) for each in zip(*batches)))
@@ -217,7 +181,7 @@ def test_a_backend_without_lse(monkeypatch: pytest.MonkeyPatch) -> None:
             return [Refusal("lse", "returns none")] * problem.return_lse
 
         def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
-            return natural(q, k, v, problem.pattern)[0].to(q.dtype)
+            return exact(q, k, v, problem.pattern)[0].to(q.dtype)
 
     registry.register(Plain("plain"))
     q, k, v = (x.requires_grad_() for x in qkv())
@@ -226,7 +190,7 @@ def test_a_backend_without_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     out = aot(attend)(q, k, v)
     adopt(problem, decide.forced_decision(problem, "native", None))
     found = torch.autograd.grad(out.square().sum(), (q, k, v))
-    wanted = torch.autograd.grad(natural(q, k, v, Dense())[0].square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(exact(q, k, v, Dense())[0].square().sum(), (q, k, v))
     assert all(close(one, other.double()) for one, other in zip(found, wanted))
 
 
@@ -247,10 +211,10 @@ def test_flops_are_exact(pattern: Pattern) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     pairs = int(pattern.multiplicity(16, 16, 2).expand(2, -1, -1).sum())
     exported: Any = torch.export.export(Attention(pattern), qkv()).module()
-    for function in (lambda *x: plain(*x, pattern), lambda *x: plain(*x, pattern, backend="native"), exported):
+    for function in (lambda *x: attended(*x, pattern), lambda *x: attended(*x, pattern, backend="native"), exported):
         with FlopCounterMode(display=False) as counter:
             out = function(q, k, v)
         assert counter.get_total_flops() == 4 * 8 * pairs
-        with counter:
+        with FlopCounterMode(display=False) as counter:
             out.sum().backward()
-        assert counter.get_total_flops() == 14 * 8 * pairs or counter.get_total_flops() == 10 * 8 * pairs
+        assert counter.get_total_flops() == 10 * 8 * pairs

@@ -24,14 +24,12 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from tests.support.calls import close, counted, formula, qkv
+from tests.support.graphs import OP, Function, attended, exact
 from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
-OP = torch.ops.attn_dispatch.attend.default
 PATTERNS = (Dense(), Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2)), Neighborhood((4, 4), (3, 3)))
-
-Function = Callable[..., Any]
 
 
 class Module(nn.Module):
@@ -55,8 +53,6 @@ TRACERS: dict[str, Callable[..., Function]] = {
 }
 
 
-exact: Function = formula
-attended: Function = attend
 selective: Function = create_selective_checkpoint_contexts
 
 

@@ -109,6 +109,16 @@ def no_threads_are_left() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile without the functions that earlier tests compiled."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def three_threads() -> Iterator[None]:
     """More than the tests' one, and no divisor of most sizes."""
     before = torch.get_num_threads()

@@ -973,8 +973,8 @@ void join_splits(const Args& a, const Tile& tile, i64 b, i64 h, const float* sta
     write_results<E>(a, b, h, unit, rows, s);
 }
 
-// Where other programs take the cores, a call may wait a hundred times as long as it works for a thread that does not
-// run, and spins meanwhile. After such a wait calls run in one thread for some time, longer if it happens again soon.
+// Where other programs take the cores, a call may wait for a thread that does not run far longer than it works, and
+// spins meanwhile. After such a wait calls run in one thread for some time, longer if it happens again soon.
 struct Waits {
     static constexpr i64 LEAST = 200'000, OVER_WORK = 2; // of a wait that is too long: ns, and caller's own times of work
     static constexpr i64 UNIT = 16, MOST = 256 * UNIT, LONGEST = 1'000'000'000; // time in one thread: waits / UNIT, and ns
