@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_dispatch.errors import InvalidInput
-
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # by PyTorch, which needs none here
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
 
 # Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
 _HARMLESS = tuple(
