@@ -39,6 +39,7 @@ from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, exhausted, sampled_in_rounds
 
+TARGET = 0.02  #: half-width of a median's interval, as its share, that a race goes on for where nobody waits
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
 # Of the check of another machine's choice.
@@ -76,8 +77,9 @@ class Race:
         return self.request.problem
 
     def run(self, example: Example, remaining_s: float | None, disturbed_s: float | None = None) -> Steps[None]:
-        """Time the candidates round by round, within what remains of the budget (seconds); `disturbed_s` if that is
-        more, and other programs take the cores. Where other code runs between two steps, call `pause` before it.
+        """Time the candidates round by round, within what remains of the budget (seconds); where a caller waits,
+        `disturbed_s` if that is more and other programs take the cores. With it, and in steps, the race ends once no
+        comparison is open. Where other code runs between two steps, call `pause` before it.
         """
         self._skip_slowest(remaining_s)
         racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.skipped}
@@ -250,11 +252,9 @@ class Race:
     def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Steps[Rounds]:
         device = self.problem.device
         cuda = CudaStopwatch(device) if device.type == "cuda" else None
+        retakes = 0 if self.stepped else RETAKES  # a step is one sample
         host = HostStopwatch(
-            reading=Load.so_far,
-            caller_clock=load.caller_s,
-            threads=torch.get_num_threads(),
-            retakes=0 if self.stepped else RETAKES,  # a step is one sample
+            reading=Load.so_far, caller_clock=load.caller_s, threads=torch.get_num_threads(), retakes=retakes
         )
         candidates = {call: self.runners[name][0] for name, call in calls.items()}
         stopwatch = self._stopwatch = _MarkedStopwatch(cuda or host, self.request, candidates)
@@ -273,6 +273,7 @@ class Race:
             incumbents=(self.incumbent,),
             first_ms={name: self.runners[name][1].call_ms for name in calls},
             extra_ms={name: self._plan_share_ms(name) for name in calls},
+            target=TARGET if disturbed_s is None and not self.stepped else math.inf,
         )
         return replace(rounds, failures=failures | rounds.failures)
 

@@ -36,12 +36,12 @@ from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted
 
 # Of a trial that a caller waits for.
-FIXED_S = 0.06  #: seconds that it may take for a problem of microseconds
+FIXED_S = 0.05  #: seconds that it may take for a problem of microseconds
 CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
-RACE_S, RACE_CALLS = 0.04, 9  #: seconds and calls of the fastest candidate that a race gets at least
-BUSY_FACTOR = 4  #: factor on all seconds where other programs take the cores: calls take longer
-BUSY_RACE_FACTOR = 12  #: likewise on the least seconds of a race: of many samples few are undisturbed
+RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
+BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: calls take longer
+BUSY_RACE_FACTOR = 16  #: likewise on the least seconds of a race: of many samples few are undisturbed
 
 # Of a trial that is taken in steps between calls of the program.
 STEP_S, STEP_SHARE = 0.02, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
