@@ -15,17 +15,19 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from attn_dispatch import packing, process_state, widths
-from attn_dispatch.decisions import decide, operators, unmeasured
+from attn_dispatch.decisions import decide, unmeasured
 from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, notify, run_function
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem, autocast_dtype, check_seq_lens_values, check_sink, matmul_precision
+from attn_dispatch.spec.problem import Problem, matmul_precision
 from attn_dispatch.spec.shapes import measured_for
+from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values, check_sink
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.tensor_match import Fits, fits
 from attn_dispatch.text import titled
@@ -83,6 +85,9 @@ def attend(
     documents: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     sink: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     first_head: int | None = None,
     all_heads: int | None = None,
 ) -> Any:
@@ -116,6 +121,10 @@ def attend(
             starts, and the end of the last. Both are read on the host.
         sink: [heads], floating point: the score, not scaled, of one more key for each head, whose value is
             0. It is part of lse, and gets a gradient.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`, before a bias is added.
+        bias: [1 or batch, 1 or heads, q_len, k_len], floating point, added to the scores; -inf hides a key.
+        alibi_slopes: [heads] or [batch, heads], floating point: `slope * distance` in tokens is subtracted from the
+            scores; the last query is aligned with the last key.
         first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:
             the number of q's first head, and of all heads. Patterns that differ by head go by these numbers.
 
@@ -133,21 +142,21 @@ def attend(
             q, k, v, pattern, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,
             seq_lens=seq_lens, key_mask=key_mask, dropout_p=dropout_p, scale=scale, layout=layout, backend=backend,
             order=order, mesh=mesh, return_lse=return_lse, documents=documents, cu_seqlens=cu_seqlens, sink=sink,
-            first_head=first_head, all_heads=all_heads,
+            softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, first_head=first_head, all_heads=all_heads,
         )  # fmt: skip
     if sink is not None or documents is not None or cu_seqlens is not None:
         return _composed(
             q, k, v, documents, cu_seqlens, sink, layout, pattern=pattern, segment_lengths=_hashable(segment_lengths),
             dilation_rates=_hashable(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
             dropout_p=dropout_p, scale=scale, backend=backend, order=order, mesh=mesh, return_lse=return_lse,
-            first_head=first_head, all_heads=all_heads,
+            softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, first_head=first_head, all_heads=all_heads,
         )  # fmt: skip
     if mesh is not None:
         return _over_mesh(
             mesh, q, k, v, pattern=pattern, segment_lengths=_hashable(segment_lengths),
             dilation_rates=_hashable(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
             dropout_p=dropout_p, scale=scale, layout=layout, backend=backend, order=order, return_lse=return_lse,
-            first_head=first_head, all_heads=all_heads,
+            softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, first_head=first_head, all_heads=all_heads,
         )  # fmt: skip
     signature: Any = None
     try:
@@ -156,6 +165,7 @@ def attend(
             order, return_lse, first_head, all_heads,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
+            (softcap is None and bias is None and alibi_slopes is None) or (softcap, *map(_facts, (bias, alibi_slopes))),
             torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _mode_count(),
         )  # fmt: skip
         route = _routes.get(signature)
@@ -169,8 +179,8 @@ def attend(
         arguments = {
             "segment_lengths": _hashable(segment_lengths), "dilation_rates": _hashable(dilation_rates),
             "is_causal": is_causal, "seq_lens": seq_lens, "key_mask": key_mask, "dropout_p": dropout_p,
-            "scale": scale, "layout": layout, "return_lse": return_lse, "first_head": first_head,
-            "all_heads": all_heads,
+            "scale": scale, "layout": layout, "return_lse": return_lse, "softcap": softcap, "bias": bias,
+            "alibi_slopes": alibi_slopes, "first_head": first_head, "all_heads": all_heads,
         }  # fmt: skip
         if arguments["segment_lengths"] is not segment_lengths or arguments["dilation_rates"] is not dilation_rates:
             # Lists have no hash: repeat the call with tuples.
@@ -183,7 +193,9 @@ def attend(
         problem = Problem.of(q, k, v, pattern, **arguments)
         route = _new_route(signature, (q, k, v), problem, layout, backend, order)
     if not route.direct:
-        return _run_prepared(route, q, k, v, seq_lens, key_mask, return_lse)
+        return _run_prepared(
+            route, q, k, v, return_lse, seq_lens=seq_lens, key_mask=key_mask, bias=bias, alibi_slopes=alibi_slopes
+        )
     try:
         result = route.run(q, k, v, route.problem)
     except NOT_WRAPPED:
@@ -233,7 +245,7 @@ def explain(
 
         link, spread = shards.spread_of(mesh)
         if link.size > 1:
-            given = {**arguments, "backend": backend, "order": order}
+            given = {**over_mesh.scaled_only(arguments), "backend": backend, "order": order}
             return over_mesh.explain_over(link, spread.kind, q, k, v, pattern=pattern, **given)
         backend, order = over_mesh.alone(backend, order)
     return decide.explain_problem(Problem.of(q, k, v, pattern, **arguments), backend, order)
@@ -286,7 +298,7 @@ def _new_route(
             run=run,
             problem=problem,
             backend=titled(*decision.chosen),
-            direct=not (transposed or cast or problem.masked),
+            direct=not (transposed or cast or problem.masked or problem.bias or problem.alibi_axes),
             transposed=transposed,
             cast=cast,
             graphed=graphed,
@@ -317,26 +329,23 @@ def _chain(signature: Any) -> Route | None:
     return found if found is not None and found.depth < MAX_CHAIN - 1 else None
 
 
-def _run_prepared(
-    route: Route,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_lens: Tensor | None,
-    key_mask: Tensor | None,
-    return_lse: bool,
-) -> Any:
-    """Run a route with masks, layout "bhnd" or autocast."""
+def _facts(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+
+
+def _run_prepared(route: Route, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, **tensors: Tensor | None) -> Any:
+    """Run a route with further tensors, layout "bhnd" or autocast."""
+    seq_lens = tensors["seq_lens"]
     if seq_lens is not None and not route.graphed:
         check_seq_lens_values(seq_lens, route.problem.q_len)
     if route.transposed:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if route.cast is None:
-        out, lse = route.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+        out, lse = route.result(q, k, v, **tensors)
     else:
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = q.to(route.cast), k.to(route.cast), v.to(route.cast)
-            out, lse = route.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+            out, lse = route.result(q, k, v, **tensors)
     out = out.transpose(1, 2) if route.transposed else out
     return (out, lse) if return_lse else out
 
@@ -392,7 +401,7 @@ def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) 
 
     link, spread = shards.spread_of(mesh)
     if link.size > 1:
-        return over_mesh.attend_over(link, spread.kind, q, k, v, **arguments)
+        return over_mesh.attend_over(link, spread.kind, q, k, v, **over_mesh.scaled_only(arguments))
     arguments["backend"], arguments["order"] = over_mesh.alone(arguments["backend"], arguments["order"])
     return attend(q, k, v, **arguments)
 

@@ -44,7 +44,7 @@ class Packed(NamedTuple):
 def packed(
     q: Tensor, k: Tensor, v: Tensor, documents: object, cu_seqlens: object, layout: str, arguments: dict[str, Any]
 ) -> Packed:
-    """One call for each run of equally long documents. Takes `key_mask` out of `arguments`.
+    """One call for each run of equally long documents. Takes the tensors out of `arguments`.
 
     Raises:
         InvalidInput: an argument is wrong, or cannot be given with documents.
@@ -53,12 +53,19 @@ def packed(
         if arguments[name] is not None:
             more = "; let the padding be a document of its own" if name == "seq_lens" else ""
             raise InvalidInput(f"documents and cu_seqlens cannot be given with {name}{more}")
-    key_mask = arguments.pop("key_mask")
-    problem = Problem.of(q, k, v, layout=layout, key_mask=key_mask)
+    key_mask, bias, slopes = (arguments.pop(name) for name in ("key_mask", "bias", "alibi_slopes"))
+    problem = Problem.of(q, k, v, layout=layout, key_mask=key_mask, bias=bias, alibi_slopes=slopes)
     rows = _rows(documents, cu_seqlens, problem.batch, problem.q_len, problem.k_len)
     parts = [_split(x.transpose(1, 2) if layout == "bhnd" else x, rows) for x in (q, k, v)]
-    masks = [None] * len(parts[0]) if key_mask is None else _split(key_mask, rows)
-    calls = [((*each[:3],), {"key_mask": each[3]}) for each in zip(*parts, masks)]
+    tensors = {
+        "key_mask": None if key_mask is None else _split(key_mask, rows),
+        "bias": None if bias is None else _blocks(bias, rows),
+        "alibi_slopes": None if slopes is None else _of_documents(slopes, rows),
+    }
+    calls = [
+        (each, {name: None if x is None else x[number] for name, x in tensors.items()})
+        for number, each in enumerate(zip(*parts))
+    ]
     return Packed(calls, rows, layout)
 
 
@@ -93,6 +100,30 @@ def _split(x: Tensor, rows: Sequence[Sequence[Run]]) -> list[Tensor]:
         pieces = torch.split(row, [run.tokens for run in runs], 1)
         parts += [torch.unflatten(piece, 1, (run.documents, run.length))[0] for piece, run in zip(pieces, runs)]
     return parts
+
+
+def _blocks(bias: Tensor, rows: Sequence[Sequence[Run]]) -> list[Tensor]:
+    """The bias of each run, [1 or documents, 1 or heads, tokens, tokens], of the blocks on its diagonal."""
+    once = _alike(rows)
+    parts: list[Tensor] = []
+    for number, runs in enumerate(rows[:1] if once else rows):
+        row = bias if once or len(bias) == 1 else bias[number : number + 1]
+        start = 0
+        for run in runs:
+            places = [slice(at, at + run.length) for at in range(start, start + run.tokens, run.length)]
+            part = torch.stack([row[:, :, place, place] for place in places], 1)
+            parts.append((part.expand(len(rows), *part.shape[1:]) if once else part).flatten(0, 1))
+            start += run.tokens
+    return parts
+
+
+def _of_documents(slopes: Tensor, rows: Sequence[Sequence[Run]]) -> list[Tensor]:
+    """The slopes [heads] or [documents, heads] of each run."""
+    if slopes.ndim == 1:
+        return [slopes] * sum(len(runs) for runs in (rows[:1] if _alike(rows) else rows))
+    if _alike(rows):
+        return [slopes.repeat_interleave(run.documents, 0) for run in rows[0]]
+    return [row.expand(run.documents, -1) for row, runs in zip(slopes, rows) for run in runs]
 
 
 def _joined(parts: Sequence[Tensor], rows: Sequence[Sequence[Run]]) -> Tensor:

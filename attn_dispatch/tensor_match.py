@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.spec.problem import autocast_dtype
+from attn_dispatch.spec.tensors import autocast_dtype
 
 Fits = Callable[[Tensor, Tensor, Tensor], bool]
 

@@ -55,8 +55,9 @@ def empty_result(
     heads_first = q.shape if layout == "bhnd" else q.transpose(1, 2).shape
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.full(heads_first[:-1], -math.inf, dtype=sum_dtype(checked.dtype), device=q.device)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        zero = sum(x[..., :0].sum() for x in (q, k, v))  # of no entry, so that NaN does not matter
+    given = [x for x in (q, k, v, arguments["bias"]) if x is not None and x.requires_grad]
+    if torch.is_grad_enabled() and given:
+        zero = sum(x[..., :0].sum() for x in given)  # of no entry, so that NaN does not matter
         out, lse = out + zero, lse + zero
     return out.to(q.dtype), lse
 

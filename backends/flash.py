@@ -39,10 +39,11 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  #: q, k, v, out and lse
 
 @dataclass(frozen=True)
 class Generation(Kernel):
-    """Base of the generations. `window`: keys to the left and right of a query, None for all."""
+    """Base of the generations. `window`: keys to the left and right of a query, None for all. `softcap`: 0 for none."""
 
     window: Sides = (None, None)
     deterministic: bool = False
+    softcap: float = 0.0
 
     grouped = True
     masks = False
@@ -51,7 +52,7 @@ class Generation(Kernel):
     def of(cls, problem: Problem) -> Generation:
         pattern = problem.pattern
         window = (pattern.left, pattern.right) if isinstance(pattern, Window) else (None, None)
-        return cls(window, problem.deterministic)
+        return cls(window, problem.deterministic, problem.softcap)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
@@ -111,7 +112,7 @@ class Flash2(Generation):
         library = PACKAGE2.load()
         left, right = self._sides()
         out, lse, *_ = library._wrapped_flash_attn_forward(
-            q, k, v, 0.0, scale, is_causal, left, right, 0.0, None, False
+            q, k, v, 0.0, scale, is_causal, left, right, self.softcap, None, False
         )
         return out, lse
 
@@ -123,7 +124,7 @@ class Flash2(Generation):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
         library._wrapped_flash_attn_backward(
             *(grad, *saved, dq, dk, dv),
-            *(0.0, scale, is_causal, left, right, 0.0, None, self.deterministic),
+            *(0.0, scale, is_causal, left, right, self.softcap, None, self.deterministic),
         )
         return dq, dk, dv
 
@@ -139,6 +140,7 @@ class Flash3(Generation):
             is_causal=is_causal,
             window_size_left=left,
             window_size_right=right,
+            softcap=self.softcap,
             num_splits=1,
         )
         return out, lse
@@ -154,6 +156,7 @@ class Flash3(Generation):
             is_causal=is_causal,
             window_size_left=left,
             window_size_right=right,
+            softcap=self.softcap,
             deterministic=self.deterministic,
         )
         return dq, dk, dv
@@ -171,6 +174,7 @@ class Flash4(Generation):
                 causal=is_causal,
                 window_size_left=left,
                 window_size_right=right,
+                softcap=self.softcap,
                 return_lse=True,
             )
         return out, lse
@@ -186,6 +190,7 @@ class Flash4(Generation):
                 causal=is_causal,
                 window_size_left=left,
                 window_size_right=right,
+                softcap=self.softcap,
                 deterministic=self.deterministic,
                 **({} if grad_lse is None else {"dlse": grad_lse.contiguous()}),
             )
@@ -249,13 +254,14 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
+FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, softcap=True, most_rows=LARGEST_GRID)
 FLASH3 = Limits(
     "cuda",
     dict.fromkeys(HALF, (9, 0)),
     highest=(9, 0),
     head_dim=256,
     repeatable_head_dim=192,
+    softcap=True,
     most_rows=LARGEST_GRID,
 )
 FLASH4_HOPPER = Limits(
@@ -264,12 +270,13 @@ FLASH4_HOPPER = Limits(
     highest=(9, 0),
     head_dim=256,
     grad_lse=True,
+    softcap=True,
     most_rows=LARGEST_GRID,
     platforms=("linux",),
 )
 FLASH4_BLACKWELL = FLASH4_HOPPER._replace(dtypes=dict.fromkeys(HALF, (10, 0)), highest=(11, 0), head_dim=128)
-# Kernels of their own; the backward pass has neither windows nor a gradient of lse.
-FLASH4_BLACKWELL_256 = FLASH4_BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False)
+# Kernels of their own; the backward pass has neither windows, a softcap nor a gradient of lse.
+FLASH4_BLACKWELL_256 = FLASH4_BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False, softcap=False)
 # Those of Ampere, in less shared memory.
 FLASH4_GEFORCE = FLASH4_BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
 
@@ -322,6 +329,7 @@ BACKEND = Branched(
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
 shares_builds = True
+score_terms = ("softcap",)
 
 
 def first_call_ms(problem: Problem) -> float:

@@ -31,7 +31,7 @@ from attn_dispatch.kernels.contract import (
 )
 from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
-from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function
+from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function, score_function
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
@@ -41,6 +41,7 @@ from attn_dispatch.spec.reordered import Reordered, token_order_of
 from attn_dispatch.text import gib
 
 name = "flex"
+score_terms = ("softcap", "bias", "alibi_slopes")
 
 BLOCK = 128  #: tokens per side of a block; every kernel configuration divides it
 TABLE_LIMIT = 2**30  #: bytes of block tables in the cache
@@ -156,11 +157,10 @@ def workspace_bytes(problem: Problem) -> int:
     row = problem.head_dim * problem.dtype.itemsize
     q, kv = rows * row, problem.batch * problem.k_len * problem.kv_heads * row
     # Inputs with other strides are copied; sorting the block tables takes temporaries.
-    needed = (
-        q + 2 * kv + copied_bytes(problem) + 4 * max(block_table_bytes(problem, order) for order in orders(problem))
-    )
+    needed = q + 2 * kv + copied_bytes(problem) + 4 * max(block_table_bytes(problem, each) for each in orders(problem))
+    needed += 8 * problem.q_len * problem.k_len * math.prod(problem.bias or (0,))
     if len(orders(problem)) > 1:
-        # Permuted inputs, the result in both orders, the permutation and its inverse.
+        # Inputs and the result in both orders, the permutation and its inverse.
         needed += (2 * q + 2 * kv) * (2 if problem.needs_grad else 1) + 24 * problem.q_len
     if not compiling:
         return needed + _whole_scores(problem)
@@ -194,7 +194,7 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     attention = _prepared(problem, order)
     with _plain_torch_state(problem):
-        hidden = Hidden.of(problem, tensors.get("seq_lens"), tensors.get("key_mask"))
+        hidden = Hidden.of(problem, tensors)
         inputs = list(
             hidden.zeroed(
                 *(refuse_second_derivatives(q, k, v) if problem.needs_grad else (x.detach() for x in (q, k, v)))
@@ -284,7 +284,7 @@ def _held_table_bytes() -> int:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """The view [batch, heads, len, head_dim] with one of two memory layouts: other strides would compile anew."""
+    """[batch, heads, len, head_dim] with one of two memory layouts: other strides would compile anew."""
     if x.transpose(1, 2).is_contiguous() and not x.is_contiguous():
         return _plain(x.transpose(1, 2))
     return _plain(x).transpose(1, 2)
@@ -295,9 +295,10 @@ def _plain(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(x.shape)
 
 
-def _masks(tensors: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    lens, key_mask = tensors.get("seq_lens"), tensors.get("key_mask")
-    return None if lens is None else _plain(lens.to(torch.int32)), None if key_mask is None else _plain(key_mask)
+def _masks(tensors: dict[str, Tensor]) -> list[Tensor | None]:
+    found = [tensors.get(name) for name in ("seq_lens", "key_mask", "bias", "alibi_slopes")]
+    found[0] = None if found[0] is None else found[0].to(torch.int32)
+    return [None if x is None else _plain(x.detach()) for x in found]
 
 
 @contextmanager
@@ -314,13 +315,13 @@ def _plain_torch_state(problem: Problem) -> Iterator[None]:
 
 def _unmasked(problem: Problem) -> bool:
     return (
-        not problem.masked
+        not (problem.masked or problem.bias)
         and multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads) is None
     )
 
 
 def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
-    """The function from q, k, v [batch, heads, len, head_dim], seq_lens and key_mask to out, or (out, lse).
+    """The function from q, k, v [batch, heads, len, head_dim] and the tensors of `_masks` to out, or (out, lse).
 
     Args:
         positions: natural positions of the rows of q, k and v. Masks go by place in the caller's tensors.
@@ -332,30 +333,29 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
     attend: Any = library.flex_attention if compiling else _uncompiled
     count = multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads)
     as_stored = positions is None or token_order_of(problem.pattern) != NATURAL
-    bias = counts_above_one(problem.pattern.natural) and count is not None
-    wide = sum_dtype(problem.dtype)
+    repeated = count if counts_above_one(problem.pattern.natural) else None
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
     options.update(_lse_options(library, problem))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None) -> Any:
+    def call(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None) -> Any:
+        seq_lens, key_mask, bias, slopes = given
+
         def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             at_i, at_j = (i, j) if positions is None else (positions[i], positions[j])
             seen = j >= 0 if count is None else count(h, at_i, at_j) > 0
             i, j = (i, j) if as_stored else (at_i, at_j)
             if seq_lens is not None:
                 seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
+            if bias is not None:
+                row, head = (index * (size > 1) for index, size in zip((b, h), problem.bias))
+                seen = seen & (bias[row, head, i, j] > -math.inf)
             return seen if key_mask is None else seen & key_mask[b, j]
 
-        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            assert count is not None
-            i, j = (i, j) if positions is None else (positions[i], positions[j])
-            return s + count(h, i, j).clamp(min=1).to(wide).log()
-
-        if compiling and not torch.compiler.is_dynamo_compiling():
-            # Without the compiler the library would only warn, and allocate all scores.
+        score = score_function(problem, repeated, None if as_stored else positions, positions, bias, slopes)
+        if compiling and not torch.compiler.is_dynamo_compiling():  # the library would allocate all scores
             raise RuntimeError("torch.compile is turned off, so that there is no kernel to run")
         blocks = None if tables is None else library.BlockMask(mask_mod=mask, **tables)
-        result = attend(q, k, v, score_mod=score if bias else None, block_mask=blocks, **options)
+        result = attend(q, k, v, score_mod=score, block_mask=blocks, **options)
         return (result[0], getattr(result[1], "lse", result[1])) if problem.return_lse else result
 
     if not compiling:
@@ -378,10 +378,10 @@ def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
 
 
 def _tables(problem: Problem, positions: Tensor | None) -> dict[str, Any]:
-    """The fields of a BlockMask without its function. With seq_lens or key_mask no block is known to be full."""
+    """The fields of a BlockMask without its function. With masks or a bias no block is known to be full."""
     q_len, k_len, heads = problem.q_len, problem.k_len, problem.heads
     blocks = blocks_of(problem.pattern.natural, q_len, k_len, heads, BLOCK, problem.device, positions)
-    whole = torch.zeros_like(blocks.full) if problem.masked else blocks.full
+    whole = torch.zeros_like(blocks.full) if problem.masked or problem.bias else blocks.full
     tables: dict[str, Any] = {"seq_lengths": (q_len, k_len), "BLOCK_SIZE": (BLOCK, BLOCK)}
     for prefix, chosen in (("", blocks.nonempty & ~whole), ("full_", whole)):
         used = not prefix or bool(whole.any())

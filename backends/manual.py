@@ -1,19 +1,20 @@
 """The plain formula in pieces that fit in memory: the slow reference, and the last resort.
 
-The definition: bias = log c; lse = logsumexp(scale * q k^T + bias); out = exp(score - lse) v.
+The definition: lse = logsumexp(s + log c), out = exp(s + log c - lse) v, with scores s = scale * q k^T or what
+a softcap, a bias and ALiBi make of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.contract import Refusal, refuse_ranks
-from attn_dispatch.kernels.formula import formula, multiplicity_of, probabilities
+from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, refuse_ranks
+from attn_dispatch.kernels.formula import ScoreTerms, formula, multiplicity_of, probabilities, score_terms_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.memory import available_bytes
@@ -21,7 +22,9 @@ from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
 name = "manual"
+score_terms = SCORE_TERMS
 
+TENSORS = ("seq_lens", "key_mask", "bias", "alibi_slopes")
 REUSE = 2  #: pieces vary in size, and the allocator cannot reuse every freed block
 CHUNK_BYTES = 64 * 2**20  #: of scores per piece on a CPU; larger pieces do not fit the caches
 CUDA_CHUNK_BYTES = 2**30
@@ -65,27 +68,26 @@ def traceable(problem: Problem) -> bool:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     seed = int(torch.randint(2**62, ())) if problem.dropout_p else 0
-    pieces = _Pieces(problem, tensors.get("seq_lens"), tensors.get("key_mask"), seed, *_piece(problem))
+    pieces = _Pieces(problem, {name: tensors[name] for name in TENSORS if name in tensors}, seed, *_piece(problem))
     if problem.needs_grad:
-        out, lse = _Manual.apply(q, k, v, pieces)  # type: ignore[no-untyped-call]
+        out, lse = _Manual.apply(q, k, v, tensors.get("bias"), pieces)  # type: ignore[no-untyped-call]
         return out, lse
     return _forward(q, k, v, pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A problem with its masks and dropout seed, and the number of query rows and heads per piece."""
+    """A problem with its further tensors and dropout seed, and the number of query rows and heads per piece."""
 
     problem: Problem
-    seq_lens: Tensor | None
-    key_mask: Tensor | None
+    tensors: Mapping[str, Tensor]
     seed: int
     rows: int
     heads: int
 
     @property
     def hidden(self) -> Hidden:
-        return Hidden.of(self.problem, self.seq_lens, self.key_mask)
+        return Hidden.of(self.problem, self.tensors)
 
     def head_slices(self) -> Iterator[slice]:
         for start in range(0, self.problem.heads, self.heads):
@@ -97,7 +99,11 @@ class _Pieces:
 
     def counts(self, heads: slice, rows: slice, device: torch.device) -> Tensor | None:
         q_pos = torch.arange(rows.start, rows.stop, device=device)
-        return multiplicity_of(self.problem, range(heads.start, heads.stop), q_pos, self.seq_lens, self.key_mask)
+        return multiplicity_of(self.problem, range(heads.start, heads.stop), q_pos, self.tensors)
+
+    def terms(self, heads: slice, rows: slice, device: torch.device) -> ScoreTerms:
+        q_pos, wide = torch.arange(rows.start, rows.stop, device=device), sum_dtype(self.problem.dtype)
+        return score_terms_of(self.problem, range(heads.start, heads.stop), q_pos, self.tensors, wide)
 
     def keep(self, heads: slice, rows: slice, device: torch.device) -> Tensor | None:
         """Dropout factors. Each piece has its own seed, so that forward and backward draw the same factors."""
@@ -116,18 +122,20 @@ class _Pieces:
 
 class _Manual(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, pieces: _Pieces
+    ) -> tuple[Tensor, Tensor]:
         out, lse = _forward(q, k, v, pieces)
-        ctx.save_for_backward(q, k, v, out, lse, pieces.seq_lens, pieces.key_mask)
-        ctx.pieces = replace(pieces, seq_lens=None, key_mask=None)
+        ctx.save_for_backward(q, k, v, out, lse, *pieces.tensors.values())
+        ctx.names, ctx.pieces = tuple(pieces.tensors), replace(pieces, tensors={})
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_out, grad_lse = grad_outputs
-        q, k, v, out, _, seq_lens, key_mask = ctx.saved_tensors
-        pieces = replace(ctx.pieces, seq_lens=seq_lens, key_mask=key_mask)
+        q, k, v, out, _, *tensors = ctx.saved_tensors
+        pieces = replace(ctx.pieces, tensors=dict(zip(ctx.names, tensors)))
         grad_out, grad_lse = map(pieces.hidden.of_queries, (grad_out, grad_lse))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         # With create_graph autograd records these operations: second derivatives work.
@@ -146,7 +154,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, 
         k_wide, v_wide = k[:, :, index].to(wide), v[:, :, index].to(wide)
         for rows in pieces.row_slices():
             counts, keep = pieces.counts(heads, rows, q.device), pieces.keep(heads, rows, q.device)
-            piece, lse_piece = formula(q[:, rows, heads].to(wide), k_wide, v_wide, counts, problem.scale, keep)
+            terms = pieces.terms(heads, rows, q.device)
+            piece, lse_piece = formula(q[:, rows, heads].to(wide), k_wide, v_wide, counts, problem.scale, keep, terms)
             out[:, rows, heads] = piece.to(q.dtype)
             lse[:, heads, rows] = lse_piece
     return out, lse
@@ -154,27 +163,34 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, 
 
 def _backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, pieces: _Pieces
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient by its formula, piece by piece: dS = P * (dO V^T - rowsum(dO * out) + dlse)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and that of a bias, by the formula, piece by piece: dS = P * (dO V^T - rowsum(dO * out) + dlse)."""
     problem, wide = pieces.problem, sum_dtype(q.dtype)
     q, k, v = pieces.hidden.zeroed(q, k, v)
     dq = q.new_empty(q.shape)
     dk, dv = (k.new_zeros(k.shape, dtype=wide) for _ in range(2))
+    bias = pieces.tensors["bias"] if problem.bias_needs_grad else None
+    dbias = None if bias is None else bias.new_zeros(bias.shape, dtype=wide)
     for heads in pieces.head_slices():
         index = pieces.kv_index(heads, q.device)
         k_wide, v_wide = k[:, :, index].to(wide), v[:, :, index].to(wide)
         for rows in pieces.row_slices():
             counts, keep = pieces.counts(heads, rows, q.device), pieces.keep(heads, rows, q.device)
             q_wide, grad = q[:, rows, heads].to(wide), grad_out[:, rows, heads].to(wide)
-            p, _ = probabilities(q_wide, k_wide, counts, problem.scale)
+            terms = pieces.terms(heads, rows, q.device)
+            p, _, slope = probabilities(q_wide, k_wide, counts, problem.scale, terms)
             dp = torch.einsum("bqhd,bkhd->bhqk", grad, v_wide)
             delta = torch.einsum("bqhd,bqhd->bhq", grad, out[:, rows, heads].to(wide))
             delta = delta if grad_lse is None else delta - grad_lse[:, heads, rows]
-            ds = p * ((dp if keep is None else dp * keep) - delta.unsqueeze(-1)) * problem.scale
+            ds = p * ((dp if keep is None else dp * keep) - delta.unsqueeze(-1))
+            if dbias is not None:
+                own = heads if problem.bias[1] > 1 else slice(None)
+                dbias[:, own, rows] += ds.sum_to_size(dbias[:, own, rows].shape)
+            ds = (ds if slope is None else ds * slope) * problem.scale
             dv.index_add_(2, index, torch.einsum("bhqk,bqhd->bkhd", p if keep is None else p * keep, grad))
             dk.index_add_(2, index, torch.einsum("bhqk,bqhd->bkhd", ds, q_wide))
             dq[:, rows, heads] = torch.einsum("bhqk,bkhd->bqhd", ds, k_wide).to(q.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), None if bias is None or dbias is None else dbias.to(bias.dtype)
 
 
 def _piece(problem: Problem) -> tuple[int, int]:

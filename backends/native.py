@@ -6,11 +6,14 @@ library that the wheel carries for the processor's level is used.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.kernels.contract import (
+    SCORE_TERMS,
     Refusal,
     refuse_device,
     refuse_dropout,
@@ -18,6 +21,7 @@ from attn_dispatch.kernels.contract import (
     refuse_pattern,
     refuse_ranks,
 )
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.run import (
     BLOCK,
@@ -47,6 +51,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 
 name = "native"
+score_terms = SCORE_TERMS
 
 
 def version() -> str:
@@ -66,6 +71,8 @@ def refusals(problem: Problem) -> list[Refusal]:
     if dilation_period(problem.pattern) > PERIOD_LIMIT:
         tokens = dilation_period(problem.pattern)
         found.append(Refusal("pattern", f"its dilation rates repeat every {tokens} tokens, over {PERIOD_LIMIT}"))
+    if problem.softcap and len(problem.score_terms) > 1:
+        found.append(Refusal("scores", "caps scores, or adds to them, not both"))
     if problem.head_dim > HEAD_DIM:
         found.append(Refusal("head_dim", f"takes a head_dim up to {HEAD_DIM}, not {problem.head_dim}"))
     try:
@@ -107,6 +114,10 @@ def workspace_bytes(problem: Problem) -> int:
     rows = (problem.q_len * problem.heads, problem.k_len * problem.kv_heads, problem.k_len * problem.kv_heads)
     item = problem.batch * problem.head_dim * problem.dtype.itemsize
     total += item * sum(n for n, kind in zip(rows, problem.strides) if kind[-1:] != "d")
+    if problem.bias:  # in float32, and its gradient before it is summed
+        pairs = problem.q_len * problem.k_len
+        total += 4 * pairs * math.prod(problem.bias) * 2 + copied_bytes(problem)
+        total += 4 * pairs * problem.batch * problem.heads * problem.bias_needs_grad
     if problem.needs_grad:
         total += item * rows[0]
         if not sums_in_place(problem):
@@ -123,9 +134,13 @@ def run(
     # Wrapped tensors have no address, and those of meta tensors are invalid.
     if any(x.device.type != "cpu" or not x.data_ptr() for x in (q, k, v)):
         raise TypeError("native reads plain tensors in a CPU's memory")
-    call = NativePasses(
-        problem, native_tables(problem, order), seen, None if seq_lens is None else seq_lens.long().contiguous()
-    )
+    lengths = None if seq_lens is None else seq_lens.long().contiguous()
+    bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
+    wide = None if bias is None else bias.detach().float()
+    slopes = None if slopes is None else slopes.float().contiguous()
+    native = NativePasses(problem, native_tables(problem, order), seen, lengths, wide, slopes)
+    # Its masks keep the kernel from reading keys; a bias does not.
+    call = native if bias is None else Hidden.of(problem, {"bias": bias}, pattern=False).around(native)
     if problem.needs_grad:
-        return differentiable(q, k, v, call, (call.seen, call.seq_lens))
+        return differentiable(q, k, v, call, (bias, seen, lengths, slopes))
     return call.forward(q, k, v)

@@ -1,10 +1,11 @@
-"""PyTorch's fused attention kernels with a dense mask: the bias log c, cached between calls."""
+"""PyTorch's fused attention kernels with a dense mask: the bias log c, cached between calls, and that of the caller."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 
 import torch
@@ -15,14 +16,17 @@ from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.formula import score_terms_of
 from attn_dispatch.kernels.heads import head_classes, kv_heads_of
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
 name = "sdpa_mask"
+score_terms = ("bias", "alibi_slopes")
 
 MASK_LIMIT = 2**30  #: bytes of masks in the cache; above, other backends are better
+COPIES = 2  #: of a mask with the caller's bias: while it is added, the sum so far and the next one
 ROWS = 512  #: query rows whose multiplicity is computed at once
 
 _masks: OrderedDict[Hashable, tuple[branches.Bias, ...]] = OrderedDict()
@@ -48,16 +52,21 @@ def flops(problem: Problem) -> int:
 
 
 def mask_bytes(problem: Problem) -> int:
-    """Bytes of the biases, and, with masks, of one bias per batch row."""
-    if problem.pattern == Dense():
+    """Bytes of the biases, of the caller's with them, and, with masks, of one bias per batch row."""
+    if _is_plain(problem):
         return 0
     one = problem.q_len * problem.k_len * numerics.sum_dtype(problem.dtype).itemsize
-    return one * (len(_head_runs(problem)) + problem.batch * problem.masked)
+    rows, heads = problem.bias or (1, 1)
+    if problem.alibi_axes:
+        rows, heads = problem.batch if problem.alibi_axes == 2 else rows, problem.heads
+    own = rows * max(heads, len(_head_runs(problem))) * bool(problem.score_terms)
+    masked = problem.batch * max(1, heads * bool(problem.score_terms)) * problem.masked
+    return one * (len(_head_runs(problem)) + COPIES * own + masked)
 
 
 def workspace_bytes(problem: Problem) -> int:
     _, plan = _prepared(problem)
-    counts = 0 if problem.pattern == Dense() else 16 * min(ROWS, problem.q_len) * problem.k_len
+    counts = 0 if _is_plain(problem) else 16 * min(ROWS, problem.q_len) * problem.k_len
     # The CUDA kernel wants the mask in q's dtype.
     copies = 2 if problem.device.type == "cuda" else 1
     return branches.workspace_bytes(problem, plan) + copies * mask_bytes(problem) + counts
@@ -65,7 +74,7 @@ def workspace_bytes(problem: Problem) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     kernel, plan = _prepared(problem)
-    return branches.run(q, k, v, problem, plan, kernel, tensors, _biases(problem))
+    return branches.run(q, k, v, problem, plan, kernel, tensors, _with_score_terms(problem, _biases(problem), tensors))
 
 
 def release() -> None:
@@ -82,7 +91,7 @@ def _head_runs(problem: Problem) -> list[range]:
 @lru_cache(maxsize=4096)
 def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
     kernel: Kernel = CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
-    if problem.pattern == Dense():
+    if _is_plain(problem):
         plan = plan_of(problem, kernel.grouped)
         assert plan is not None  # every Dense problem has a plan
         return kernel, plan
@@ -106,7 +115,7 @@ def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
 
 
 def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
-    if problem.pattern == Dense():
+    if _is_plain(problem):
         return ()
     wide = numerics.sum_dtype(problem.dtype)
     key = (problem.pattern, problem.q_len, problem.k_len, problem.heads, wide, problem.device)
@@ -122,6 +131,34 @@ def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
             _masks[key] = found
         _masks.move_to_end(key)
     return found
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether no mask is needed."""
+    return problem.pattern == Dense() and not problem.score_terms
+
+
+def _with_score_terms(
+    problem: Problem, biases: tuple[branches.Bias, ...], tensors: Mapping[str, Tensor]
+) -> tuple[branches.Bias, ...]:
+    """The masks with the caller's bias and ALiBi's terms: [1 or batch, 1 or heads, q_len, k_len] each."""
+    if not problem.score_terms:
+        return biases
+    found = []
+    for heads, (values, _) in zip(_head_runs(problem), biases):
+        added = values
+        if "bias" in tensors:
+            bias = tensors["bias"].detach()
+            added = added + (bias if bias.shape[1] == 1 else bias[:, heads.start : heads.stop : heads.step])
+        if "alibi_slopes" in tensors:
+            rows = torch.arange(problem.q_len, device=values.device)
+            slopes = {"alibi_slopes": tensors["alibi_slopes"]}
+            alibi = score_terms_of(problem, heads, rows, slopes, values.dtype).added
+            assert alibi is not None
+            added = added + alibi
+        added = added.to(values.dtype)
+        found.append(branches.Bias(added, (added != -math.inf).any(-1)))
+    return tuple(found)
 
 
 def _bias(problem: Problem, head: int, dtype: torch.dtype) -> branches.Bias:

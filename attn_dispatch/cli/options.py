@@ -106,7 +106,7 @@ def scaled(grid: Sequence[int], tokens: int) -> tuple[int, ...]:
 def device_of(args: argparse.Namespace) -> torch.device:
     """The device of `--device`, or the default one. Raises InvalidInput if this machine does not have it."""
     from attn_dispatch.machine.devices import resolve
-    from attn_dispatch.spec.problem import default_device
+    from attn_dispatch.spec.tensors import default_device
 
     return default_device() if args.device is None else resolve(args.device)
 

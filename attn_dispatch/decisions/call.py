@@ -22,8 +22,9 @@ from attn_dispatch.kernels.contract import Result, runner
 from attn_dispatch.settings import sentinel_share
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem, check_seq_lens_values
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
+from attn_dispatch.spec.tensors import check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
@@ -55,13 +56,15 @@ class ResolvedCall:
         self.parts(result)
         raise BackendFailed(f"{self.backend} was asked for lse and did not return it for {self.problem}")
 
-    def result(
-        self, q: Tensor, k: Tensor, v: Tensor, *, seq_lens: Tensor | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the backend: out, and lse or None. Raises BackendFailed for any error of it, or if it lacks lse."""
-        masks = {name: x for name, x in (("seq_lens", seq_lens), ("key_mask", key_mask)) if x is not None}
+    def result(self, q: Tensor, k: Tensor, v: Tensor, **tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Run the backend: out, and lse or None. Raises BackendFailed for any error of it, or if it lacks lse.
+
+        Args:
+            tensors: the others of the call by attend()'s names; those that are None are left out.
+        """
+        given = {name: x for name, x in tensors.items() if x is not None}
         try:
-            result = self.run(q, k, v, self.problem, **masks)
+            result = self.run(q, k, v, self.problem, **given)
         except NOT_WRAPPED:
             raise
         except Exception as error:

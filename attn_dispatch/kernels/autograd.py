@@ -25,10 +25,8 @@ class Passes(Protocol):
         """out and lse."""
         ...
 
-    def backward(
-        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; a gradient of None is zero. `saved` is (q, k, v, out, lse)."""
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """dq, dk, dv and, if the bias needs it, dbias; a gradient of None is zero. `saved` is (q, k, v, out, lse)."""
         ...
 
 
@@ -63,7 +61,8 @@ def differentiable(
     """out and lse, differentiable once by autograd.
 
     Args:
-        masks: tensors that `passes.backward` reads: autograd raises where they were changed in place before it.
+        masks: tensors that `passes.backward` reads: autograd raises where they were changed in place before it. A bias
+            that needs a gradient comes first.
     """
     known: _Known | None = getattr(_results, "known", None)
     if known is not None and k is known.k and v is known.v:
@@ -108,9 +107,7 @@ class _KnownForward:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.known.out.detach(), self.known.lse.detach()
 
-    def backward(
-        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.passes.backward(grad, grad_lse, saved)
 
 
@@ -129,16 +126,17 @@ class _PassesFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_lse = grad_outputs
         q, k, v, out, lse, *masks = ctx.saved_tensors
-        return (*_gradients(ctx.passes, grad, grad_lse, (q, k, v, out, lse)), None, *(None for _ in masks))
+        dq, dk, dv, *others = _gradients(ctx.passes, grad, grad_lse, (q, k, v, out, lse))
+        return dq, dk, dv, None, *others, *(None for _ in masks[len(others) :])
 
 
 def _gradients(
     passes: Passes, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`passes.backward`; differentiating its results raises BackendFailed."""
     if not torch.is_grad_enabled():  # the usual case: no create_graph
         return passes.backward(grad, grad_lse, saved)
-    found: tuple[Tensor, Tensor, Tensor] = _NotDifferentiable.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _NotDifferentiable.apply(  # type: ignore[no-untyped-call]
         lambda: passes.backward(grad, grad_lse, saved), grad, grad_lse, *saved
     )
     return found

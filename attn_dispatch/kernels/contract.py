@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from attn_dispatch.spec.groups import SCORE_TERMS as _FIELDS
 from attn_dispatch.spec.orders import NATURAL, ORDERS
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 
 Result = Tensor | tuple[Tensor, Tensor]
+SCORE_TERMS = tuple(_FIELDS)  #: what a call may do to the scores besides scaling them
 
 
 class Refusal(NamedTuple):
@@ -58,6 +60,8 @@ class Backend(Protocol):
     * `traceable(problem) -> bool`: its forward pass consists of PyTorch's operators, so that a traced graph computes
       out and lse of other inputs, with autograd's gradients. Other backends do not run while torch.export or make_fx
       trace.
+    * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
+      refused for it.
     * `all_orders: tuple[str, ...]`: more orders that a caller may force, though they are seldom faster.
 
     In an order other than the natural one, `run` gets `order=` and permutes inside: it takes and returns tokens in the
@@ -87,7 +91,8 @@ class Backend(Protocol):
         Args:
             q: [batch, q_len, heads, head_dim]; any strides. k, v: [batch, k_len, kv_heads, head_dim].
             problem: the checked call without its data.
-            tensors: `seq_lens` and `key_mask`, where the problem has them; `order=`, where it is not the natural one.
+            tensors: `seq_lens`, `key_mask`, `bias`, `alibi_slopes`, where the problem has them; `order=`, where it is
+                not the natural one.
 
         Returns:
             out as q, or (out, lse) with lse [batch, heads, q_len] in float32 (float64 for float64 inputs). lse is
@@ -128,6 +133,13 @@ def _known(named: Collection[str]) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"orders are {', '.join(ORDERS)}, not {unknown[0]!r}")
     return tuple(order for order in ORDERS if order in named)
+
+
+def refuse_score_terms(backend: Backend, problem: Problem) -> list[Refusal]:
+    """Refusals of what a call does to the scores and the backend does not declare."""
+    known = getattr(backend, "score_terms", ())
+    missing = [name for name in problem.score_terms if name not in known]
+    return [Refusal("scores", f"does not compute {', '.join(missing)}")] if missing else []
 
 
 def refuse_dtype(problem: Problem, allowed: Collection[torch.dtype]) -> list[Refusal]:

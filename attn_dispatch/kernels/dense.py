@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
-from attn_dispatch.spec.problem import DTYPES, Problem
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tensors import DTYPES
 
 aten = torch.ops.aten
 # The binding saves 2 to 3 us a call over the same op reached through `torch.ops`.

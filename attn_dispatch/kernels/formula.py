@@ -1,19 +1,50 @@
-"""The definition in plain PyTorch: softmax weighted by the multiplicity."""
+"""The definition in plain PyTorch: softmax weighted by the multiplicity, of scores that may be capped and biased."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 
 
+class ScoreTerms(NamedTuple):
+    """What a call does to the scores after scaling them: `softcap * tanh(score / softcap) + added`.
+
+    Args:
+        softcap: 0 for none.
+        added: the finite part of the bias and ALiBi's terms, broadcastable to the scores; None for none.
+    """
+
+    softcap: float = 0.0
+    added: Tensor | None = None
+
+    def of(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The changed scores, and their derivatives; None where these are 1."""
+        slope = None
+        if self.softcap:
+            capped = (scores / self.softcap).tanh()
+            scores, slope = capped * self.softcap, 1 - capped.square()
+        return (scores if self.added is None else scores + self.added), slope
+
+
+AS_THEY_ARE = ScoreTerms()
+
+
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float, keep: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor | None,
+    scale: float,
+    keep: Tensor | None = None,
+    terms: ScoreTerms = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:
     """The formula of docs/semantics.md on whole tensors; differentiable by autograd.
 
@@ -25,14 +56,17 @@ def formula(
     Returns:
         out [batch, queries, heads, head_dim] and lse [batch, heads, queries].
     """
-    p, lse = probabilities(q, k, counts, scale)
+    p, lse, _ = probabilities(q, k, counts, scale, terms)
     p = p if keep is None else p * keep
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
 
 
-def probabilities(q: Tensor, k: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`c * exp(s - lse)` [batch, heads, queries, keys], and lse [batch, heads, queries]."""
-    return softmax(torch.einsum("bqhd,bkhd->bhqk", q * scale, k), counts)
+def probabilities(
+    q: Tensor, k: Tensor, counts: Tensor | None, scale: float, terms: ScoreTerms = AS_THEY_ARE
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`c * exp(s - lse)` [batch, heads, queries, keys], lse [batch, heads, queries], and the derivatives of `terms`."""
+    scores, slope = terms.of(torch.einsum("bqhd,bkhd->bhqk", q * scale, k))
+    return *softmax(scores, counts), slope
 
 
 def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -48,19 +82,124 @@ def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def multiplicity_of(
-    problem: Problem, heads: Sequence[int], q_pos: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None
+    problem: Problem, heads: Sequence[int], q_pos: Tensor, tensors: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """The multiplicity [(batch,) heads or 1, queries, keys] of these heads and queries, or None if it is all 1."""
-    if problem.pattern == Dense() and seq_lens is None and key_mask is None:
+    """The multiplicity [(batch,) heads or 1, queries, keys] of these heads and queries, or None if it is all 1.
+
+    Args:
+        tensors: those of the call besides q, k and v, by the names of attend()'s arguments. A bias of -inf hides a key.
+    """
+    bias = tensors.get("bias")
+    if problem.pattern == Dense() and not problem.masked and bias is None:
         return None
     # Most patterns are equal for all heads: one logarithm is then enough.
     alike = not problem.pattern.head_offsets(0, problem.heads)
-    return problem.pattern.multiplicity(
+    counts = problem.pattern.multiplicity(
         problem.q_len,
         problem.k_len,
         problem.heads,
-        seq_lens=seq_lens,
-        key_mask=key_mask,
+        seq_lens=tensors.get("seq_lens"),
+        key_mask=tensors.get("key_mask"),
         h_pos=heads[:1] if alike else heads,
         q_pos=q_pos,
     )
+    return counts if bias is None else counts * (rows_of_bias(bias, heads, q_pos) != -math.inf)
+
+
+def score_terms_of(
+    problem: Problem, heads: Sequence[int], q_pos: Tensor, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> ScoreTerms:
+    """The terms of these heads and queries in a dtype; `tensors` as for `multiplicity_of`."""
+    added, bias, slopes = None, tensors.get("bias"), tensors.get("alibi_slopes")
+    if bias is not None:
+        added = rows_of_bias(bias, heads, q_pos).to(dtype)
+        added = added.masked_fill(added == -math.inf, 0.0)
+    if slopes is not None:
+        keys = torch.arange(problem.k_len, device=q_pos.device)
+        distance = (q_pos[:, None] + (problem.k_len - problem.q_len) - keys).abs()
+        of_heads = slopes[..., torch.as_tensor(heads, device=slopes.device)].to(dtype)
+        alibi = of_heads.view(-1, len(heads), 1, 1) * -distance
+        added = alibi if added is None else added + alibi
+    return ScoreTerms(problem.softcap, added)
+
+
+def rows_of_bias(bias: Tensor, heads: Sequence[int], q_pos: Tensor) -> Tensor:
+    """The bias of these heads and queries, [1 or batch, 1 or heads, queries, keys]."""
+    return bias[:, torch.as_tensor(heads if bias.shape[1] > 1 else [0], device=bias.device)[:, None], q_pos]
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+def rounded(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float, terms: ScoreTerms = AS_THEY_ARE
+) -> tuple[Tensor, Tensor]:
+    """The formula in mixed precision: products in the inputs' dtype, the softmax in float32 or wider."""
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(sum_dtype(q.dtype))
+    p, lse = softmax(terms.of(scores)[0], counts)
+    return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
+
+
+def rounding_errors(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_index: Tensor,
+    counts: Tensor | None,
+    grad: Tensor | None,
+    grad_lse: Tensor | None,
+    terms: ScoreTerms,
+    exact: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """Bound the absolute error of each tensor of `exact` (out, lse, dq, ...) that rounding alone may cause.
+
+    The result is rounded once, and so are the weights before they multiply v. Sums of head_dim and k_len terms, and
+    scores before they are exponentiated, are rounded in the precision that kernels accumulate in. The bound is the
+    formula with absolute values throughout, since terms may cancel. A backward pass gets an out that was already
+    rounded.
+
+    Args:
+        q, grad: some rows and heads. k, v: the key heads that they read. kv_index: the head in k of each head in q.
+
+    Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, chapter 3; Higham & Mary 2019: rounding errors
+    of a sum of n terms grow as the square root of n.
+    """
+    last, wide = torch.finfo(problem.dtype).eps, sum_dtype(problem.dtype)
+    q, keys, values = (x.to(wide) for x in (q, k[:, :, kv_index], v[:, :, kv_index]))
+    p, _, _ = probabilities(q, keys, counts, problem.scale, terms)
+    q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
+    score = float(torch.einsum("bqhd,bkhd->bhqk", q * scale, keys).max())
+    score += 0.0 if terms.added is None else float(terms.added.abs().max())
+    sums, count = torch.finfo(wide).eps, math.sqrt(problem.head_dim + problem.k_len)
+    # A score's products may all be rounded the same way, where the scale is multiplied into q or k beforehand.
+    growth = last / 2 + sums * (count + (1 + math.sqrt(problem.head_dim)) * score)
+    # Results so small that they underflow have an absolute error besides.
+    least = count * last * torch.finfo(problem.dtype).smallest_normal
+    found = {name: least + last * largest(value) for name, value in exact.items()}
+    found["out"] += growth * largest(torch.einsum("bhqk,bkhd->bqhd", p, values))
+    # Kernels that exponentiate to base 2 multiply scores by log2 e and lse by ln 2, which are rounded themselves.
+    found["lse"] = growth + 2 * sums * largest(exact["lse"])
+    if grad is None:
+        return found
+
+    def by_key_head(x: Tensor) -> float:
+        return largest(torch.zeros_like(k, dtype=x.dtype).index_add_(2, kv_index, x))
+
+    grad = grad.to(wide).abs()
+    delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].to(wide).abs()).unsqueeze(-1)
+    if grad_lse is not None:
+        delta += grad_lse.to(wide).abs().unsqueeze(-1)
+    ds = p * (growth * (torch.einsum("bqhd,bkhd->bhqk", grad, values) + delta) + last * delta)
+    if "dbias" in exact:
+        found["dbias"] += largest(ds.sum_to_size(exact["dbias"].shape))
+    ds = ds * scale
+    found["dq"] += largest(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
+    found["dk"] += by_key_head(torch.einsum("bhqk,bqhd->bkhd", ds, q))
+    found["dv"] += growth * by_key_head(torch.einsum("bhqk,bqhd->bkhd", p, grad))
+    return found
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute finite value; 0 where there is none."""
+    return float(torch.where(x.isfinite(), x.abs(), 0.0).max()) if x.numel() else 0.0

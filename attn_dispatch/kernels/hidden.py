@@ -39,8 +39,7 @@ class Hidden(NamedTuple):
     def of(
         cls,
         problem: Problem,
-        seq_lens: Tensor | None = None,
-        key_mask: Tensor | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
         *,
         pattern: bool = True,
         masked_keys: bool = True,
@@ -48,14 +47,19 @@ class Hidden(NamedTuple):
         """The hidden tokens of a call.
 
         Args:
+            tensors: by attend()'s names; `seq_lens`, `key_mask` and `bias` hide tokens.
             pattern, masked_keys: False where the kernel never reads keys hidden by the pattern, or by masks.
         """
+        tensors = tensors or {}
+        seq_lens, key_mask, bias = (tensors.get(name) for name in ("seq_lens", "key_mask", "bias"))
         queries = None if seq_lens is None else padding_mask(problem.q_len, seq_lens)[:, :, None, None]
         keys = unseen_keys(problem) if pattern else None
         if masked_keys and key_mask is not None:
             keys = _either(keys, ~key_mask[:, :, None, None])
         if masked_keys and seq_lens is not None:
             keys = _either(keys, padding_mask(problem.k_len, seq_lens)[:, :, None, None])
+        if bias is not None:
+            keys = _either(keys, keys_hidden_by(bias, problem.heads // problem.kv_heads))
         return cls(keys, queries)
 
     def __bool__(self) -> bool:
@@ -84,9 +88,7 @@ class _Zeroed:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.passes.forward(*self.hidden.zeroed(q, k, v))
 
-    def backward(
-        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *results = saved
         of_queries = self.hidden.of_queries
         return self.passes.backward(of_queries(grad), of_queries(grad_lse), (*self.hidden.zeroed(q, k, v), *results))
@@ -95,6 +97,15 @@ class _Zeroed:
 def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
     """Bool [batch, length]: True for tokens at and past `seq_lens`."""
     return torch.arange(length, device=seq_lens.device) >= seq_lens[:, None]
+
+
+def keys_hidden_by(bias: Tensor, group: int) -> Tensor:
+    """Keys that a bias of -inf hides from every query of the `group` heads that share them: bool [1 or batch, k_len,
+    kv_heads or 1, 1].
+    """
+    hidden = (bias == -torch.inf).all(2)
+    hidden = hidden if hidden.shape[1] == 1 else torch.unflatten(hidden, 1, (-1, group)).all(2)
+    return hidden.transpose(1, 2).unsqueeze(-1)
 
 
 def unseen_keys(problem: Problem) -> Tensor | None:
@@ -114,7 +125,8 @@ def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = 
     Args:
         masked_keys, padding: whether copies are made of keys hidden by masks, and of padding queries.
     """
-    keys = 2 * problem.k_len * problem.kv_heads * ((masked_keys and problem.masked) or may_hide(problem))
+    hides = (masked_keys and problem.masked) or may_hide(problem) or bool(problem.bias)
+    keys = 2 * problem.k_len * problem.kv_heads * hides
     queries = problem.q_len * problem.heads * (padding and problem.has_seq_lens) * (2 if problem.needs_grad else 1)
     masks = 2 * (problem.q_len + problem.k_len * problem.kv_heads) * (keys + queries > 0)
     return problem.batch * ((keys + queries) * problem.head_dim * problem.dtype.itemsize + masks)

@@ -43,6 +43,7 @@ class Limits(NamedTuple):
         grad_lse: whether its backward pass takes a gradient of lse; others need one more column of head_dim.
         repeatable_head_dim: the largest with a bitwise deterministic backward pass; 0: none.
         masks: whether it supports `seq_lens` and `key_mask`.
+        softcap: whether it caps scores.
         gradients: whether it has a backward pass.
         fewest_keys: the fewest keys of one call.
         most_rows: the most batch rows of one call; each segment counts as a row.
@@ -60,6 +61,7 @@ class Limits(NamedTuple):
     grad_lse: bool = False
     repeatable_head_dim: int | None = None
     masks: bool = False
+    softcap: bool = False
     gradients: bool = True
     fewest_keys: int = 1
     most_rows: int | None = None
@@ -72,6 +74,8 @@ class Limits(NamedTuple):
         found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._gradients(problem)
         if problem.masked and not self.masks:
             found.append(Refusal("mask", "takes no mask, which seq_lens and key_mask need"))
+        if problem.softcap and not self.softcap:
+            found.append(Refusal("scores", "does not compute softcap"))
         return found
 
     def piece_refusals(self, keys: int, rows: int) -> list[Refusal]:

@@ -24,9 +24,11 @@ from attn_dispatch.ring.trial import NAME
 from attn_dispatch.settings import budget_ms, expected_calls, mode
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem, check_seq_lens_values, choose_pattern
+from attn_dispatch.spec.problem import Problem, choose_pattern
+from attn_dispatch.spec.tensors import check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 
+SCORE_ARGUMENTS = ("softcap", "bias", "alibi_slopes")  #: of attend, that ranks do not take
 MAX_DECISIONS = 256  #: remembered for each link
 
 Decided = tuple[ShardedProblem, Decision]
@@ -131,6 +133,14 @@ def _checked(
     if seq_lens is not None and (list(seq_lens.shape) != [local.batch] or seq_lens.device != q.device):
         raise InvalidInput(f"seq_lens must have shape [{local.batch}] on {q.device}, got {list(seq_lens.shape)}")
     return MeshCall(replace(local, has_seq_lens=seq_lens is not None), chosen, kind, order, seq_lens, _settings())
+
+
+def scaled_only(arguments: dict[str, Any]) -> dict[str, Any]:
+    """attend's arguments without those that change scores besides scaling them. Raises InvalidInput if one is given."""
+    for name in SCORE_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise InvalidInput(f"{name} cannot be given with mesh: over ranks scores are only scaled")
+    return {name: value for name, value in arguments.items() if name not in SCORE_ARGUMENTS}
 
 
 def alone(backend: str | None, order: str | None) -> tuple[str | None, str | None]:

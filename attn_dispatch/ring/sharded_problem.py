@@ -108,7 +108,7 @@ class ShardedProblem:
 
     def _hidden(self, call: RingCall) -> Hidden:
         """This rank's hidden rows. They are zeroed before they are sent, so that no other rank has to hide them."""
-        whole = Hidden.of(call.problem, key_mask=call.seen)
+        whole = Hidden.of(call.problem, {} if call.seen is None else {"key_mask": call.seen})
         keys = None if whole.keys is None else tokens_of(whole.keys, self.layout, self.link.rank)
         return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])
 

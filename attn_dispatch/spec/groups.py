@@ -14,6 +14,13 @@ from typing import Any
 
 SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: fields of a pattern; others are its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
+#: What a call may do to the scores besides scaling them, and the fields of a problem that say so, left out if empty.
+SCORE_TERMS = {
+    "softcap": "softcap",
+    "bias": "bias",
+    "bias's gradient": "bias_needs_grad",
+    "alibi_slopes": "alibi_axes",
+}
 DIGITS = 12
 KEY_DIGITS = 20
 USUAL = {"offsets": "mod", "heads": "all", "edges": "clip"}  #: default fields of a pattern, left out of titles
@@ -25,6 +32,8 @@ def describe(problem: Mapping[str, Any]) -> dict[str, Any]:
     found["pattern"] = pattern_class(problem["pattern"])
     found["dropout"] = problem["dropout_p"] > 0
     found["ranks"] = problem["ranks"]
+    if terms := [name for name, field in SCORE_TERMS.items() if problem.get(field)]:
+        found["score_terms"] = terms
     return found
 
 
@@ -41,13 +50,15 @@ def group_of(problem: Mapping[str, Any]) -> str:
 def key_of(problem: Mapping[str, Any], silicon: str) -> str:
     """20 hexadecimal digits that name the problem on one silicon.
 
-    The values of scale and dropout_p cannot change which backend is valid or fast, only their presence can.
+    The values of scale, dropout_p and softcap cannot change which backend is valid or fast, only their presence can.
 
     Raises:
         KeyError, TypeError: it is not a problem.
     """
     default = problem["scale"] == math.pow(problem["head_dim"], -0.5)
     plain = {**problem, "scale": default, "dropout_p": problem["dropout_p"] > 0}
+    if "softcap" in plain:
+        plain["softcap"] = True
     text = json.dumps([silicon, plain], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
@@ -78,6 +89,7 @@ def title(problem: Mapping[str, Any]) -> str:
     words += (
         ["seq_lens"] * found["has_seq_lens"] + ["key_mask"] * found["has_key_mask"] + ["dropout"] * found["dropout"]
     )
+    words += found.get("score_terms", [])
     words += [f"ranks {found['ranks']}"] * (found["ranks"] > 1) + [found["device"]] * (found["device"] != "cpu")
     return " ".join(words)
 

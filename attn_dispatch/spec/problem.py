@@ -16,15 +16,26 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import integer
-from attn_dispatch.spec.groups import key_of
+from attn_dispatch.spec.groups import SCORE_TERMS, key_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.spec.strides import is_stride_class, stride_class
+from attn_dispatch.spec.tensors import (
+    DTYPES,
+    LAYOUTS,
+    check_alibi_slopes,
+    check_bias,
+    check_key_mask,
+    check_seq_lens,
+    check_tensor,
+    common_device,
+    common_dtype,
+    common_shapes,
+    is_stride_class,
+    normal_device,
+    stride_class,
+)
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LAYOUTS = ("bnhd", "bhnd")
 PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
 # torch.get_float32_matmul_precision without its Python wrapper: called on every hit.
@@ -40,7 +51,8 @@ class Problem:
     Lengths are in tokens, `head_dim` in elements. `pattern` is the simplest pattern with this meaning at these
     lengths. `dtype` is the compute dtype: under autocast, the autocast dtype. `strides` are the classes of the memory
     order of q, k and v (see `strides.stride_class`). `ranks` is the number of ranks that share the sequence; lengths
-    are those of the whole sequence.
+    are those of the whole sequence. `softcap` is 0 for none; `bias` is (1 or batch, 1 or heads), the sizes of the
+    bias's first axes, and () for none; `alibi_axes` is 1 for slopes [heads], 2 for [batch, heads], 0 for none.
     """
 
     pattern: Pattern
@@ -62,6 +74,10 @@ class Problem:
     deterministic: bool = False
     matmul_precision: str = "highest"
     ranks: int = 1
+    softcap: float = 0.0
+    bias: tuple[int, ...] = ()
+    bias_needs_grad: bool = False
+    alibi_axes: int = 0
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +110,9 @@ class Problem:
         return_lse: bool = False,
         first_head: int | None = None,
         all_heads: int | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> Problem:
         """Check a call and describe it. Arguments as for `attend`.
@@ -108,18 +127,22 @@ class Problem:
             raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
         tensors = {"q": q, "k": k, "v": v}
         for name, tensor in tensors.items():
-            _check_tensor(name, tensor)
+            check_tensor(name, tensor)
         if layout == "bhnd":
             tensors = {name: tensor.transpose(1, 2) for name, tensor in tensors.items()}
-        dtype = _dtype(tensors)
-        where = _device(tensors, device)
-        batch, q_len, heads, head_dim, k_len, kv_heads = _shapes(tensors)
+        dtype = common_dtype(tensors)
+        where = common_device(tensors, device)
+        batch, q_len, heads, head_dim, k_len, kv_heads = common_shapes(tensors)
         chosen = choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)
         chosen.check(q_len, k_len)
         if first_head is not None or all_heads is not None:
             chosen = chosen.of_heads(*_share(first_head, all_heads, heads))
-        _check_seq_lens(seq_lens, batch, q_len, k_len, q.device)
-        _check_key_mask(key_mask, batch, k_len, q.device)
+        check_seq_lens(seq_lens, batch, q_len, k_len, q.device)
+        check_key_mask(key_mask, batch, k_len, q.device)
+        check_bias(bias, (batch, heads, q_len, k_len), q.device)
+        check_alibi_slopes(alibi_slopes, batch, heads, q.device)
+        if alibi_slopes is not None and isinstance(chosen, Reordered):
+            raise InvalidInput("alibi_slopes count places in the sequence: give tokens in natural order, not Reordered")
         default_scale = math.pow(head_dim, -0.5)
         return cls(
             pattern=chosen.simplify(q_len, k_len, heads),
@@ -133,13 +156,18 @@ class Problem:
             device=where,
             scale=default_scale if scale is None else _scale(scale),
             dropout_p=_dropout(dropout_p),
-            needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()),
+            needs_grad=torch.is_grad_enabled()
+            and (any(t.requires_grad for t in tensors.values()) or (bias is not None and bias.requires_grad)),
             return_lse=bool(return_lse),
             has_seq_lens=seq_lens is not None,
             has_key_mask=key_mask is not None,
             strides=_strides(tensors, dtype),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             matmul_precision=matmul_precision() if dtype == torch.float32 else "highest",
+            softcap=_softcap(softcap),
+            bias=() if bias is None else (bias.shape[0], bias.shape[1]),
+            bias_needs_grad=bias is not None and torch.is_grad_enabled() and bias.requires_grad,
+            alibi_axes=0 if alibi_slopes is None else alibi_slopes.ndim,
         )
 
     @property
@@ -152,6 +180,11 @@ class Problem:
         return self.has_seq_lens or self.has_key_mask
 
     @property
+    def score_terms(self) -> tuple[str, ...]:
+        """What the call does to the scores besides scaling, as `groups.SCORE_TERMS` names it."""
+        return tuple(name for name, field in SCORE_TERMS.items() if getattr(self, field))
+
+    @property
     def result_bytes(self) -> int:
         """Bytes of out, and of dq, dk and dv if gradients are needed."""
         q, kv = self.q_len * self.heads, self.k_len * self.kv_heads
@@ -161,11 +194,14 @@ class Problem:
     def to_dict(self) -> dict[str, Any]:
         """The problem in plain JSON values; `from_dict` reads it back."""
         plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        for name in SCORE_TERMS.values():
+            if not plain[name]:
+                del plain[name]  # so that the keys of other problems stay what they were
         plain["pattern"] = self.pattern.to_dict()
         plain["dtype"] = str(self.dtype).removeprefix("torch.")
         plain["device"] = self.device.type
         plain["strides"] = list(self.strides)
-        return plain
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any], device: torch.device | str | None = None) -> Problem:
@@ -179,7 +215,7 @@ class Problem:
             values["pattern"] = _pattern(values["pattern"])
             values["dtype"] = next(d for d in DTYPES if str(d) == f"torch.{values['dtype']}")
             values["device"] = normal_device(values["device"] if device is None else device)
-            values["strides"] = tuple(values["strides"])
+            values["strides"], values["bias"] = tuple(values["strides"]), tuple(values.get("bias", ()))
             problem = cls(**values)
             _check_fields(problem)
             problem.pattern.check(problem.q_len, problem.k_len)
@@ -204,7 +240,7 @@ class Problem:
         parts += ["seq_lens"] * self.has_seq_lens + ["key_mask"] * self.has_key_mask
         parts += ["lse"] * self.return_lse + ["deterministic"] * self.deterministic
         parts += [f"dropout {self.dropout_p:g}"] * (self.dropout_p > 0) + [f"ranks {self.ranks}"] * (self.ranks > 1)
-        parts += ["scale given"] * (not self.default_scale)
+        parts += ["scale given"] * (not self.default_scale) + list(self.score_terms)
         parts += [f"matmul {self.matmul_precision}"] * (self.matmul_precision != "highest")
         return "   ".join(parts)
 
@@ -238,14 +274,6 @@ def _share(first_head: object, all_heads: object, heads: int) -> tuple[int, int]
     return first, total
 
 
-def normal_device(device: torch.device | str) -> torch.device:
-    """The device with its index; `cuda` is the current CUDA device."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
-
-
 def matmul_precision() -> str:
     """torch's float32 matmul precision, set by either of its two interfaces."""
     try:
@@ -257,69 +285,6 @@ def matmul_precision() -> str:
         return "high" if kinds & {"tf32", "bf16"} else "highest"
 
 
-def default_device() -> torch.device:
-    return normal_device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _check_tensor(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidInput(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise InvalidInput(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
-    if tensor.ndim != 4:
-        raise InvalidInput(
-            f"{name} must have 4 axes, [batch, len, heads, head_dim] (or layout='bhnd'), got {list(tensor.shape)}"
-        )
-    if tensor.numel() == 0:
-        raise InvalidInput(f"{name} must have at least one entry on every axis, got {list(tensor.shape)}")
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The current autocast dtype on this device type, or None where autocast is off."""
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
-def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    kind = tensors["q"].device.type
-    cast = autocast_dtype(kind)
-    seen = {name: tensor.dtype for name, tensor in tensors.items()}
-    for name, dtype in seen.items():
-        if dtype not in DTYPES:
-            raise InvalidInput(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-    if cast is not None:
-        # As in PyTorch's own attention: autocast does not cast float64.
-        seen = {name: dtype if dtype == torch.float64 else cast for name, dtype in seen.items()}
-    if len(set(seen.values())) > 1:
-        raise InvalidInput(f"q, k and v must share one dtype, got {', '.join(str(d) for d in seen.values())}")
-    return seen["q"]
-
-
-def _device(tensors: Mapping[str, Tensor], device: torch.device | str | None) -> torch.device:
-    seen = {name: tensor.device for name, tensor in tensors.items()}
-    if len(set(seen.values())) > 1:
-        raise InvalidInput(f"q, k and v must be on one device, got {', '.join(str(d) for d in seen.values())}")
-    if seen["q"].type == "meta":
-        return default_device() if device is None else normal_device(device)
-    if device is not None and normal_device(device) != normal_device(seen["q"]):
-        raise InvalidInput(f"device {device} is only for meta tensors; q, k and v are on {seen['q']}")
-    return normal_device(seen["q"])
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int, int, int]:
-    q, k, v = (list(tensors[name].shape) for name in "qkv")
-    if k != v:
-        raise InvalidInput(f"k and v must have one shape, got {k} and {v} (as [batch, len, heads, head_dim])")
-    if q[0] != k[0]:
-        raise InvalidInput(f"q and k must have one batch size, got {q[0]} and {k[0]}")
-    if q[3] != k[3]:
-        raise InvalidInput(f"q and k must have one head_dim, got {q[3]} and {k[3]}")
-    if q[2] % k[2]:
-        raise InvalidInput(f"the heads of k and v must divide those of q, got {k[2]} and {q[2]}")
-    return q[0], q[1], q[2], q[3], k[1], k[2]
-
-
 def _check_fields(problem: Problem) -> None:
     """Check the fields of a problem from a file, as `of` checks arguments."""
     for name in ("batch", "q_len", "k_len", "heads", "kv_heads", "head_dim", "ranks"):
@@ -328,7 +293,7 @@ def _check_fields(problem: Problem) -> None:
             raise InvalidInput(f"{name} must be an integer >= 1, got {value!r}")
     if problem.heads % problem.kv_heads:
         raise InvalidInput(f"kv_heads must divide heads, got {problem.kv_heads} and {problem.heads}")
-    for name in ("needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic"):
+    for name in ("needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic", "bias_needs_grad"):
         if type(getattr(problem, name)) is not bool:
             raise InvalidInput(f"{name} must be True or False, got {getattr(problem, name)!r}")
     if problem.has_seq_lens and problem.q_len != problem.k_len:
@@ -339,60 +304,28 @@ def _check_fields(problem: Problem) -> None:
         raise InvalidInput(f"matmul_precision must be one of {PRECISIONS}, got {problem.matmul_precision!r}")
     _scale(problem.scale)
     _dropout(problem.dropout_p)
-
-
-def _check_seq_lens(seq_lens: object, batch: int, q_len: int, k_len: int, device: torch.device) -> None:
-    if seq_lens is None:
-        return
-    if not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {_kind(seq_lens)}")
-    if list(seq_lens.shape) != [batch]:
-        raise InvalidInput(f"seq_lens must have shape [batch] = [{batch}], got {list(seq_lens.shape)}")
-    if seq_lens.device != device:
-        raise InvalidInput(f"seq_lens must be on q's device {device}, got {seq_lens.device}")
-    if q_len != k_len:
-        raise InvalidInput(f"seq_lens needs q_len == k_len, got {q_len} and {k_len}; key_mask has no such limit")
-    if not tracing.graphed(seq_lens):
-        check_seq_lens_values(seq_lens, q_len)
-
-
-def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:
-    """Check the values on every call, on the CPU only: reading them from a GPU would synchronize it."""
-    if seq_lens.device.type == "cpu" and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= q_len:
-        raise InvalidInput(f"seq_lens must lie in 0..{q_len}, got {seq_lens.tolist()}")
-
-
-def check_sink(sink: object, q: Tensor, layout: str) -> None:
-    """Raise InvalidInput unless a sink has one floating-point entry for each of q's heads, on its device."""
-    if not isinstance(q, Tensor) or q.ndim != 4 or layout not in LAYOUTS:
-        return  # what `of` raises for
-    heads = q.shape[2 if layout == "bnhd" else 1]
-    if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        raise InvalidInput(f"sink must be a floating-point tensor, got {_kind(sink)}")
-    if list(sink.shape) != [heads] or sink.device != q.device:
-        where = f"{list(sink.shape)} on {sink.device}"
-        raise InvalidInput(f"sink must have shape [heads] = [{heads}] on {q.device}, got {where}")
-
-
-def _check_key_mask(key_mask: object, batch: int, k_len: int, device: torch.device) -> None:
-    if key_mask is None:
-        return
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        raise InvalidInput(f"key_mask must be a bool tensor (True = may be seen), got {_kind(key_mask)}")
-    if list(key_mask.shape) != [batch, k_len]:
-        raise InvalidInput(f"key_mask must have shape [batch, k_len] = [{batch}, {k_len}], got {list(key_mask.shape)}")
-    if key_mask.device != device:
-        raise InvalidInput(f"key_mask must be on q's device {device}, got {key_mask.device}")
-
-
-def _kind(value: object) -> str:
-    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+    if problem.ranks > 1 and problem.score_terms:
+        raise InvalidInput(f"over {problem.ranks} ranks scores are only scaled, got {', '.join(problem.score_terms)}")
+    _softcap(problem.softcap or None)
+    sizes = ((1, problem.batch), (1, problem.heads))
+    if problem.bias and not (len(problem.bias) == 2 and all(x in allowed for x, allowed in zip(problem.bias, sizes))):
+        raise InvalidInput(f"bias must be the sizes (1 or batch, 1 or heads) or empty, got {problem.bias!r}")
+    if problem.alibi_axes not in (0, 1, 2) or (problem.bias_needs_grad and not (problem.bias and problem.needs_grad)):
+        raise InvalidInput(f"alibi_axes must be 0, 1 or 2, and bias_needs_grad go with bias, got {problem}")
 
 
 def _scale(scale: object) -> float:
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= sys.float_info.max:
         raise InvalidInput(f"scale must be a finite number or None, got {scale!r}")
     return float(scale)
+
+
+def _softcap(softcap: object) -> float:
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap <= sys.float_info.max:
+        raise InvalidInput(f"softcap must be a finite number > 0 or None, got {softcap!r}")
+    return float(softcap)
 
 
 def _dropout(dropout_p: object) -> float:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Backend, Refusal, orders_of
+from attn_dispatch.kernels.contract import Backend, Refusal, orders_of, refuse_score_terms
 from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.machine.environment import environment
 from attn_dispatch.machine.hardware import provenance, silicon
@@ -216,7 +216,7 @@ class Request:
 def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
     """The backend's refusals, after what keeps every backend from the problem's device."""
     why = missing_code(problem.device)
-    return [*[Refusal("device", why)] * bool(why), *backend.refusals(problem)]
+    return [*[Refusal("device", why)] * bool(why), *refuse_score_terms(backend, problem), *backend.refusals(problem)]
 
 
 def _asked(backend: Backend, question: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, Result, runner
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.strides import randn
+from attn_dispatch.spec.tensors import randn
 from attn_dispatch.tuning.rounds import Steps, exhausted
+
+HIDDEN_SHARE, HIDDEN_KEYS = 0.2, 3  #: entries of a bias that are -inf; keys that it hides from all queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class Example:
     seed: int = 0
     on_device: bool = False  #: as for `make`, with `seed`
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that get gradients, where the problem needs them: q, k, v and maybe a bias."""
+        return self.q, self.k, self.v, *[x for x in self.masks.values() if x.requires_grad]
+
     def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
         """The call to time: forward, and backward where the problem needs gradients."""
         run = runner(backend, order)
@@ -46,7 +54,7 @@ class Example:
                 result = run(self.q, self.k, self.v, self.problem, **self.masks)
             out = result if isinstance(result, Tensor) else result[0]
             assert self.grad is not None
-            gradients((out,), (self.q, self.k, self.v), (self.grad,))
+            gradients((out,), self.inputs, (self.grad,))
             return result
 
         return forward_backward if self.problem.needs_grad else forward
@@ -80,6 +88,7 @@ def example_bytes(problem: Problem) -> int:
     q = problem.batch * problem.q_len * problem.heads * problem.head_dim
     kv = problem.batch * problem.k_len * problem.kv_heads * problem.head_dim
     masks = problem.batch * (8 * problem.has_seq_lens + problem.k_len * problem.has_key_mask)
+    masks += math.prod(problem.bias) * problem.q_len * problem.k_len * problem.dtype.itemsize * bool(problem.bias)
     return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks
 
 
@@ -103,7 +112,7 @@ def made_timed(problem: Problem, clock: Callable[[], float]) -> Steps[tuple[Exam
 
 
 def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example:
-    """Draw unit-normal q, k, v and gradient in the problem's memory order, and masks that hide part of the keys.
+    """Draw unit-normal q, k, v, gradient and bias, and masks that hide part of the keys.
 
     Args:
         on_device: whether to draw q, k, v and the gradient on a CUDA device itself: other values than a CPU's.
@@ -131,7 +140,33 @@ def made(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Steps[E
     if problem.has_key_mask:
         visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
         masks["key_mask"] = visible.to(problem.device)
+    masks |= score_tensors(problem, generator)
     return Example(problem, q, k, v, grads[0] if grads else None, masks, seed, on_device)
+
+
+def score_tensors(
+    problem: Problem, generator: torch.Generator, *, hides: bool = False, empty: bool = False, odd: bool = False
+) -> dict[str, Tensor]:
+    """The bias and the slopes of ALiBi, where the problem has them.
+
+    Args:
+        hides: whether the bias has entries of -inf, and hides some keys from every query. empty: whether the last query
+            sees no key. odd: whether the bias is not contiguous.
+    """
+    found = {}
+    if problem.bias:
+        bias = torch.randn(*problem.bias, problem.k_len, problem.q_len, generator=generator).mT
+        if hides:
+            bias[torch.rand(bias.shape, generator=generator) < HIDDEN_SHARE] = -math.inf
+            bias[..., : HIDDEN_KEYS * (problem.k_len > 1)] = -math.inf
+        if empty:
+            bias[:, :, -1] = -math.inf
+        bias = (bias if odd else bias.contiguous()).to(problem.device, problem.dtype)
+        found["bias"] = bias.requires_grad_(problem.bias_needs_grad)
+    if problem.alibi_axes:
+        slopes = torch.rand([problem.batch, problem.heads][-problem.alibi_axes :], generator=generator)
+        found["alibi_slopes"] = slopes.to(problem.device)
+    return found
 
 
 def _drawn(problem: Problem, generator: torch.Generator) -> Iterator[Tensor]:

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_dispatch.kernels.contract import Backend, forced_orders
+from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.problem import DTYPES, Problem
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.spec.strides import randn, stride_class
-from attn_dispatch.tuning.example import Example
+from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
+from attn_dispatch.tuning.example import Example, score_tensors
 from attn_dispatch.tuning.oracle import PAIRS, CheckResult, Oracle, referenced
 from attn_dispatch.tuning.rounds import Steps, exhausted
 
@@ -77,7 +77,7 @@ class HardCase:
 
     def refused_by(self, backend: Backend, order: str = NATURAL) -> bool:
         """Whether the backend refuses this problem in this order, so that the case does not apply to it."""
-        if backend.refusals(self.problem):
+        if refuse_score_terms(backend, self.problem) or backend.refusals(self.problem):
             return True
         return order != NATURAL and order not in forced_orders(backend, self.problem)
 
@@ -133,7 +133,7 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     at_end = problem.q_len < problem.k_len and isinstance(natural, Dilated | Neighborhood)
     small = partial(_small, problem)
     masks = problem.has_seq_lens + problem.has_key_mask
-    hides = problem.masked or unseen_keys(small(1, EVEN)) is not None
+    hides = problem.masked or bool(problem.bias) or unseen_keys(small(1, EVEN)) is not None
     return (
         CaseSpec("large scores", small(1, EVEN), own, large=True),
         CaseSpec("", small(1 + masks, ODD, SHORT if unequal else ODD), own, empty=True),
@@ -170,6 +170,7 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
         kv_heads=kv_heads,
         scale=default if problem.default_scale else math.copysign(GIVEN_SCALE * default, problem.scale),
         dropout_p=0.0,
+        bias=tuple(own if size > 1 else 1 for size, own in zip(problem.bias, (batch, heads))),
     )
 
 
@@ -295,7 +296,7 @@ def _with_hidden_nans(
     problem: Problem, values: list[Tensor], strides: list[Strides], masks: dict[str, Tensor]
 ) -> list[Tensor]:
     """Fill queries of q and keys of k and v that are hidden, in all of an expanded axis, with NaN and inf in turn."""
-    hidden = Hidden.of(problem, masks.get("seq_lens"), masks.get("key_mask"))
+    hidden = Hidden.of(problem, masks)
     filled = []
     for x, steps, where in zip(values, strides, (hidden.queries, hidden.keys, hidden.keys)):
         bits = torch.tensor([math.nan, math.inf, -math.inf]).repeat(-(-x.shape[1] // 3))[: x.shape[1]]
@@ -317,8 +318,7 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
     if problem.has_seq_lens:
         lens = [problem.q_len - problem.q_len // 5, problem.q_len]
         lens = ([0, *lens] if spec.empty else lens)[: problem.batch]
-        kind = torch.int32 if spec.odd_masks else torch.int64
-        masks["seq_lens"] = torch.tensor(lens, dtype=kind, device=problem.device)
+        masks["seq_lens"] = torch.tensor(lens, device=problem.device).to(torch.int32 if spec.odd_masks else torch.int64)
     if problem.has_key_mask:
         visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
         visible[:, -1] = True
@@ -327,7 +327,7 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
         # A view of every second entry: a kernel that ignores the strides reads the opposite mask.
         beside = torch.stack([visible, ~visible], -1).to(problem.device)
         masks["key_mask"] = beside[..., 0] if spec.odd_masks else beside[..., 0].contiguous()
-    return masks
+    return masks | score_tensors(problem, generator, hides=True, empty=spec.empty, odd=spec.odd_masks)
 
 
 def _strides(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Strides:

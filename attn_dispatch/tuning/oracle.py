@@ -1,4 +1,5 @@
-"""The oracle: compares a candidate's out, lse, dq, dk and dv with the formula in float64, within a derived tolerance.
+"""The oracle: compares a candidate's out, lse, dq, dk, dv and dbias with the formula in
+float64, within a derived tolerance.
 
 Where the whole formula would take too long, some query rows and heads are drawn, and the gradient of out is zero
 everywhere else. Then dq is zero off the drawn rows, and dk and dv, at every key, are sums over those rows alone: the
@@ -34,6 +35,7 @@ FEW_PAIRS = 2**16  #: the same where a caller waits
 KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; past this, heads are drawn
 STEP_PAIRS = 2**13  #: the same where a single call waits for a step of a trial; heads are drawn then too
 ONE_THREAD = 2**19  #: entries of q or k up to which a single thread compares results
+GRADIENTS = ("dq", "dk", "dv", "dbias")
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
 BOUNDS_FACTOR = 4.0  #: time of bounding the rounding errors, relative to that of the exact results
@@ -179,8 +181,7 @@ class Oracle:
             results, weights = [out], [self.grad]
             if self.grad_lse is not None and lse is not None and lse.shape == self.grad_lse.shape:
                 results, weights = [out, lse], [self.grad, self.grad_lse]
-            grads = gradients(results, (example.q, example.k, example.v), weights)
-            found.update(zip(("dq", "dk", "dv"), grads))
+            found.update(zip(GRADIENTS, gradients(results, example.inputs, weights)))
         if versions != [x._version for x in inputs]:
             raise RuntimeError("wrote into its inputs")
         return found
@@ -210,6 +211,8 @@ class Oracle:
             return tensor[:, self.heads[:, None], self.rows]
         if name in ("out", "dq"):
             return tensor[:, self.rows[:, None], self.heads]
+        if name == "dbias":
+            return _of_bias(tensor, self.heads, self.rows)
         group = self.example.problem.heads // self.example.problem.kv_heads
         return tensor[:, :, torch.unique(self.heads // group)]
 
@@ -265,13 +268,15 @@ class _Sample:
     grad_lse: Tensor | None
     counts: Tensor | None
     kv_index: Tensor
+    terms: formula.ScoreTerms
+    bias: Tensor | None
 
     @classmethod
     def of(cls, example: Example, rows: Tensor, heads: Tensor, grad_lse: Tensor | None) -> _Sample:
         problem, masks = example.problem, example.masks
         kv, index = torch.unique(heads // (problem.heads // problem.kv_heads), return_inverse=True)
         grad = None if example.grad is None else example.grad[:, rows[:, None], heads]
-        counts = formula.multiplicity_of(problem, heads.tolist(), rows, masks.get("seq_lens"), masks.get("key_mask"))
+        counts = formula.multiplicity_of(problem, heads.tolist(), rows, masks)
         q = example.q.detach()[:, rows[:, None], heads]
         keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
         lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]
@@ -281,71 +286,49 @@ class _Sample:
             q, grad = q.where(q_seen, 0.0), None if grad is None else grad.where(q_seen, 0.0)
             keys, values = keys.where(k_seen, 0.0), values.where(k_seen, 0.0)
             lse = None if lse is None else lse.where(q_seen[..., 0].transpose(1, 2), 0.0)
-        return cls(problem, q, keys, values, grad, lse, counts, index)
+        bias = masks["bias"].detach() if problem.bias_needs_grad else None
+        others = {name: x.detach() for name, x in masks.items() if bias is None or name != "bias"}
+        terms = formula.score_terms_of(problem, heads.tolist(), rows, others, torch.float64)
+        bias = None if bias is None else _of_bias(bias, heads, rows)
+        return cls(problem, q, keys, values, grad, lse, counts, index, terms, bias)
 
     def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Evaluate out, lse and, where there is a gradient, dq, dk and dv in a dtype; float64 gives the exact ones."""
         with torch.set_grad_enabled(self.grad is not None):
             q, k, v = (x.to(dtype, copy=True).requires_grad_(self.grad is not None) for x in (self.q, self.k, self.v))
             keys, values = k[:, :, self.kv_index], v[:, :, self.kv_index]
-            exact = dtype == torch.float64
-            out, lse = (formula.formula if exact else _rounded)(q, keys, values, self.counts, self.problem.scale)
+            wide, exact = sum_dtype(dtype), dtype == torch.float64
+            bias = None if self.bias is None else self.bias.to(wide, copy=True).requires_grad_()
+            terms, run = self._terms(wide, bias), formula.formula if exact else formula.rounded
+            out, lse = run(q, keys, values, self.counts, self.problem.scale, terms=terms)
             found = {"out": out.detach(), "lse": lse.detach()}
             if self.grad is not None:
                 results, weights = [out], [self.grad.to(dtype)]
                 if self.grad_lse is not None:
                     results, weights = [out, lse], [*weights, self.grad_lse.to(lse.dtype)]
-                found.update(zip(("dq", "dk", "dv"), gradients(results, (q, k, v), weights)))
+                inputs = (q, k, v) if bias is None else (q, k, v, bias)
+                found.update(zip(GRADIENTS, gradients(results, inputs, weights)))
         return found
 
+    def _terms(self, dtype: torch.dtype, bias: Tensor | None) -> formula.ScoreTerms:
+        """The score terms in a dtype, with a bias that gets a gradient."""
+        softcap, added = self.terms
+        added = None if added is None else added.to(dtype)
+        if bias is not None:
+            finite = bias.masked_fill(bias == -math.inf, 0.0)
+            added = finite if added is None else added + finite
+        return formula.ScoreTerms(softcap, added)
+
     def rounding_errors(self, exact: dict[str, Tensor]) -> dict[str, float]:
-        """Bound the absolute error of each tensor that rounding alone may cause.
-
-        The result is rounded once, and so are the weights before they multiply v. Sums of head_dim and k_len terms,
-        and scores before they are exponentiated, are rounded in the precision that kernels accumulate in. The bound is
-        the formula with absolute values throughout, since terms may cancel. A backward pass gets an out that was
-        already rounded.
-
-        Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, chapter 3; Higham & Mary 2019: rounding
-        errors of a sum of n terms grow as the square root of n.
-        """
-        problem = self.problem
-        last = torch.finfo(problem.dtype).eps
-        wide = sum_dtype(problem.dtype)  # enough for bounds, and half the time of float64
-        q, keys, values = (x.to(wide) for x in (self.q, self.k[:, :, self.kv_index], self.v[:, :, self.kv_index]))
-        p, _ = formula.probabilities(q, keys, self.counts, problem.scale)
-        q, keys, values, scale = q.abs(), keys.abs(), values.abs(), abs(problem.scale)
-        score = torch.einsum("bqhd,bkhd->bhqk", q * scale, keys).max()
-        sums, terms = torch.finfo(wide).eps, math.sqrt(problem.head_dim + problem.k_len)
-        # A score's products may all be rounded the same way, where the scale is multiplied into q or k beforehand.
-        growth = last / 2 + sums * (terms + (1 + math.sqrt(problem.head_dim)) * float(score))
-        # Results so small that they underflow have an absolute error besides.
-        least = terms * last * torch.finfo(problem.dtype).smallest_normal
-        rounded = {name: least + last * _largest(value) for name, value in exact.items()}
-        rounded["out"] += growth * _largest(torch.einsum("bhqk,bkhd->bqhd", p, values))
-        # Kernels that exponentiate to base 2 multiply scores by log2 e and lse by ln 2, which are rounded themselves.
-        rounded["lse"] = growth + 2 * sums * _largest(exact["lse"])
-        if self.grad is not None:
-            grad = self.grad.to(wide).abs()
-            delta = torch.einsum("bqhd,bqhd->bhq", grad, exact["out"].to(wide).abs()).unsqueeze(-1)
-            if self.grad_lse is not None:
-                delta += self.grad_lse.to(wide).abs().unsqueeze(-1)
-            ds = p * (growth * (torch.einsum("bqhd,bkhd->bhqk", grad, values) + delta) + last * delta) * scale
-            rounded["dq"] += _largest(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
-            rounded["dk"] += self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", ds, q))
-            rounded["dv"] += growth * self._largest_sum(torch.einsum("bhqk,bqhd->bkhd", p, grad))
-        return rounded
-
-    def _largest_sum(self, by_head: Tensor) -> float:
-        return _largest(torch.zeros_like(self.k, dtype=by_head.dtype).index_add_(2, self.kv_index, by_head))
+        """Bounds of the absolute errors of each tensor that rounding alone may cause (`formula.rounding_errors`)."""
+        wide = sum_dtype(self.problem.dtype)  # enough for bounds, and half the time of float64
+        terms = self._terms(wide, None if self.bias is None else self.bias.to(wide))
+        tensors = (self.q, self.k, self.v, self.kv_index, self.counts, self.grad, self.grad_lse)
+        return formula.rounding_errors(self.problem, *tensors, terms, exact)
 
 
-def _rounded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The formula in mixed precision: products in the inputs' dtype, the softmax in float32 or wider."""
-    wide = sum_dtype(q.dtype)
-    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(wide)
-    p, lse = formula.softmax(scores, counts)
-    return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
+def _of_bias(x: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
+    return formula.rows_of_bias(x, heads.tolist(), rows)
 
 
 def _visible(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -359,11 +342,6 @@ def _visible(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tup
     keys = torch.zeros(*by_head.shape[:2], kv_heads, dtype=torch.int32, device=counts.device)
     keys.index_add_(2, kv_index, by_head.to(torch.int32))
     return seen.any(3).transpose(1, 2).unsqueeze(-1), keys.unsqueeze(-1) > 0
-
-
-def _largest(x: Tensor) -> float:
-    """The largest absolute finite value; 0 where there is none."""
-    return float(torch.where(x.isfinite(), x.abs(), 0.0).max()) if x.numel() else 0.0
 
 
 def _sample(size: int, count: int, generator: torch.Generator) -> Tensor:
@@ -380,6 +358,7 @@ def _contract_failures(found: dict[str, Tensor], problem: Problem) -> list[str]:
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
     shapes: dict[str, tuple[int, ...]] = {"out": q_shape, "dq": q_shape, "dk": kv_shape, "dv": kv_shape}
     shapes["lse"] = (problem.batch, problem.heads, problem.q_len)
+    shapes["dbias"] = (*problem.bias, problem.q_len, problem.k_len)
     wide = sum_dtype(problem.dtype)
     failures = []
     if problem.return_lse and "lse" not in found:

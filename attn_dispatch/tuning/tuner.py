@@ -41,7 +41,7 @@ CALLS = 12  #: further time, in calls of the fastest candidate so far
 SHORT_S = 0.02  #: seconds of a first call that are always left
 RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
 BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: calls take longer
-BUSY_RACE_FACTOR = 16  #: likewise on the least seconds of a race: of many samples few are undisturbed
+BUSY_RACE_FACTOR = 22  #: likewise on the least seconds of a race: of many samples few are undisturbed
 
 # Of a trial that is taken in steps between calls of the program.
 STEP_S, STEP_SHARE = 0.02, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides

@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend
-from attn_dispatch.decisions import decide, operators
+from attn_dispatch.decisions import decide
+from attn_dispatch.decisions.graphs import encoding
 from attn_dispatch.dispatch import adopt
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
@@ -95,15 +96,20 @@ def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> No
     kind=(torch.float32, torch.bfloat16, torch.float64),
 )
 def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
-    code, numbers = operators._encoded(pattern)
-    assert operators._decoded(code, tuple(numbers)) == pattern
+    code, numbers = encoding._encoded(pattern)
+    assert encoding.decoded(code, tuple(numbers)) == pattern
     lens = torch.tensor([11]) if masked else None
     mask = torch.arange(16)[None] % 5 > 0 if masked else None
     tensors = [x.to(kind).requires_grad_() for x in qkv()]
-    settings = (None, None, code, numbers, None, None, None, None, None)
-    torch.library.opcheck(OP, (*tensors, lens, mask, *settings, True, masked))
+    slopes = torch.rand(2, len(tensors[0][0, 0])) if masked else None
+    bias = torch.randn(1, 1, 16, 16, requires_grad=masked) if kind == torch.float64 else None
+    settings = (code, numbers, None, 3.0 if masked else None, None, None, None, None, masked and bias is not None)
+    if isinstance(pattern, Reordered):
+        slopes = None
+    torch.library.opcheck(OP, (*tensors, lens, mask, None, None, slopes, bias, *settings, True, masked))
     detached = [x.detach() for x in tensors]
-    torch.library.opcheck(OP, (*detached, lens, mask, *settings, False, masked))
+    bias = None if bias is None else bias.detach()
+    torch.library.opcheck(OP, (*detached, lens, mask, None, None, slopes, bias, *settings, False, masked))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

@@ -37,6 +37,7 @@ ARROWS = {
 }
 #: Of the rooms inside a room, "" are its own files.
 INNER: dict[str, dict[str, tuple[str, ...]]] = {
+    "decisions": {"": (), "graphs": ("",)},
     "kernels": {"": (), **dict.fromkeys(("branches", "tiles", "triton", "native", "flex"), ("",))},
     "ring": {"rows": (), "engine": ("rows",), "": ("rows", "engine"), "plan": ("rows", "engine")},
     "cli": {"": (), "commands": ("",)},

@@ -20,7 +20,8 @@ from attn_dispatch.kernels.branches.plan import plan_of
 from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
-from attn_dispatch.spec.problem import DTYPES, Problem
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tensors import DTYPES
 from tests.support.cases import Case
 
 PASCAL, TURING, AMPERE, HOPPER, BLACKWELL = (6, 1), (7, 5), (8, 0), (9, 0), (10, 0)

@@ -17,8 +17,9 @@ from torch import zeros
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.problem import DTYPES, Problem
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.spec.tensors import DTYPES
 from attn_dispatch.store.problem_files import read_record
 from tests.support import processes
 from tests.support.fakes import SILICON
@@ -71,7 +72,8 @@ def test_json_and_back(given_problem: Problem) -> None:
 
 
 def test_to_dict_covers_every_field() -> None:
-    assert set(PROBLEM.to_dict()) == {field.name for field in fields(Problem) if field.init}
+    changed = replace(PROBLEM, softcap=2.0, bias=(1, 1), bias_needs_grad=True, alibi_axes=1)
+    assert set(changed.to_dict()) == {field.name for field in fields(Problem) if field.init}
 
 
 def test_windows_without_sinks_have_no_sinks_field() -> None:

@@ -45,7 +45,7 @@ def scored(softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, zeroed
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Result:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        q, k, v = Hidden.of(problem, **tensors).zeroed(q, k, v) if zeroed else (q, k, v)
+        q, k, v = Hidden.of(problem, tensors).zeroed(q, k, v) if zeroed else (q, k, v)
         keys, values = (x.to(wide).repeat_interleave(problem.heads // problem.kv_heads, 2) for x in (k, v))
         counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, **tensors)
         p, lse = softmax(torch.einsum("bqhd,bkhd->bhqk", q.to(wide) * problem.scale, keys), counts)

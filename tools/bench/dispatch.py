@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Problem, attend, register
-from attn_dispatch.decisions import operators
+from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.tuning.intervals import median_interval

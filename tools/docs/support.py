@@ -14,6 +14,7 @@ import torch
 
 from attn_dispatch import Dense, Dilated, Neighborhood, Problem, Window
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import refuse_score_terms
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.shapes import problem_of
 
@@ -28,6 +29,7 @@ PATTERNS = {
     "dense": Dense(),
     "causal": Dense(is_causal=True),
     "window": Window(31, 0),
+    "sinks": Window(31, 0, sinks=4),
     "dilated": Dilated((64, 128), (1, 2), is_causal=True),
     "neighborhood": Neighborhood((16, 16), (5, 5)),
 }
@@ -44,6 +46,11 @@ def problems(device: str, pattern: Pattern) -> dict[str, Problem]:
         **{name: replace(plain, dtype=dtype) for name, dtype in dtypes.items()},
         "grouped heads": replace(plain, kv_heads=1),
         "`seq_lens`, `key_mask`": replace(plain, has_key_mask=True, has_seq_lens=True),
+        "few queries": replace(plain, q_len=1),
+        "softcap": replace(plain, softcap=50.0),
+        "ALiBi": replace(plain, alibi_axes=1),
+        "bias": replace(plain, bias=(1, 4)),
+        "its gradient": replace(training, bias=(1, 4), bias_needs_grad=True),
         "dropout": replace(plain, dropout_p=0.1),
         "gradients": training,
         "through lse": replace(training, return_lse=True),
@@ -88,7 +95,8 @@ def _takes(name: str, problem: Problem) -> bool:
         mock.patch("attn_dispatch.kernels.branches.backend._installed", return_value="99"),
         mock.patch("attn_dispatch.kernels.branches.backend._load_fault", return_value=""),
     ):
-        codes = {refusal.code for refusal in registry.load(name).refusals(problem)}
+        backend = registry.load(name)
+        codes = {refusal.code for refusal in (*refuse_score_terms(backend, problem), *backend.refusals(problem))}
     return not codes - ABSENT
 
 

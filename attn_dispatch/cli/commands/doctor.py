@@ -144,8 +144,8 @@ def _unusable(backend: Backend) -> str:
     import torch
 
     from attn_dispatch.spec.pattern import Dense
-    from attn_dispatch.spec.problem import default_device
     from attn_dispatch.spec.shapes import problem_of
+    from attn_dispatch.spec.tensors import default_device
     from attn_dispatch.tuning.candidates import refusals_of
 
     device = default_device()

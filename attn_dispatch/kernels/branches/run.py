@@ -21,8 +21,8 @@ from attn_dispatch.spec.problem import Problem
 
 
 class Bias(NamedTuple):
-    """`values` added to the scores: [1, 1, q_len, k_len], float32 (float64 for float64 inputs). `seen`: bool
-    [1, 1, q_len], whether a query sees any key.
+    """`values` added to the scores: [1 or batch, 1 or heads of its piece, q_len, k_len], float32 (float64 for float64
+    inputs). `seen`: bool, without the last axis: whether a query sees any key.
     """
 
     values: Tensor
@@ -43,7 +43,7 @@ def run(
 
     Args:
         q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
-        masks: `seq_lens` and `key_mask`, where the problem has them.
+        masks: `seq_lens`, `key_mask` and `bias`, where the problem has them.
         biases: indexed by `Piece.bias`.
 
     Returns:
@@ -68,7 +68,8 @@ def passes(
     call = BranchPasses(
         problem, plan, kernel, hidden_key_bias(problem, seq_lens, key_mask, problem.device), seq_lens, biases
     )
-    return Hidden.of(problem, seq_lens, key_mask, pattern=_reads_unseen(problem, biases)).around(call)
+    reads = _reads_unseen(problem, biases)
+    return Hidden.of(problem, masks, pattern=reads).around(call)
 
 
 def _reads_unseen(problem: Problem, biases: tuple[Bias, ...]) -> bool:

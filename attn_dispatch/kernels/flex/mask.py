@@ -1,4 +1,4 @@
-"""A pattern's multiplicity as a function of indices, for kernels that take a function instead of a mask.
+"""A pattern's multiplicity, and changes of scores, as functions of indices, for kernels that take such functions.
 
 The functions take heads, queries and keys as broadcastable integer tensors; when a compiler traces them, each has one
 element. Everything else in them is constant.
@@ -11,7 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.problem import Problem
 
 Count = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,6 +35,42 @@ def multiplicity_function(pattern: Pattern, q_len: int, k_len: int, heads: int) 
         raise TypeError(f"no arithmetic for {pattern!r}")
     found = [_band(band.low, band.high, band.stop) for band in bands]
     return found[0] if len(found) == 1 else _either(found)
+
+
+def score_function(
+    problem: Problem,
+    count: Count | None,
+    places: Tensor | None,
+    positions: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """The function `score(s, row, head, query, key)`, which caps and biases a score; None if it would change none.
+
+    Args:
+        count: the multiplicity, whose logarithm is added; None where it is never above 1.
+        places, positions: of the kernel's rows, in the caller's tensors and in the pattern; None for the same.
+    """
+    wide, shift = sum_dtype(problem.dtype), problem.k_len - problem.q_len
+    if count is None and not problem.score_terms:
+        return None
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if problem.softcap:
+            s = problem.softcap * torch.tanh(s / problem.softcap)
+        query, key = (i, j) if places is None else (places[i], places[j])
+        if bias is not None:
+            row, head = (index * (size > 1) for index, size in zip((b, h), problem.bias))
+            s = s + bias[row, head, query, key].to(wide)
+        if slopes is not None:
+            slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]
+            s = s - slope.to(wide) * (query + shift - key).abs().to(wide)
+        if count is not None:
+            at = (i, j) if positions is None else (positions[i], positions[j])
+            s = s + count(h, *at).clamp(min=1).to(wide).log()
+        return s
+
+    return score
 
 
 def counts_above_one(pattern: Pattern) -> bool:

@@ -92,6 +92,15 @@ inline vec exp2_(vec x) {
 #endif
 }
 
+// tanh to within 3 units in the last place. The polynomial is fitted on |x| <= 5/8, where the quotient would cancel.
+inline vec tanh_(vec x) {
+    vec y = x * x, p = splat(-6.1049453306192e-3f), size = larger(x, -x);
+    for (float c : {2.1003638864730854e-2f, -5.3852496778279774e-2f, 1.333278225650533e-1f, -3.3333329099397707e-1f})
+        p = p * y + splat(c);
+    vec e = exp2_(size * splat((float)(-2.0 * LOG2_E))), large = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return size < splat(0.625f) ? x + x * (y * p) : x < vec{} ? -large : large;
+}
+
 // Element types, and their conversion to float.
 
 struct Bf16 { u16 bits; };
@@ -345,7 +354,10 @@ struct Args {
     // each run, each a unit of work.
     i64 packed_heads, together, splits;
     float* states; // with more than one split: state_size() for each tile of a split
-    double scale;
+    double scale, softcap;      // no softcap: 0
+    const float *slopes, *bias; // of ALiBi [., heads], and [., ., q_len, k_len]; or null
+    float* dbias;               // [batch, heads, q_len, k_len], or null
+    i64 slopes_batch, bias_batch, bias_head, bias_row, bias_key; // strides
 
     // Floats of what a split leaves: peaks, totals and sums by lane, and the unit of scores.
     i64 state_size() const { return 2 * T + head_dim * std::min<i64>(T, (packed_heads * q_len + W - 1) / W * W) + 1; }
@@ -632,6 +644,50 @@ Rows pair_rows(const View& x, const Bf16* head, const Block& block, int depth, f
 }
 #endif
 
+// Caps the scores of a block, and adds ALiBi's terms and the bias. Lanes hold heads from h on; `unit` scales scores to
+// powers of 2.
+void change_scores(const Args& a, const Scratch& s, const Block& block, i64 b, i64 h, float unit) {
+    if (a.softcap == 0.0 && !a.slopes && !a.bias) return;
+    const float to_share = a.softcap == 0.0 ? 0.0f : (float)(unit * LN_2 / a.softcap), from_natural = (float)(LOG2_E / unit);
+    const float cap = (float)a.softcap * from_natural;
+    for (int n = block.from; n < block.to; n++) {
+        float* x = s.scores + n * W;
+        if (a.softcap != 0.0)
+            for (int i = 0; i < block.keys; i++) store(x + i * s.pitch, tanh_(load(x + i * s.pitch) * to_share) * cap);
+        if (a.slopes) {
+            ivec at;
+            vec slope;
+            for (int l = 0; l < W; l++) {
+                at[l] = (int)(s.at[n * W + l] + a.k_len - a.q_len);
+                slope[l] = a.slopes[b * a.slopes_batch + h + s.head[n * W + l]] * from_natural;
+            }
+            for (int i = 0; i < block.keys; i++) {
+                vec far = __builtin_convertvector(at - (int)block.key(i), vec);
+                store(x + i * s.pitch, load(x + i * s.pitch) - slope * larger(far, -far));
+            }
+        }
+        if (a.bias) {
+            const float* rows[W];
+            for (int l = 0; l < W; l++) {
+                i64 lane = n * W + l;
+                rows[l] = a.bias + b * a.bias_batch + (h + s.head[lane]) * a.bias_head + s.at[lane] * a.bias_row;
+            }
+            for (int i = 0; i < block.keys; i++) {
+                i64 key = block.key(i) * a.bias_key;
+                vec added;
+                for (int l = 0; l < W; l++) added[l] = rows[l][key];
+                store(x + i * s.pitch, load(x + i * s.pitch) + added * from_natural);
+            }
+        }
+    }
+}
+
+// Adds dS of a vector of lanes to the gradient of the bias.
+inline void add_dbias(const Args& a, const Scratch& s, const Block& block, i64 b, i64 h, int t, int n, int count, vec ds) {
+    for (int l = 0; l < W && n * W + l < count; l++)
+        a.dbias[(a.lse_row(b, h) + s.at[n * W + l]) * a.k_len + block.key(t)] += ds[l];
+}
+
 // Weights for the product with V: as floats, or rounded to bfloat16 with two keys per lane.
 struct Floats {
     template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
@@ -912,6 +968,7 @@ void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, floa
             for (int i = 0; i < heads; i++) {
                 products.select(b, h, i);
                 products.score(block);
+                change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
                 block.hide(s.scores);
                 weigh<FloatRows>(block, products.unit, depth, s);
                 products.mix(block);
@@ -931,6 +988,7 @@ void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, floa
         std::memset(s.sums, 0, sizeof(float) * depth * s.pitch);
         each_block(a, tile, b, s.pitch, split, a.splits, [&](const Block& block) {
             products.score(block);
+            change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
             block.hide(s.scores);
             weigh<typename Products::Weights>(block, products.unit, depth, s);
             products.mix(block);
@@ -1171,12 +1229,18 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
     }
     Products products(a, s, tile, b, h);
     const float unit = products.unit, scale = (float)a.scale;
-    auto slope = [&](int t, int n, vec& p, vec& ds) {
-        p = exp2_(load(s.scores + t * T + n * W) * unit - load(s.peak + n * W));
-        ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W)) * scale;
-    };
+    const float share = a.softcap == 0.0 ? 0.0f : (float)(unit * LN_2 / a.softcap);
     each_block(a, tile, b, T, 0, 1, [&](const Block& block) {
+        auto slope = [&](int t, int n, vec& p, vec& ds) {
+            vec x = load(s.scores + t * T + n * W);
+            p = exp2_(x * unit - load(s.peak + n * W));
+            ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W));
+            if (a.dbias) add_dbias(a, s, block, b, h, t, n, count, ds);
+            if (share != 0.0f) ds *= larger(splat(1.0f) - x * share * (x * share), vec{}); // 0 where x is -inf
+            ds *= scale;
+        };
         products.score(block);
+        change_scores(a, s, block, b, h, unit);
         block.hide(s.scores);
         block.fill_hidden(s.other, 0.0f); // hidden values may hold NaN
         products.weigh(block, slope);

@@ -54,7 +54,9 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "q_len", "k_len", "head_dim", "dtype")),
         *((name, ctypes.c_int64) for name in ("threads", "parts", "part_stride", "packed_heads", "together", "splits")),
         ("states", ctypes.c_void_p),
-        ("scale", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "bias", "dbias")),
+        *((name, ctypes.c_int64) for name in ("slopes_batch", "bias_batch", "bias_head", "bias_row", "bias_key")),
     )
 
 

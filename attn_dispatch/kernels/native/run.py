@@ -40,12 +40,14 @@ def partial(problem: Problem, key_mask: Tensor | None = None, tables: NativeTabl
 
 @dataclass(frozen=True, slots=True)
 class NativePasses:
-    """A problem with its tables and masks; `seen` is the key mask, contiguous."""
+    """A problem with its tables and tensors; `seen` is the key mask, contiguous; bias and slopes are float32."""
 
     problem: Problem
     tables: NativeTables
     seen: Tensor | None
     seq_lens: Tensor | None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
@@ -62,9 +64,7 @@ class NativePasses:
         library.load().attention_forward(ctypes.byref(args))
         return out, lse
 
-    def backward(
-        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, out, lse = saved
         problem, parts = self.problem, threads_per_key_head(self.problem)
         grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
@@ -77,8 +77,14 @@ class NativePasses:
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
         args.parts, args.part_stride = parts, dk.stride(0)
+        dbias = None
+        if problem.bias_needs_grad:
+            scores = (problem.batch, problem.heads, problem.q_len, problem.k_len)
+            dbias = torch.zeros(scores, dtype=torch.float32, device=q.device)
+            args.dbias = dbias.data_ptr()
         library.load().attention_backward(ctypes.byref(args))
-        return dq, _total(dk, problem), _total(dv, problem)
+        whole = dq, _total(dk, problem), _total(dv, problem)
+        return whole if dbias is None else (*whole, dbias.sum_to_size((*problem.bias, problem.q_len, problem.k_len)))
 
     def args(self, **tensors: Tensor) -> library.Args:
         """The kernel's arguments common to both passes, with [batch, len, heads, head_dim] `tensors` as views."""
@@ -93,6 +99,14 @@ class NativePasses:
         made.dtype = DTYPES.index(problem.dtype)
         made.threads, made.parts = torch.get_num_threads(), 1
         made.packed_heads = made.together = made.splits = 1
+        made.softcap = problem.softcap
+        if self.slopes is not None:
+            made.slopes = self.slopes.data_ptr()
+            made.slopes_batch = self.slopes.stride(0) if self.slopes.ndim == 2 else 0
+        if self.bias is not None:
+            made.bias = self.bias.data_ptr()
+            strides = (stride if size > 1 else 0 for size, stride in zip(self.bias.shape, self.bias.stride()))
+            made.bias_batch, made.bias_head, made.bias_row, made.bias_key = strides
         return made
 
 

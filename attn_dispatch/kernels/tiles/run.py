@@ -50,7 +50,7 @@ def run(
     """
     q, problem = with_positive_scale(q, problem)
     inner = _TilePasses(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
-    call = Hidden.of(problem, seq_lens, masked_keys=False).around(inner)
+    call = Hidden.of(problem, {} if seq_lens is None else {"seq_lens": seq_lens}, masked_keys=False).around(inner)
     if problem.needs_grad:
         return differentiable(q, k, v, call)
     with torch.no_grad():

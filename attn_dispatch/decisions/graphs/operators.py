@@ -7,7 +7,6 @@ a text and integers that may be symbolic, so that another length, window or grid
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,24 +15,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_dispatch import process_state
 from attn_dispatch.decisions.call import resolve
+from attn_dispatch.decisions.graphs.encoding import decoded, encoded_arguments
+from attn_dispatch.decisions.graphs.flops import TENSORS, count_flops
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, refuse_second, result_known
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec import tracing
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.problem import LAYOUTS, Problem, autocast_dtype, check_seq_lens_values, choose_pattern
-from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.spec.shapes import pair_count
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_seq_lens_values
+from attn_dispatch.tuning.candidates import refusals_of
 
 _ARGUMENTS = (
-    "Tensor? seq_lens, Tensor? key_mask, Tensor? documents, Tensor? cu_seqlens, str pattern, SymInt[] numbers, "
-    "float? scale, str? backend, str? order, SymInt? first_head, SymInt? all_heads"
+    "Tensor? seq_lens, Tensor? key_mask, Tensor? documents, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? bias, "
+    "str pattern, SymInt[] numbers, float? scale, float? softcap, str? backend, str? order, SymInt? first_head, "
+    "SymInt? all_heads, bool bias_needs_grad"
 )
+_CU_SEQLENS, _ALIBI_SLOPES, _BIAS, _BIAS_NEEDS_GRAD = 3, 4, 5, -1  #: places among these; `TENSORS` are tensors
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),  # from PyTorch 2.7 on
@@ -47,7 +49,7 @@ torch.library.define(
 torch.library.define(
     "attn_dispatch::attend_backward",
     "(Tensor? grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_ARGUMENTS}, bool return_lse) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"{_ARGUMENTS}, bool return_lse) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
 _forward_op = torch.ops.attn_dispatch.attend.default
@@ -94,6 +96,9 @@ def call(
     return_lse: bool = False,
     documents: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     first_head: int | None = None,
     all_heads: int | None = None,
     dropout_p: float = 0.0,
@@ -112,14 +117,19 @@ def call(
             raise InvalidInput(f"{name} must be a tensor with 4 axes, got {got!r}")
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat)):
-        raise InvalidInput(f"scale must be a number, got {scale!r}")
-    tensors = {"seq_lens": seq_lens, "key_mask": key_mask, "documents": documents, "cu_seqlens": cu_seqlens}
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float | torch.SymFloat)):
+            raise InvalidInput(f"{name} must be a number, got {number!r}")
+    tensors = {
+        "seq_lens": seq_lens, "key_mask": key_mask, "documents": documents, "cu_seqlens": cu_seqlens,
+        "alibi_slopes": alibi_slopes, "bias": bias,
+    }  # fmt: skip
     for name, given in tensors.items():
         if given is not None and not isinstance(given, Tensor):
             raise InvalidInput(f"{name} must be a tensor, got {given!r}")
-    code, numbers = _encoded_arguments(pattern, segment_lengths, dilation_rates, is_causal)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    code, numbers = encoded_arguments(pattern, segment_lengths, dilation_rates, is_causal)
+    biased = bias is not None and bias.requires_grad
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or biased)
     if layout == "bhnd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
@@ -128,83 +138,11 @@ def call(
     transformed = not torch.compiler.is_dynamo_compiling() and tracing.is_transformed()
     run = _Transformed.apply if transformed else _forward_op
     out, lse = run(
-        q, k, v, seq_lens, key_mask, documents, cu_seqlens, code, numbers, scale, backend, order, first_head, all_heads,
+        q, k, v, *tensors.values(), code, numbers, scale, softcap, backend, order, first_head, all_heads, biased,
         needs_grad, return_lse,
     )  # fmt: skip
     out = out.transpose(1, 2) if layout == "bhnd" else out
     return (out, lse) if return_lse else out
-
-
-# --- patterns in graphs -----------------------------------------------------------------------------------------------
-
-
-def _encoded_arguments(
-    pattern: Pattern | None, segment_lengths: Any, dilation_rates: Any, is_causal: bool
-) -> tuple[str, list[int]]:
-    """A text and numbers for the pattern that `attend`'s arguments give; `_decoded` reads them.
-
-    No constructor is called: its comparisons would make symbolic numbers part of the graph.
-    """
-    if pattern is not None:
-        if not isinstance(pattern, Pattern) or segment_lengths is not None or dilation_rates is not None or is_causal:
-            choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
-        return _encoded(pattern)
-    if not isinstance(is_causal, bool) or (segment_lengths is None) != (dilation_rates is None):
-        choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
-    if segment_lengths is None:
-        return f"dense {is_causal}", []
-    lengths, rates = ([x] if isinstance(x, int) else list(x) for x in (segment_lengths, dilation_rates))
-    return f"dilated {is_causal} mod all {len(lengths)} {len(rates)}", [*lengths, *rates, 0, -1]
-
-
-def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
-    if isinstance(pattern, Dense):
-        return f"dense {pattern.is_causal}", []
-    if isinstance(pattern, Window):
-        sides = [-1 if side is None else side for side in (pattern.left, pattern.right)]
-        return "window", [*sides, pattern.sinks]
-    if isinstance(pattern, Dilated):
-        lengths, rates = pattern.segment_lengths, pattern.dilation_rates
-        code = f"dilated {pattern.is_causal} {pattern.offsets} {pattern.heads} {len(lengths)} {len(rates)}"
-        return code, [*lengths, *rates, pattern.first_head, -1 if pattern.all_heads is None else pattern.all_heads]
-    if isinstance(pattern, Neighborhood):
-        causal = ",".join([str(flag) for flag in pattern.is_causal])
-        return f"neighborhood {pattern.edges} {causal}", [*pattern.grid, *pattern.window, *pattern.dilation]
-    assert isinstance(pattern, Reordered)
-    code, numbers = _encoded(pattern.pattern)
-    return f"reordered {pattern.order} {code}", numbers
-
-
-@lru_cache(4096)
-def _decoded(code: str, numbers: tuple[int, ...]) -> Pattern:
-    """The pattern of a text and its numbers. Raises InvalidInput."""
-    kind, *rest = code.split()
-    if kind == "dense":
-        return Dense(rest[0] == "True")
-    if kind == "window":
-        left, right = (None if side == -1 else side for side in numbers[:2])
-        return Window(left, right, numbers[2])
-    if kind == "dilated":
-        causal, offsets, heads, lengths, rates = rest
-        end = int(lengths) + int(rates)
-        first_head, all_heads = numbers[end:]
-        return Dilated(
-            numbers[: int(lengths)],
-            numbers[int(lengths) : end],
-            causal == "True",
-            offsets,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-            heads,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-            first_head,
-            None if all_heads == -1 else all_heads,
-        )
-    if kind == "neighborhood":
-        edges, causal = rest
-        axes = len(numbers) // 3
-        flags = tuple(flag == "True" for flag in causal.split(","))
-        grid, window, dilation = numbers[:axes], numbers[axes : 2 * axes], numbers[2 * axes :]
-        return Neighborhood(grid, window, dilation, flags, edges)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    assert kind == "reordered"
-    return Reordered(_decoded(" ".join(rest[1:]), numbers), rest[0])
 
 
 # --- what the operators do when they run ------------------------------------------------------------------------------
@@ -228,8 +166,9 @@ def _as_eager_call(needs_grad: bool) -> Iterator[None]:
 
 def _computed(
     q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, key_mask: Tensor | None, documents: Tensor | None,
-    cu_seqlens: Tensor | None, code: str, numbers: list[int], scale: float | None, backend: str | None,
-    order: str | None, first_head: int | None, all_heads: int | None, return_lse: bool, *, needs_grad: bool,
+    cu_seqlens: Tensor | None, alibi_slopes: Tensor | None, bias: Tensor | None, code: str, numbers: list[int],
+    scale: float | None, softcap: float | None, backend: str | None, order: str | None, first_head: int | None,
+    all_heads: int | None, bias_needs_grad: bool, return_lse: bool, *, needs_grad: bool,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out, and lse where it is known. Without gradients by attend(), which finds its routes sooner.
@@ -238,9 +177,10 @@ def _computed(
         known: out and lse of the forward pass. They are computed again where it consisted of several calls, left lse
             out, or was traced without gradients.
     """
-    pattern = _decoded(code, tuple(numbers))
+    pattern = decoded(code, tuple(numbers))
+    tensors = {"seq_lens": seq_lens, "key_mask": key_mask, "bias": bias, "alibi_slopes": alibi_slopes}
     common: dict[str, Any] = {
-        "seq_lens": seq_lens, "key_mask": key_mask, "scale": scale, "return_lse": return_lse, "first_head": first_head,
+        **tensors, "scale": scale, "softcap": softcap, "return_lse": return_lse, "first_head": first_head,
         "all_heads": all_heads,
     }  # fmt: skip
     if documents is not None or cu_seqlens is not None or _is_composed(q, k, v) or not needs_grad:
@@ -257,7 +197,7 @@ def _computed(
         resolved = replace(resolved, problem=replace(problem, return_lse=True))
     again = known is None or not known[1].numel() or problem in _without_lse
     with nullcontext() if known is None or again else result_known(k, v, *known):
-        out, lse = resolved.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
+        out, lse = resolved.result(q, k, v, **tensors)
     if lse is None:
         _without_lse.add(problem)
     return out, lse
@@ -268,7 +208,7 @@ _without_lse: set[Problem] = set()  # problems of forward passes that left lse o
 
 @lru_cache(4096)
 def _gives_lse(backend: str, problem: Problem) -> bool:
-    return not registry.load(backend).refusals(replace(problem, return_lse=True))
+    return not refusals_of(registry.load(backend), replace(problem, return_lse=True))
 
 
 process_state.register(process_state.ROUTES, _gives_lse.cache_clear)
@@ -285,7 +225,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     *arguments, needs_grad, return_lse = rest
     with _as_eager_call(needs_grad):
         inputs = (x.detach().requires_grad_() if needs_grad else x for x in (q, k, v))
-        given: list[Any] = [*inputs, *arguments, return_lse]
+        given: list[Any] = [*inputs, *_with_leaf(arguments, needs_grad)[0], return_lse]
         out, lse = _computed(*given, needs_grad=needs_grad)
     if lse is None or not (needs_grad or return_lse):
         shape = (q.shape[0], q.shape[2], q.shape[1]) if needs_grad or return_lse else (0,)
@@ -306,33 +246,51 @@ def _attend_backward(
     grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     with _as_eager_call(True):
-        inputs: Any = tuple(x.detach().requires_grad_() for x in (q, k, v))
-        found = _computed(*inputs, *rest, needs_grad=True, known=(out, lse))
+        *arguments, return_lse = rest
+        arguments, bias = _with_leaf(arguments, needs_grad=True)
+        leaves: Any = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        inputs = leaves if bias is None else (*leaves, bias)
+        given: list[Any] = [*leaves, *arguments, return_lse]
+        found = _computed(*given, needs_grad=True, known=(out, lse))
         pairs = [(x, weight) for x, weight in zip(found, (grad, grad_lse)) if x is not None and weight is not None]
         grads = gradients([x for x, _ in pairs], inputs, [weight for _, weight in pairs], allow_unused=True)
-    whole = (x.new_zeros(x.shape) if grad is None else grad for x, grad in zip((q, k, v), grads))
-    return tuple(grad.to(q.dtype).contiguous() for grad in whole)
+    whole = (x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(inputs, grads))
+    results = tuple(grad.to(x.dtype).contiguous() for x, grad in zip(inputs, whole))
+    return results if bias is not None else (*results, q.new_empty(0))
+
+
+def _with_leaf(arguments: list[Any], needs_grad: bool) -> tuple[list[Any], Tensor | None]:
+    """The operator's arguments after q, k and v, with the bias as a leaf that gets a gradient; and that bias."""
+    bias = arguments[_BIAS]
+    if bias is None or not (needs_grad and arguments[_BIAS_NEEDS_GRAD]):
+        return arguments, None
+    bias = bias.detach().requires_grad_()
+    return [*arguments[:_BIAS], bias, *arguments[_BIAS + 1 :]], bias
 
 
 @torch.library.register_fake("attn_dispatch::attend_backward")  # type: ignore[untyped-decorator]
 def _(grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    arguments = rest[2:-1]  # after out and lse
+    bias = arguments[_BIAS] if arguments[_BIAS_NEEDS_GRAD] else None
+    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *masks = inputs[:7]
+    (q, k, v, *masks), rest = inputs[: 3 + TENSORS], inputs[3 + TENSORS :]
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, *masks)
-    ctx.settings = (*inputs[7:-2], inputs[-1])  # all but whether gradients are needed
+    ctx.settings = (*rest[:-2], rest[-1])  # all but whether gradients are needed
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * (5 + len(ctx.settings))
+    before, after = (None,) * _BIAS, (None,) * (1 + len(ctx.settings))
     if grad is None and grad_lse is None:
-        return (None, None, None, *nothing)
+        return (None, None, None, *before, None, *after)
     run = _TransformedBackward.apply if tracing.is_transformed() else _backward_op
-    return (*run(grad, grad_lse, *ctx.saved_tensors, *ctx.settings), *nothing)
+    dq, dk, dv, dbias = run(grad, grad_lse, *ctx.saved_tensors, *ctx.settings)
+    return (dq, dk, dv, *before, dbias if ctx.settings[_BIAS_NEEDS_GRAD - 1] else None, *after)
 
 
 torch.library.register_autograd("attn_dispatch::attend", _differentiate, setup_context=_save)
@@ -360,61 +318,37 @@ _TransformedBackward = _in_transforms(
 )
 
 
-def _batching_rule(operator: Any, tensors: int) -> Callable[..., Any]:
-    """The rule of vmap: the examples are part of the batch. `tensors`: the arguments that are tensors or None."""
+def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
+    """The rule of vmap: the examples are part of the batch. `first`: the arguments before `_ARGUMENTS`, all tensors."""
+    bias_place, tensors = first + _BIAS, first + TENSORS
 
     def rule(info: Any, dims: tuple[int | None, ...], *args: Any) -> Any:
-        def folded(x: Tensor | None, dim: int | None) -> Tensor | None:
+        def unfolded(x: Tensor | None, dim: int | None) -> Any:
             if x is None or x.shape == (0,):  # an lse that was left out
                 return x
-            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1)
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-        if args[tensors - 1] is not None:
+        if args[first + _CU_SEQLENS] is not None:
             raise NoBackend("cu_seqlens cannot be mapped by torch.vmap: give documents=")
-        found = operator(*map(folded, args[:tensors], dims), *args[tensors:])
+        given = list(map(unfolded, args[:tensors], dims))
+        batch, bias, slopes = given[first - 1].shape[1], given[bias_place], given[first + _ALIBI_SLOPES]
+        shared = bias is not None and bias.shape[1] < batch  # by the rows of an example
+        if bias is not None:
+            given[bias_place] = bias.expand(-1, batch, -1, -1, -1)
+        if slopes is not None and slopes.ndim == 2:  # of an example: [heads]
+            given[first + _ALIBI_SLOPES] = slopes[:, None].expand(-1, batch, -1)
+        folded = [x if x is None or x.shape == (0,) else x.flatten(0, 1) for x in given]
+        found = operator(*folded, *args[tensors:])
         split = [x if x.shape == (0,) else x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in found]
+        if len(split) == 4 and shared and split[3].ndim > 1:
+            split[3] = split[3].sum(1, keepdim=True)
         return tuple(split), tuple(None if x.shape == (0,) else 0 for x in found)
 
     return rule
 
 
-torch.library.register_vmap("attn_dispatch::attend", _batching_rule(_forward_op, 7))
-torch.library.register_vmap("attn_dispatch::attend_backward", _batching_rule(_backward_op, 11))
+torch.library.register_vmap("attn_dispatch::attend", _batching_rule(_forward_op, 3))
+torch.library.register_vmap("attn_dispatch::attend_backward", _batching_rule(_backward_op, 7))
 
 
-# --- floating-point operations ----------------------------------------------------------------------------------------
-
-
-def count_flops() -> None:
-    """Let FlopCounterMode count the operators, where a program has loaded it: to import it takes long."""
-    counter = sys.modules.get("torch.utils.flop_counter")
-    if counter is None:
-        return
-    for packet, formula in _FORMULAS.items():
-        if packet not in counter.flop_registry:
-            counter.register_flop_formula(packet)(formula)
-        for mode in _get_current_dispatch_mode_stack():  # those that were entered before
-            formulas = getattr(getattr(mode, "counter", mode), "flop_registry", None)
-            if formulas is not None:
-                formulas.setdefault(packet, counter.flop_registry[packet])
-
-
-def _pairs(q: Any, k: Any, code: str, numbers: Any) -> int:
-    return int(q[0]) * pair_count(_decoded(code, tuple(map(int, numbers))), int(q[1]), int(k[1]), int(q[2]))
-
-
-def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two products for each pair that the pattern has, whatever masks and documents hide."""
-    return 2 * (int(q[3]) + int(v[3])) * _pairs(q, k, rest[4], rest[5])
-
-
-def _backward_flops(
-    grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, out_shape: Any = None, **more: Any
-) -> int:
-    """Five products: the scores again, the weights' gradients, and dq, dk and dv."""
-    return 2 * (3 * int(q[3]) + 2 * int(v[3])) * _pairs(q, k, rest[4], rest[5])
-
-
-_FORMULAS = {torch.ops.attn_dispatch.attend: _forward_flops, torch.ops.attn_dispatch.attend_backward: _backward_flops}
 count_flops()

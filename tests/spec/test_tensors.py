@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, zeros
 
-from attn_dispatch.spec.problem import DTYPES
-from attn_dispatch.spec.strides import is_stride_class, randn, stride_class
+from attn_dispatch.spec.tensors import DTYPES, is_stride_class, randn, stride_class
 
 
 @st.composite

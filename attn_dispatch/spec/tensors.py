@@ -1,0 +1,234 @@
+"""The tensors of a call: checks of their shapes, dtypes and devices; their memory order as a short name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec import tracing
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LAYOUTS = ("bnhd", "bhnd")
+AXES = "bnhd"
+NAME = re.compile(r"([bnhd]*)(?:\+gaps)?(?:\+unaligned)?(?:\+expanded:([bnhd]+))?")
+
+
+def stride_class(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> str:
+    """Name the memory order of a [batch, len, heads, head_dim] tensor.
+
+    The name lists the axes from slowest to fastest, without axes of size 1, whose stride has no effect: "bnhd" is
+    contiguous, "bhnd" a transposed [batch, heads, len, head_dim]. Suffixes: "+gaps" (not dense, as in a packed qkv),
+    "+unaligned" (some row does not start at a multiple of 16 bytes), "+expanded:h" (an axis of stride 0).
+    """
+    live = [axis for axis in range(4) if shape[axis] > 1]
+    expanded = [axis for axis in live if strides[axis] == 0]
+    order = sorted((axis for axis in live if strides[axis]), key=lambda axis: -strides[axis])
+    name = "".join(AXES[axis] for axis in order)
+    dense = 1
+    for axis in reversed(order):
+        if strides[axis] != dense:
+            name += "+gaps"
+            break
+        dense *= shape[axis]
+    if any(strides[axis] * itemsize % 16 for axis in live if axis != 3):
+        name += "+unaligned"
+    return name + (f"+expanded:{''.join(AXES[axis] for axis in expanded)}" if expanded else "")
+
+
+def is_stride_class(name: object) -> bool:
+    """Whether `stride_class` can return this name."""
+    found = NAME.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        return False
+    axes = found[1] + (found[2] or "")
+    return len(set(axes)) == len(axes)
+
+
+def randn(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Unit-normal [batch, len, heads, head_dim] values in the given stride class, or in the nearest possible one.
+
+    Those of a CPU generator are the same on every device; a generator of the device itself is much faster.
+    """
+    name, *flags = kind.split("+")
+    expanded = next((flag.removeprefix("expanded:") for flag in flags if flag.startswith("expanded:")), "")
+    order = [axis for axis in AXES if axis not in name] + list(name)
+    sizes = {axis: 1 if axis in expanded else size for axis, size in zip(AXES, shape)}
+    padded = [sizes[axis] for axis in order]
+    step = 1
+    if "gaps" in flags:
+        # Pad to a multiple of 16 bytes, or by one entry more.
+        per_16_bytes, past = 16 // dtype.itemsize, "unaligned" in flags
+        if len(name) == 1 or (name[-1] != "d" and not past):
+            step = (
+                per_16_bytes + past
+            )  # unused entries after every entry: there is no row, or rows could not be aligned
+        else:
+            padded[-1] = (padded[-1] // per_16_bytes + 1) * per_16_bytes + past  # after every row
+    base = torch.empty([*padded, step], dtype=dtype, device=device)[..., 0]
+    for position, axis in enumerate(order):
+        base = base.narrow(position, 0, sizes[axis])
+    tensor = base.permute([order.index(axis) for axis in AXES])
+    if generator.device.type == "cpu":
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32))
+    else:
+        tensor.normal_(generator=generator)
+    return tensor.expand(shape)
+
+
+# --- checks: each raises InvalidInput with the argument, what it was and what it may be ---
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidInput(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InvalidInput(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
+    if tensor.ndim != 4:
+        raise InvalidInput(
+            f"{name} must have 4 axes, [batch, len, heads, head_dim] (or layout='bhnd'), got {list(tensor.shape)}"
+        )
+    if tensor.numel() == 0:
+        raise InvalidInput(f"{name} must have at least one entry on every axis, got {list(tensor.shape)}")
+
+
+def common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    kind = tensors["q"].device.type
+    cast = autocast_dtype(kind)
+    seen = {name: tensor.dtype for name, tensor in tensors.items()}
+    for name, dtype in seen.items():
+        if dtype not in DTYPES:
+            raise InvalidInput(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    if cast is not None:
+        # As in PyTorch's own attention: autocast does not cast float64.
+        seen = {name: dtype if dtype == torch.float64 else cast for name, dtype in seen.items()}
+    if len(set(seen.values())) > 1:
+        raise InvalidInput(f"q, k and v must share one dtype, got {', '.join(str(d) for d in seen.values())}")
+    return seen["q"]
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The current autocast dtype on this device type, or None where autocast is off."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def common_device(tensors: Mapping[str, Tensor], device: torch.device | str | None) -> torch.device:
+    seen = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(seen.values())) > 1:
+        raise InvalidInput(f"q, k and v must be on one device, got {', '.join(str(d) for d in seen.values())}")
+    if seen["q"].type == "meta":
+        return default_device() if device is None else normal_device(device)
+    if device is not None and normal_device(device) != normal_device(seen["q"]):
+        raise InvalidInput(f"device {device} is only for meta tensors; q, k and v are on {seen['q']}")
+    return normal_device(seen["q"])
+
+
+def normal_device(device: torch.device | str) -> torch.device:
+    """The device with its index; `cuda` is the current CUDA device."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def default_device() -> torch.device:
+    return normal_device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def common_shapes(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int, int, int]:
+    q, k, v = (list(tensors[name].shape) for name in "qkv")
+    if k != v:
+        raise InvalidInput(f"k and v must have one shape, got {k} and {v} (as [batch, len, heads, head_dim])")
+    if q[0] != k[0]:
+        raise InvalidInput(f"q and k must have one batch size, got {q[0]} and {k[0]}")
+    if q[3] != k[3]:
+        raise InvalidInput(f"q and k must have one head_dim, got {q[3]} and {k[3]}")
+    if q[2] % k[2]:
+        raise InvalidInput(f"the heads of k and v must divide those of q, got {k[2]} and {q[2]}")
+    return q[0], q[1], q[2], q[3], k[1], k[2]
+
+
+def check_seq_lens(seq_lens: object, batch: int, q_len: int, k_len: int, device: torch.device) -> None:
+    if seq_lens is None:
+        return
+    if not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {_kind(seq_lens)}")
+    if list(seq_lens.shape) != [batch]:
+        raise InvalidInput(f"seq_lens must have shape [batch] = [{batch}], got {list(seq_lens.shape)}")
+    if seq_lens.device != device:
+        raise InvalidInput(f"seq_lens must be on q's device {device}, got {seq_lens.device}")
+    if q_len != k_len:
+        raise InvalidInput(f"seq_lens needs q_len == k_len, got {q_len} and {k_len}; key_mask has no such limit")
+    if not tracing.graphed(seq_lens):
+        check_seq_lens_values(seq_lens, q_len)
+
+
+def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:
+    """Check the values on every call, on the CPU only: reading them from a GPU would synchronize it."""
+    if seq_lens.device.type == "cpu" and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= q_len:
+        raise InvalidInput(f"seq_lens must lie in 0..{q_len}, got {seq_lens.tolist()}")
+
+
+def check_key_mask(key_mask: object, batch: int, k_len: int, device: torch.device) -> None:
+    if key_mask is None:
+        return
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        raise InvalidInput(f"key_mask must be a bool tensor (True = may be seen), got {_kind(key_mask)}")
+    if list(key_mask.shape) != [batch, k_len]:
+        raise InvalidInput(f"key_mask must have shape [batch, k_len] = [{batch}, {k_len}], got {list(key_mask.shape)}")
+    if key_mask.device != device:
+        raise InvalidInput(f"key_mask must be on q's device {device}, got {key_mask.device}")
+
+
+def check_sink(sink: object, q: Tensor, layout: str) -> None:
+    """Raise InvalidInput unless a sink has one floating-point entry for each of q's heads, on its device."""
+    if not isinstance(q, Tensor) or q.ndim != 4 or layout not in LAYOUTS:
+        return  # what `of` raises for
+    heads = q.shape[2 if layout == "bnhd" else 1]
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise InvalidInput(f"sink must be a floating-point tensor, got {_kind(sink)}")
+    if list(sink.shape) != [heads] or sink.device != q.device:
+        where = f"{list(sink.shape)} on {sink.device}"
+        raise InvalidInput(f"sink must have shape [heads] = [{heads}] on {q.device}, got {where}")
+
+
+def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    """Check a bias against the shape [batch, heads, q_len, k_len] of the scores."""
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise InvalidInput(f"bias must be a floating-point tensor, got {_kind(bias)}")
+    batch, heads, q_len, k_len = shape
+    fits = bias.ndim == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
+    if not fits or tuple(bias.shape[2:]) != (q_len, k_len):
+        allowed = f"[1 or batch, 1 or heads, q_len, k_len] = [1 or {batch}, 1 or {heads}, {q_len}, {k_len}]"
+        raise InvalidInput(f"bias must have shape {allowed}, got {list(bias.shape)}")
+    if bias.device != device:
+        raise InvalidInput(f"bias must be on q's device {device}, got {bias.device}")
+
+
+def check_alibi_slopes(slopes: object, batch: int, heads: int, device: torch.device) -> None:
+    if slopes is None:
+        return
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
+        raise InvalidInput(f"alibi_slopes must be a floating-point tensor, got {_kind(slopes)}")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        allowed = f"[heads] = [{heads}] or [batch, heads] = [{batch}, {heads}]"
+        raise InvalidInput(f"alibi_slopes must have shape {allowed}, got {list(slopes.shape)}")
+    if slopes.device != device:
+        raise InvalidInput(f"alibi_slopes must be on q's device {device}, got {slopes.device}")
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise InvalidInput(
+            "alibi_slopes get no gradient: detach them, or give -slope * distance as bias, which gets one"
+        )
+
+
+def _kind(value: object) -> str:
+    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__

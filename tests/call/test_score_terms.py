@@ -1,0 +1,431 @@
+"""Softcap, bias and ALiBi: out, lse and every gradient against the formula in float64; and who refuses them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import Dense, Dilated, Neighborhood, Reordered, Window, attend, explain, register
+from attn_dispatch.backends import flex, native
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import refuse_score_terms
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.tuning.candidates import Request
+from attn_dispatch.tuning.choice import Admitted
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.gate import Gate
+from attn_dispatch.tuning.rounds import exhausted
+from tests.support.calls import Plugin, status
+from tests.support.pairwise import crossed
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 36, 4, 2, 16
+PATTERNS: tuple[Pattern, ...] = (
+    Dense(),
+    Dense(is_causal=True),
+    Window(9, 0, sinks=2),
+    Dilated((8, 16), (1, 2), is_causal=True),
+    Neighborhood((6, 6), (3, 3)),
+)
+#: Shapes of the bias' first axes, axes of alibi_slopes, and softcap.
+TERMS = {
+    "softcap": ((), 0, 2.0),
+    "large softcap": ((), 0, 300.0),
+    "bias of heads": ((1, HEADS), 0, None),
+    "bias of rows": ((BATCH, 1), 0, None),
+    "slopes of heads": ((), 1, None),
+    "slopes of rows": ((), 2, None),
+    "bias and slopes": ((BATCH, HEADS), 1, None),
+    "all": ((1, 1), 2, 5.0),
+}
+BACKENDS = ("manual", "sdpa_mask", "native", "flex")
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def tensors(dtype: torch.dtype = torch.float64, q_len: int = LENGTH, k_len: int = LENGTH) -> Three:
+    generator = torch.Generator().manual_seed(q_len)
+    sizes = ((q_len, HEADS), (k_len, KV_HEADS), (k_len, KV_HEADS))
+    q, k, v = (torch.randn(BATCH, *size, HEAD_DIM, generator=generator).to(dtype).requires_grad_() for size in sizes)
+    return q, k, v
+
+
+def terms(name: str, dtype: torch.dtype = torch.float64, q_len: int = LENGTH, k_len: int = LENGTH) -> dict[str, Any]:
+    sizes, axes, softcap = TERMS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    found: dict[str, Any] = {"softcap": softcap}
+    if sizes:
+        bias = torch.randn(*sizes, q_len, k_len, generator=generator)
+        bias[torch.rand(bias.shape, generator=generator) < 0.2] = -math.inf
+        bias[..., 3, :] = -math.inf
+        found["bias"] = bias.to(dtype).requires_grad_()
+    if axes:
+        found["alibi_slopes"] = torch.rand([BATCH, HEADS][-axes:], generator=generator)
+    return found
+
+
+def expected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse by the formula, in the tensors' dtype; `seen` [batch, k_len] hides keys."""
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * HEAD_DIM**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if alibi_slopes is not None:
+        at = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
+        distance = (at[:, None] - torch.arange(k.shape[1])).abs()
+        scores = scores - alibi_slopes.to(scores.dtype).view(-1, HEADS, 1, 1) * distance
+    counts = pattern.multiplicity(q.shape[1], k.shape[1], HEADS).to(scores.dtype)
+    counts = counts if seen is None else counts * seen[:, None, None]
+    weights = counts * scores.exp()  # small scores: nothing overflows
+    total = weights.sum(-1, keepdim=True)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights / total.where(total > 0, 1.0), values)
+    return out, total.squeeze(-1).where(total.squeeze(-1) > 0, 1.0).log() - torch.where(total > 0, 0.0, math.inf)[
+        ..., 0
+    ]
+
+
+def agree(found: Any, exact: Any, rtol: float = 1e-9) -> bool:
+    return all(torch.allclose(x.double(), y, rtol=rtol, atol=rtol) for x, y in zip(found, exact, strict=True))
+
+
+def inputs_of(given: dict[str, Any], *others: Tensor) -> list[Tensor]:
+    return [*others, *(given[name] for name in ("bias",) if name in given)]
+
+
+# --- every backend ----------------------------------------------------------------------------------------------------
+
+
+@crossed(pattern=PATTERNS, name=TERMS, q_len=(LENGTH, 5))
+def test_out_lse_and_gradients(pattern: Pattern, name: str, q_len: int) -> None:
+    q, k, v = tensors(q_len=q_len)
+    given = terms(name, q_len=q_len)
+    found = attend(q, k, v, pattern, return_lse=True, **given)
+    exact = expected(q, k, v, pattern, **given)
+    assert agree(found, exact)
+    finite = exact[1] > -math.inf
+    loss, target = (out.sin().sum() + lse[finite].square().sum() for out, lse in (found, exact))
+    inputs = inputs_of(given, q, k, v)
+    assert agree(torch.autograd.grad(loss, inputs), torch.autograd.grad(target, inputs), 1e-8)
+
+
+@crossed(
+    backend=BACKENDS,
+    pattern=PATTERNS,
+    name=TERMS,
+    dtype=(torch.float32, torch.bfloat16, torch.float16),
+    backward=(False, True),
+)
+def test_the_gate_admits_every_backend_that_accepts(
+    backend: str, pattern: Pattern, name: str, dtype: torch.dtype, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate compares with float64 within its derived tolerance, in hard cases with biases of -inf and NaN too."""
+    monkeypatch.setattr(flex, "compiling", False)
+    q, k, v = (x.requires_grad_(backward) for x in (y.detach() for y in tensors(dtype)))
+    given = terms(name, dtype)
+    if "bias" in given:
+        given["bias"] = given["bias"].detach().requires_grad_(backward and backend in ("manual", "native"))
+    request = Request.of(Problem.of(q, k, v, pattern, return_lse=True, **given))
+    able = [each for each in request.candidates_with(0) if each.name == backend and each.row is None]
+    if refuse_score_terms(registry.load(backend), request.problem) or registry.load(backend).refusals(request.problem):
+        assert able == []
+        return
+    assert able
+    for candidate in able:  # in each token order
+        gate = Gate(request.problem, request.address, make(request.problem))
+        found = gate.admit(candidate)
+        assert isinstance(found, Admitted), found
+        assert exhausted(gate.check_hard_cases(candidate)) is None
+
+
+def test_who_computes_what() -> None:
+    found = {name: getattr(registry.load(name), "score_terms", ()) for name in registry.names()}
+    every = ("softcap", "bias", "bias's gradient", "alibi_slopes")
+    assert {name: terms for name, terms in found.items() if terms} == {
+        "manual": every,
+        "native": every,
+        "flex": ("softcap", "bias", "alibi_slopes"),
+        "sdpa_mask": ("bias", "alibi_slopes"),
+        "flash": ("softcap",),
+    }
+
+
+def test_native_caps_or_adds() -> None:
+    problem = Problem.of(*tensors(torch.float32), **terms("all", torch.float32))
+    assert [str(each) for each in native.refusals(problem)] == ["caps scores, or adds to them, not both"]
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_others_refuse_by_name(name: str) -> None:
+    q, k, v = tensors(torch.float32)
+    given = terms(name, torch.float32)
+    with pytest.raises(NoBackend, match=r"tiles: .*does not compute (softcap|bias|alibi_slopes)"):
+        attend(q, k, v, backend="tiles", **given)
+    explanation = explain(q, k, v, **given)
+    assert status(explanation, "sdpa") == status(explanation, "tiles") == "unsupported"
+    assert explanation.choice != "sdpa"
+
+
+def test_a_plugin_that_does_not_declare_them_is_not_asked() -> None:
+    plugin = Plugin()
+    register(plugin)
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    attend(q, k, v, softcap=2.0)
+    assert plugin.known == {}
+    with pytest.raises(NoBackend, match="planted: does not compute softcap"):
+        attend(q, k, v, softcap=2.0, backend="planted")
+
+
+# --- with everything else ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_masks_layouts_and_values_of_another_width(name: str) -> None:
+    q, k, v = tensors()
+    given = terms(name)
+    seen = torch.arange(LENGTH)[None] % torch.tensor([[3], [5]]) > 0
+    lens = torch.tensor([30, 36])
+    both = seen & (torch.arange(LENGTH) < lens[:, None])
+    by_head: Any = [x.transpose(1, 2) for x in (q, k, v[..., :5])]
+    out, lse = attend(
+        *by_head, layout="bhnd", key_mask=seen, seq_lens=lens,
+        return_lse=True, **given,
+    )  # fmt: skip
+    exact, exact_lse = expected(q, k, v[..., :5], Dense(), seen=both, **given)
+    for row, length in enumerate(lens.tolist()):
+        assert agree(
+            (out[row, :, :length], lse[row, :, :length]),
+            (exact[row, :length].transpose(0, 1), exact_lse[row, :, :length]),
+        )
+        assert not out[row, :, length:].any()
+        assert (lse[row, :, length:] == -math.inf).all()
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("rows", [0, 1], ids=["rows that differ", "equal rows"])
+def test_documents(name: str, rows: int) -> None:
+    q, k, v = tensors()
+    given = terms(name)
+    cuts = [[0, 7, 14, 36], [0, 7, 14, 36] if rows else [0, 20, 36]]
+    ids = torch.stack([torch.bucketize(torch.arange(LENGTH), torch.tensor(row[1:]), right=True) for row in cuts])
+    found = attend(q, k, v, is_causal=True, documents=ids, return_lse=True, **given)
+    outs, lses = [], []
+    for row, starts in enumerate(cuts):
+        parts = []
+        for start, end in pairwise(starts):
+            place, own = slice(start, end), dict(given)
+            if "bias" in given:
+                bias = given["bias"]
+                own["bias"] = bias[min(row, len(bias) - 1)][None][:, :, place, place]
+            if "alibi_slopes" in given and given["alibi_slopes"].ndim == 2:
+                own["alibi_slopes"] = given["alibi_slopes"][row]
+            one, keys, values = (x[row : row + 1, place] for x in (q, k, v))
+            parts.append(expected(one, keys, values, Dense(is_causal=True), **own))
+        outs.append(torch.cat([out for out, _ in parts], 1))
+        lses.append(torch.cat([lse for _, lse in parts], 2))
+    exact = torch.cat(outs), torch.cat(lses)
+    assert agree(found, exact)
+    inputs = inputs_of(given, q, k, v)
+    loss, target = found[0].square().sum(), exact[0].square().sum()
+    assert agree(torch.autograd.grad(loss, inputs), torch.autograd.grad(target, inputs), 1e-8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_bias_hides_never_matters(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "compiling", False)
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    bias = torch.zeros(1, HEADS, LENGTH, LENGTH)
+    bias[..., 20:] = -math.inf
+    exact = attend(q[:, :20], k[:, :20], v[:, :20], backend="manual")
+    for x in (k, v):
+        x[:, 20:] = torch.tensor([math.nan, math.inf, -math.inf, math.nan] * 4)[:, None, None]
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = attend(q, k, v, bias=bias, backend=backend)
+    assert torch.allclose(out[:, :20], exact, atol=1e-5)
+    for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert grad.isfinite().all()
+        assert backend == "manual" or grad[:, 20:].any() == (grad.shape[2] == HEADS)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_second_derivatives(name: str) -> None:
+    q, k, v = (x[:1, :4, :, :3].detach().requires_grad_() for x in tensors())
+    given = {key: x[:1, :, :4, :4] if key == "bias" else x for key, x in terms(name).items()}
+    if given.get("alibi_slopes") is not None:
+        given["alibi_slopes"] = given["alibi_slopes"].view(-1, HEADS)[0]
+    if "bias" in given:
+        given["bias"] = given["bias"].detach().nan_to_num(neginf=-1.0).requires_grad_()
+    names = [key for key in ("bias",) if key in given]
+
+    def call(*inputs: Any) -> Any:
+        return attend(*inputs[:3], backend="manual", **{**given, **dict(zip(names, inputs[3:]))})
+
+    inputs = (q, k, v, *(given[key] for key in names))
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_second_derivatives_of_native_are_refused() -> None:
+    q, k, v = tensors(torch.float32)
+    bias = torch.zeros(1, 1, LENGTH, LENGTH, requires_grad=True)
+    out = attend(q, k, v, bias=bias, backend="native")
+    (grad,) = torch.autograd.grad(out.square().sum(), bias, create_graph=True)
+    with pytest.raises(BackendFailed, match="no second derivatives"):
+        torch.autograd.grad(grad.sum(), bias)
+
+
+def test_a_bias_changed_in_place_before_the_backward_pass() -> None:
+    for backend in ("manual", "native"):
+        q, k, v = tensors(torch.float32)
+        bias = torch.zeros(1, 1, LENGTH, LENGTH)
+        out = attend(q, k, v, bias=bias, backend=backend)
+        bias += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_autocast_leaves_the_terms_as_they_are(name: str) -> None:
+    q, k, v = tensors(torch.float32)
+    given = terms(name, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q, k, v, backend="manual", **given)
+    wide: dict[str, Any] = {key: x.double() if isinstance(x, Tensor) else x for key, x in given.items()}
+    q, k, v = (x.bfloat16().double() for x in (q, k, v))
+    exact, _ = expected(q, k, v, Dense(), **wide)
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - exact).abs() <= torch.finfo(out.dtype).eps * exact.abs().max()).all()
+
+
+# --- in graphs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled(name: str) -> None:
+    q, k, v = tensors()
+    given = terms(name)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    found = compiled(q, k, v, is_causal=True, return_lse=True, **given)
+    exact = expected(q, k, v, Dense(is_causal=True), **given)
+    assert agree(found, exact)
+    inputs = inputs_of(given, q, k, v)
+    loss, target = found[0].square().sum(), exact[0].square().sum()
+    assert agree(torch.autograd.grad(loss, inputs), torch.autograd.grad(target, inputs), 1e-8)
+
+
+@pytest.mark.parametrize("mapped", ["alone", "with bias", "with a shared bias", "with slopes"])
+def test_vmap_and_grad(mapped: str) -> None:
+    examples = [tensors(q_len=LENGTH + each, k_len=LENGTH) for each in (0, 0, 0)]
+    q, k, v = (torch.stack([each[i].detach() for each in examples]) for i in range(3))
+    rows = 1 if mapped == "with a shared bias" else BATCH
+    bias = torch.randn(3, rows, HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    slopes = torch.rand(3, HEADS)
+    in_dims = (
+        0,
+        0,
+        0,
+        0 if mapped.startswith("with ") and "bias" in mapped else None,
+        0 if "slopes" in mapped else None,
+    )
+    each_bias = bias if in_dims[3] == 0 else bias[0]
+    each_slopes = slopes if in_dims[4] == 0 else slopes[0]
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor) -> Tensor:
+        out: Tensor = attend(q, k, v, bias=bias, alibi_slopes=slopes)
+        return out.square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims=in_dims)(
+        q, k, v, each_bias, each_slopes
+    )
+    for number in range(3):
+        own = [x[number].detach().requires_grad_() for x in (q, k, v)]
+        own_bias = (each_bias[number] if in_dims[3] == 0 else each_bias).detach().requires_grad_()
+        own_slopes = each_slopes[number] if in_dims[4] == 0 else each_slopes
+        out, _ = expected(own[0], own[1], own[2], Dense(), bias=own_bias, alibi_slopes=own_slopes)
+        exact = torch.autograd.grad(out.square().sum(), [*own, own_bias])
+        assert agree([x[number] for x in found], exact, 1e-8)
+
+
+# --- wrong input ------------------------------------------------------------------------------------------------------
+
+ZEROS = torch.zeros(1, 1, LENGTH, LENGTH)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap 0": ({"softcap": 0.0}, r"softcap must be a finite number > 0 or None, got 0.0"),
+    "softcap nan": ({"softcap": math.nan}, "softcap must be a finite number > 0"),
+    "softcap bool": ({"softcap": True}, "softcap must be a finite number > 0"),
+    "bias list": ({"bias": [1.0]}, "bias must be a floating-point tensor, got list"),
+    "bias bool": ({"bias": ZEROS > 0}, r"floating-point tensor, got a torch\.bool"),
+    "bias axes": ({"bias": ZEROS[0, 0]}, r"bias must have shape \[1 or batch, 1 or heads, q_len, k_len\]"),
+    "bias heads": ({"bias": ZEROS.expand(1, 2, -1, -1)}, r"= \[1 or 2, 1 or 4, 36, 36\], got \[1, 2, 36, 36\]"),
+    "bias of one query": ({"bias": ZEROS[:, :, :1]}, r"got \[1, 1, 1, 36\]"),
+    "slopes": ({"alibi_slopes": torch.zeros(KV_HEADS)}, r"alibi_slopes must have shape \[heads\] = \[4\]"),
+    "slopes of integers": ({"alibi_slopes": torch.zeros(HEADS).long()}, "alibi_slopes must be a floating-point"),
+    "slopes with gradients": ({"alibi_slopes": torch.zeros(HEADS, requires_grad=True)}, "alibi_slopes get no gradient"),
+    "slopes and an order": (
+        {"alibi_slopes": torch.zeros(HEADS), "pattern": Reordered(Neighborhood((6, 6), (3, 3)), "hilbert")},
+        "give tokens in natural order, not Reordered",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input(case: str) -> None:
+    given, text = WRONG[case]
+    with pytest.raises(InvalidInput, match=text):
+        attend(*tensors(torch.float32), **given)
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def test_keys_and_groups() -> None:
+    """The value of a softcap cannot change what is fast; whether there is one can, and so do the others."""
+    plain = Problem.of(*tensors(torch.float32))
+    capped = [replace(plain, softcap=value) for value in (2.0, 50.0)]
+    assert capped[0].key("cpu-x") == capped[1].key("cpu-x") != plain.key("cpu-x")
+    others = [replace(plain, bias=(1, 1)), replace(plain, bias=(2, 4)), replace(plain, alibi_axes=1)]
+    assert len({each.key("cpu-x") for each in (*others, capped[0], plain)}) == 5
+    assert "softcap" in str(capped[0])
+    for each in (*others, *capped):
+        assert Problem.from_dict(each.to_dict()) == each
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"softcap": -1.0},
+        {"bias": [3, 4]},
+        {"bias": [1]},
+        {"alibi_axes": 3},
+        {"bias_needs_grad": True},
+        {"ranks": 2, "softcap": 1.0},
+    ],
+    ids=str,
+)
+def test_fields_from_a_file_are_checked(wrong: dict[str, Any]) -> None:
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    plain = Problem.of(q, k, v).to_dict()
+    with pytest.raises(InvalidInput):
+        Problem.from_dict({**plain, **wrong})
