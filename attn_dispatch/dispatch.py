@@ -22,7 +22,6 @@ from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem, matmul_precision
@@ -88,6 +87,8 @@ def attend(
     softcap: float | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_lens: Tensor | None = None,
+    alignment: str = "lower_right",
     first_head: int | None = None,
     all_heads: int | None = None,
 ) -> Any:
@@ -103,7 +104,7 @@ def attend(
         pattern: `Dense`, `Window`, `Dilated` or `Neighborhood`, or `Reordered` around one; or use the shorthands below,
             not both.
         segment_lengths, dilation_rates: tokens per segment and rate of each branch of `Dilated`.
-        is_causal: mask keys after the query; the last query is aligned with the last key.
+        is_causal: mask keys after the query; the last query is aligned with the last key (`alignment`).
         seq_lens: [batch] int32 or int64: tokens from a row's length on are padding.
         key_mask: [batch, k_len] bool, True for keys that may be attended to.
         dropout_p: probability with which an attention weight is dropped; 0 <= dropout_p < 1.
@@ -125,6 +126,9 @@ def attend(
         bias: [1 or batch, 1 or heads, q_len, k_len], floating point, added to the scores; -inf hides a key.
         alibi_slopes: [heads] or [batch, heads], floating point: `slope * distance` in tokens is subtracted from the
             scores; the last query is aligned with the last key.
+        key_lens: [batch] int32 or int64, read on the host: each row's keys, of which the last is aligned with the last
+            query, as in a cache whose rows are filled to different lengths. What follows them is not read.
+        alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal `Dense`.
         first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:
             the number of q's first head, and of all heads. Patterns that differ by head go by these numbers.
 
@@ -142,12 +146,15 @@ def attend(
             q, k, v, pattern, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,
             seq_lens=seq_lens, key_mask=key_mask, dropout_p=dropout_p, scale=scale, layout=layout, backend=backend,
             order=order, mesh=mesh, return_lse=return_lse, documents=documents, cu_seqlens=cu_seqlens, sink=sink,
-            softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, first_head=first_head, all_heads=all_heads,
+            softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, key_lens=key_lens, alignment=alignment,
+            first_head=first_head, all_heads=all_heads,
         )  # fmt: skip
-    if sink is not None or documents is not None or cu_seqlens is not None:
-        return _composed(
-            q, k, v, documents, cu_seqlens, sink, layout, pattern=pattern, segment_lengths=_hashable(segment_lengths),
-            dilation_rates=_hashable(dilation_rates), is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
+    packs = documents is not None or cu_seqlens is not None or key_lens is not None
+    if packs or sink is not None or alignment != "lower_right":
+        return packing.composed(
+            attend, q, k, v, documents, cu_seqlens, sink, layout, key_lens=key_lens, alignment=alignment,
+            pattern=pattern, segment_lengths=_hashable(segment_lengths), dilation_rates=_hashable(dilation_rates),
+            is_causal=is_causal, seq_lens=seq_lens, key_mask=key_mask,
             dropout_p=dropout_p, scale=scale, backend=backend, order=order, mesh=mesh, return_lse=return_lse,
             softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, first_head=first_head, all_heads=all_heads,
         )  # fmt: skip
@@ -165,7 +172,8 @@ def attend(
             order, return_lse, first_head, all_heads,
             None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
-            (softcap is None and bias is None and alibi_slopes is None) or (softcap, *map(_facts, (bias, alibi_slopes))),
+            (softcap is None and bias is None and alibi_slopes is None)
+            or (softcap, _facts(bias), _facts(alibi_slopes)),
             torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _mode_count(),
         )  # fmt: skip
         route = _routes.get(signature)
@@ -235,8 +243,13 @@ def explain(
     if (sink := arguments.pop("sink", None)) is not None:
         check_sink(sink, q, arguments.get("layout", "bnhd"))
         arguments["return_lse"] = True
-    if any(arguments.pop(name, None) is not None for name in ("documents", "cu_seqlens")):
-        raise InvalidInput("explain takes one document: each is a call of its own")
+    if any(arguments.pop(name, None) is not None for name in ("documents", "cu_seqlens", "key_lens")):
+        raise InvalidInput("explain takes one document, and rows of one length: each is a call of its own")
+    if arguments.get("alignment", "lower_right") != "lower_right":
+        arguments |= {"pattern": pattern}
+        q, k, v = widths.aligned(q, k, v, arguments.get("layout", "bnhd"), arguments)
+        pattern = arguments.pop("pattern")
+    arguments.pop("alignment", None)
     mesh = arguments.pop("mesh", None)
     if mesh is None and widths.unequal_or_empty(q, k, v) and q.numel() and k.numel():
         q, k, v = widths.padded(q, k, v, arguments)
@@ -350,27 +363,6 @@ def _run_prepared(route: Route, q: Tensor, k: Tensor, v: Tensor, return_lse: boo
     return (out, lse) if return_lse else out
 
 
-def _composed(
-    q: Tensor, k: Tensor, v: Tensor, documents: Any, cu_seqlens: Any, sink: Any, layout: str, **arguments: Any
-) -> Any:
-    """attend with what no backend sees: a document is a call of its own, a sink is added to out and lse."""
-    if sink is not None:
-        check_sink(sink, q, layout)
-    return_lse = arguments["return_lse"]
-    arguments["return_lse"] = return_lse or sink is not None
-    if documents is None and cu_seqlens is None:
-        found = attend(q, k, v, layout=layout, **arguments)
-    elif operators.applies(q, k, v, arguments):
-        found = operators.call(q, k, v, layout=layout, documents=documents, cu_seqlens=cu_seqlens, **arguments)
-    else:
-        packed = packing.packed(q, k, v, documents, cu_seqlens, layout, arguments)
-        found = packed.joined([attend(*part, **{**arguments, **rest}) for part, rest in packed.calls])
-    if sink is None:
-        return found
-    out, lse = with_sink(found[0], found[1], sink, layout)
-    return (out, lse) if return_lse else out
-
-
 def _resized(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, backend: Any, order: Any, arguments: dict[str, Any]
 ) -> Any:
@@ -407,12 +399,13 @@ def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) 
 
 
 def _compiled(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sink: Any, **arguments: Any) -> Any:
-    """attend in a compiled function: one operator; between its graphs where ranks or random numbers take part."""
-    if arguments["mesh"] is not None or arguments["dropout_p"]:
+    """attend in a compiled function: one operator; between its graphs with ranks, random numbers or `key_lens`."""
+    if arguments["mesh"] is not None or arguments["dropout_p"] or arguments["key_lens"] is not None:
         return torch.compiler.disable(attend)(q, k, v, pattern, sink=sink, **arguments)  # type: ignore[no-untyped-call]
-    if sink is None:
-        return operators.call(q, k, v, pattern, **arguments)
-    return _composed(q, k, v, sink=sink, pattern=pattern, **arguments)
+    if sink is not None or arguments["alignment"] != "lower_right":
+        return packing.composed(attend, q, k, v, sink=sink, pattern=pattern, **arguments)
+    del arguments["key_lens"], arguments["alignment"]
+    return operators.call(q, k, v, pattern, **arguments)
 
 
 operators.eager_attend = attend

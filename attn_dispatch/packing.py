@@ -1,16 +1,20 @@
-"""Several documents in one row: the spans of each, and one call's tensors for every run of equally long documents."""
+"""Calls that are composed of others: sinks, documents in one row, rows whose keys end at different places."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_dispatch import widths
+from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tensors import check_sink
 
 
 class Run(NamedTuple):
@@ -41,6 +45,41 @@ class Packed(NamedTuple):
         return out, _joined([lse.transpose(1, 2) for _, lse in results], self.rows).transpose(1, 2)
 
 
+def composed(
+    attend: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Any,
+    cu_seqlens: Any,
+    sink: Any,
+    layout: str,
+    **arguments: Any,
+) -> Any:
+    """attend with what no backend sees: a document is a call of its own, a sink is added to out and lse."""
+    if sink is not None:
+        check_sink(sink, q, layout)
+    q, k, v = widths.aligned(q, k, v, layout, arguments)
+    key_lens = arguments.pop("key_lens")
+    return_lse = arguments["return_lse"]
+    arguments["return_lse"] = return_lse or sink is not None
+    if documents is None and cu_seqlens is None and key_lens is None:
+        found = attend(q, k, v, layout=layout, **arguments)
+    elif key_lens is not None:
+        given = {**arguments, "documents": documents, "cu_seqlens": cu_seqlens}
+        rows = rows_of_lengths(q, k, v, key_lens, layout, given)
+        found = stacked([attend(*part, layout=layout, **{**arguments, **rest}) for part, rest in rows])
+    elif operators.applies(q, k, v, arguments):
+        found = operators.call(q, k, v, layout=layout, documents=documents, cu_seqlens=cu_seqlens, **arguments)
+    else:
+        parts = packed(q, k, v, documents, cu_seqlens, layout, arguments)
+        found = parts.joined([attend(*part, **{**arguments, **rest}) for part, rest in parts.calls])
+    if sink is None:
+        return found
+    out, lse = with_sink(found[0], found[1], sink, layout)
+    return (out, lse) if return_lse else out
+
+
 def packed(
     q: Tensor, k: Tensor, v: Tensor, documents: object, cu_seqlens: object, layout: str, arguments: dict[str, Any]
 ) -> Packed:
@@ -67,6 +106,44 @@ def packed(
         for number, each in enumerate(zip(*parts))
     ]
     return Packed(calls, rows, layout)
+
+
+def rows_of_lengths(
+    q: Tensor, k: Tensor, v: Tensor, key_lens: Tensor, layout: str, arguments: dict[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """One call for each run of rows with equally many keys: views, with those tensors of `arguments` that go by row.
+
+    Raises:
+        InvalidInput: an argument is wrong, or cannot be given with `key_lens`.
+    """
+    for name in ("mesh", "seq_lens", "documents", "cu_seqlens"):
+        if arguments.get(name) is not None:
+            raise InvalidInput(f"key_lens cannot be given with {name}")
+    tokens, lengths = (1 if layout == "bnhd" else 2), _integers("key_lens", key_lens)
+    batch, k_len = k.shape[0], k.shape[tokens]
+    if list(lengths.shape) != [batch]:
+        raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
+    if not all(0 <= length <= k_len for length in lengths.tolist()):
+        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths.tolist())}")
+    key_mask, bias, slopes = (arguments[name] for name in ("key_mask", "bias", "alibi_slopes"))
+    calls, first = [], 0
+    for length, same in groupby(lengths.tolist()):
+        rows = slice(first, first + len(list(same)))
+        first = rows.stop
+        own = {
+            "key_mask": None if key_mask is None else key_mask[rows, :length],
+            "bias": None if bias is None else bias[rows if len(bias) > 1 else slice(None), ..., :length],
+            "alibi_slopes": slopes if slopes is None or slopes.ndim == 1 else slopes[rows],
+        }
+        calls.append(((q[rows], *(x[rows].narrow(tokens, 0, length) for x in (k, v))), own))
+    return calls
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """The results of the calls of `rows_of_lengths`, out or (out, lse), as those of the batch."""
+    if not isinstance(results[0], tuple):
+        return torch.cat(list(results))
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
 
 def _rows(documents: object, cu_seqlens: object, batch: int, q_len: int, k_len: int) -> list[list[Run]]:

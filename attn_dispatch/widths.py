@@ -1,4 +1,4 @@
-"""Calls that no backend sees as they are: values of another width than keys, and empty batches or sequences."""
+"""Calls that no backend sees as they are: values of another width than keys, another alignment, empty sequences."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch.nn.functional import pad
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import Problem, choose_pattern
+
+ALIGNMENTS = ("lower_right", "upper_left")
+SHORTHANDS: dict[str, Any] = {"segment_lengths": None, "dilation_rates": None, "is_causal": False}
 
 
 def unequal_or_empty(q: object, k: object, v: object) -> bool:
@@ -32,6 +35,37 @@ def padded(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[
         arguments["scale"] = q.shape[-1] ** -0.5
     more = k.shape[-1] - v.shape[-1]
     return (q, k, pad(v, (0, more))) if more > 0 else (pad(q, (0, -more)), pad(k, (0, -more)), v)
+
+
+def aligned(q: Tensor, k: Tensor, v: Tensor, layout: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v whose last tokens are aligned, with attend's other `arguments` changed to fit. Takes `alignment` out.
+
+    Raises:
+        InvalidInput: an alignment that there is not, or not for this call.
+    """
+    alignment = arguments.pop("alignment")
+    if alignment == ALIGNMENTS[0]:
+        return q, k, v
+    if alignment not in ALIGNMENTS:
+        raise InvalidInput(f"alignment must be one of {ALIGNMENTS}, got {alignment!r}")
+    kinds = {name: arguments.pop(name, default) for name, default in SHORTHANDS.items()}
+    pattern = choose_pattern(arguments["pattern"], **kinds)
+    others = [name for name in ("mesh", "key_lens", "documents", "cu_seqlens") if arguments.get(name) is not None]
+    if pattern != Dense(is_causal=True) or others:
+        what = f"with {others[0]}" if others else f"for {pattern}"
+        raise InvalidInput(f"alignment='upper_left' is for causal Dense attention of whole tensors, not {what}")
+    tokens = 1 if layout == "bnhd" else 2
+    q_len, k_len = q.shape[tokens], k.shape[tokens]
+    arguments["pattern"] = pattern
+    if q_len > k_len:  # later queries see all keys
+        if arguments.get("alibi_slopes") is not None:
+            raise InvalidInput(f"alibi_slopes with alignment='upper_left' need q_len <= k_len, got {q_len} and {k_len}")
+        arguments["pattern"] = Window(None, q_len - k_len)
+        return q, k, v
+    for name in ("key_mask", "bias"):
+        if arguments.get(name) is not None:
+            arguments[name] = arguments[name][..., :q_len]
+    return q, k.narrow(tokens, 0, q_len), v.narrow(tokens, 0, q_len)
 
 
 def empty_result(

@@ -101,7 +101,7 @@ def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
     lens = torch.tensor([11]) if masked else None
     mask = torch.arange(16)[None] % 5 > 0 if masked else None
     tensors = [x.to(kind).requires_grad_() for x in qkv()]
-    slopes = torch.rand(2, len(tensors[0][0, 0])) if masked else None
+    slopes = torch.rand(1, tensors[0].shape[2]) if masked else None
     bias = torch.randn(1, 1, 16, 16, requires_grad=masked) if kind == torch.float64 else None
     settings = (code, numbers, None, 3.0 if masked else None, None, None, None, None, masked and bias is not None)
     if isinstance(pattern, Reordered):
