@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 
 from attn_dispatch import packing, process_state, widths
 from attn_dispatch.decisions import decide, unmeasured
@@ -175,6 +176,7 @@ def attend(
             (softcap is None and bias is None and alibi_slopes is None)
             or (softcap, _facts(bias), _facts(alibi_slopes)),
             torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _mode_count(),
+            functional.scaled_dot_product_attention,  # another function inside torch's context_parallel
         )  # fmt: skip
         route = _routes.get(signature)
         while route is not None and not (
@@ -196,6 +198,10 @@ def attend(
         if operators.applies(q, k, v, {**arguments, "backend": backend}):
             return operators.call(q, k, v, pattern, backend=backend, order=order, **arguments)
         tracing.check_sizes(q=q, k=k, v=v)
+        if any(map(tracing.is_dtensor, (q, k, v))):
+            return _over_mesh(None, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
+        if (mesh := tracing.context_parallel()) is not None:
+            return _over_mesh(mesh, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
         if widths.unequal_or_empty(q, k, v):
             return _resized(q, k, v, pattern, backend, order, arguments)
         problem = Problem.of(q, k, v, pattern, **arguments)
@@ -387,15 +393,11 @@ def _hashable(value: Any) -> Any:
 
 
 def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
-    if tracing.graphed(q, k, v):
+    if tracing.graphed(*(x for x in (q, k, v) if not tracing.is_dtensor(x))):
         raise NoBackend("over a mesh attend() cannot be traced: call it outside of torch.export and make_fx")
-    from attn_dispatch.ring import over_mesh, shards  # loads torch.distributed
+    from attn_dispatch.ring import over_mesh  # loads torch.distributed
 
-    link, spread = shards.spread_of(mesh)
-    if link.size > 1:
-        return over_mesh.attend_over(link, spread.kind, q, k, v, **over_mesh.scaled_only(arguments))
-    arguments["backend"], arguments["order"] = over_mesh.alone(arguments["backend"], arguments["order"])
-    return attend(q, k, v, **arguments)
+    return over_mesh.attend_on(attend, mesh, q, k, v, arguments)
 
 
 def _compiled(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sink: Any, **arguments: Any) -> Any:

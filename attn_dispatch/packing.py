@@ -15,6 +15,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import check_sink
+from attn_dispatch.spec.tracing import context_parallel, is_dtensor
 
 
 class Run(NamedTuple):
@@ -57,10 +58,19 @@ def composed(
     **arguments: Any,
 ) -> Any:
     """attend with what no backend sees: a document is a call of its own, a sink is added to out and lse."""
+    if any(map(is_dtensor, (q, k, v))):
+        from attn_dispatch.ring import dtensors  # loads torch.distributed
+
+        more = {"documents": documents, "cu_seqlens": cu_seqlens, "sink": sink, "layout": layout}
+        return dtensors.attend_local(attend, q, k, v, {**arguments, **more})
+    if arguments["mesh"] is None:
+        arguments["mesh"] = context_parallel()
     if sink is not None:
         check_sink(sink, q, layout)
     q, k, v = widths.aligned(q, k, v, layout, arguments)
     key_lens = arguments.pop("key_lens")
+    if not q.numel():  # attend gives the empty result
+        documents = cu_seqlens = key_lens = None
     return_lse = arguments["return_lse"]
     arguments["return_lse"] = return_lse or sink is not None
     if documents is None and cu_seqlens is None and key_lens is None:

@@ -12,10 +12,9 @@ from torch.nn.functional import pad
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
-from attn_dispatch.spec.problem import Problem, choose_pattern
+from attn_dispatch.spec.problem import SHORTHANDS, Problem, choose_pattern
 
 ALIGNMENTS = ("lower_right", "upper_left")
-SHORTHANDS: dict[str, Any] = {"segment_lengths": None, "dilation_rates": None, "is_causal": False}
 
 
 def unequal_or_empty(q: object, k: object, v: object) -> bool:

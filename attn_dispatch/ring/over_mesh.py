@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,16 +16,18 @@ from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.log import logger
-from attn_dispatch.ring import group_decision
+from attn_dispatch.ring import dtensors, group_decision
 from attn_dispatch.ring.link import Link, agree, digest_of
-from attn_dispatch.ring.rows.layout import Layout
+from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout
 from attn_dispatch.ring.sharded_problem import ShardedProblem
+from attn_dispatch.ring.shards import Sharded, spread_of
 from attn_dispatch.ring.trial import NAME
 from attn_dispatch.settings import budget_ms, expected_calls, mode
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem, choose_pattern
 from attn_dispatch.spec.tensors import check_seq_lens_values
+from attn_dispatch.spec.tracing import ContextParallel, is_dtensor
 from attn_dispatch.store.decision import Decision
 
 SCORE_ARGUMENTS = ("softcap", "bias", "alibi_slopes")  #: of attend, that ranks do not take
@@ -141,6 +143,19 @@ def scaled_only(arguments: dict[str, Any]) -> dict[str, Any]:
         if arguments.get(name) is not None:
             raise InvalidInput(f"{name} cannot be given with mesh: over ranks scores are only scaled")
     return {name: value for name, value in arguments.items() if name not in SCORE_ARGUMENTS}
+
+
+def attend_on(attend: Callable[..., Any], mesh: Any, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Any:
+    """`attend` over a mesh, by attend() itself where it has one rank; on DTensors by their own, and `mesh` is None."""
+    if any(map(is_dtensor, (q, k, v))):
+        return dtensors.attend_local(attend, q, k, v, {**arguments, "mesh": mesh})
+    if isinstance(mesh, ContextParallel):
+        mesh = Sharded(mesh.mesh, ZIGZAG if mesh.balanced else CONTIGUOUS)
+    link, spread = spread_of(mesh)
+    if link.size > 1:
+        return attend_over(link, spread.kind, q, k, v, **scaled_only(arguments))
+    arguments["backend"], arguments["order"] = alone(arguments["backend"], arguments["order"])
+    return attend(q, k, v, **arguments)
 
 
 def alone(backend: str | None, order: str | None) -> tuple[str | None, str | None]:

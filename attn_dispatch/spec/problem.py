@@ -36,6 +36,7 @@ from attn_dispatch.spec.tensors import (
     stride_class,
 )
 
+SHORTHANDS: dict[str, Any] = {"segment_lengths": None, "dilation_rates": None, "is_causal": False}  #: of a pattern
 PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
 # torch.get_float32_matmul_precision without its Python wrapper: called on every hit.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -24,6 +27,7 @@ _HARMLESS = tuple(
 )
 _TRACERS = (FakeTensor, FunctionalTensor)
 _operator = threading.local()
+_SDPA = functional.scaled_dot_product_attention
 # Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 
@@ -79,6 +83,33 @@ def check_sizes(**tensors: Any) -> None:
             raise InvalidInput(
                 f"{name} must have sizes that are numbers, got {list(x.shape)}: trace attend with static shapes"
             )
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether x is a DTensor, without importing them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, getattr(module, "DTensor", ()))
+
+
+class ContextParallel(NamedTuple):
+    """torch's context_parallel: its mesh, and whether its load balancer dealt each rank an early and a late chunk."""
+
+    mesh: Any
+    balanced: bool
+
+
+def context_parallel() -> ContextParallel | None:
+    """torch's context_parallel if it is entered, which replaces its attention function; None otherwise."""
+    attention: Any = functional.scaled_dot_product_attention
+    if attention is _SDPA:
+        return None
+    for name in ("_context_parallel._attention", "_attention"):  # of newer and older versions
+        module = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
+        if module is not None and attention in getattr(module, "_replaced_functions", ()):
+            mesh = inspect.getclosurevars(attention).nonlocals["device_mesh"]
+            balanced = bool(module._cp_options.enable_load_balance)
+            return ContextParallel(mesh, balanced) if mesh.size() > 1 else None
+    return None
 
 
 def _modes() -> list[Any]:

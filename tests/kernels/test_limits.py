@@ -249,9 +249,7 @@ def test_rocm_is_not_cuda(device: Callable[..., None], monkeypatch: pytest.Monke
     assert texts("sdpa", problem_of()) == []
 
 
-# --- limits that no backend uses --------------------------------------------------------------------------------------
-
-CPU = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
+CPU = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)  #: limits that no backend uses start from it
 
 
 def on_cpu(dtype: torch.dtype = F16, **changes: Any) -> Problem:

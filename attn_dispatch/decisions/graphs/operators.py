@@ -177,6 +177,8 @@ def _computed(
         known: out and lse of the forward pass. They are computed again where it consisted of several calls, left lse
             out, or was traced without gradients.
     """
+    if tracing.context_parallel() is not None:
+        raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
     pattern = decoded(code, tuple(numbers))
     tensors = {"seq_lens": seq_lens, "key_mask": key_mask, "bias": bias, "alibi_slopes": alibi_slopes}
     common: dict[str, Any] = {
