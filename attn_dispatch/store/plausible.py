@@ -50,8 +50,8 @@ def least_time_ms(problem: Mapping[str, Any], silicon: str) -> float:
         KeyError, TypeError, ValueError, ArithmeticError: `problem` is invalid.
     """
     pairs = float(problem["batch"]) * _least_pairs(problem["pattern"], *(float(problem[name]) for name in SIZES))
-    for mask in ("has_seq_lens", "has_key_mask"):
-        pairs *= MASKED_SHARE if problem[mask] else 1
+    for mask in (problem["has_seq_lens"], problem["has_key_mask"], problem.get("bias")):
+        pairs *= MASKED_SHARE if mask else 1
     operations = pairs * float(problem["head_dim"]) * (BOTH if problem["needs_grad"] else FORWARD)
     peak = _peak_per_s(problem, silicon)
     return operations / peak * 1e3
