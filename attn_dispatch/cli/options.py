@@ -21,7 +21,22 @@ if TYPE_CHECKING:
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
 SWITCH: dict[str, tuple[bool, ...]] = {"yes": (True,), "no": (False,), "both": (False, True)}
-OPTIONS = ("shape", "lengths", "segments", "dilations", "grid", "window", "causal", "dtype", "backward")
+OPTIONS = (
+    "shape",
+    "lengths",
+    "segments",
+    "dilations",
+    "grid",
+    "window",
+    "edges",
+    "stride",
+    "causal",
+    "dtype",
+    "backward",
+)
+EDGES = ("clip", "shift")
+EDGES_HELP = "'clip' cuts windows at the border, as by default; 'shift' moves them inside, as NATTEN does"
+STRIDE_HELP = "consecutive queries of an axis that share one window, one number or one per axis; needs --edges shift"
 
 
 class Shape(NamedTuple):
@@ -55,6 +70,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--window", metavar="W,..", type=window,
         help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
         "window, 'none' for no limit; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
+    add("--edges", choices=EDGES, help=f"with --grid: {EDGES_HELP}")
+    add("--stride", metavar="S,..", type=counts, help=f"with --grid: {STRIDE_HELP}")
     _add_switch(shapes, "--causal", "mask the keys after each query")
     add("--dtype", metavar="T,..", type=dtypes,
         help="float16, bfloat16, float32, float64; by default float32 on a CPU and the dtype that "
@@ -177,14 +194,18 @@ def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
         raise InvalidInput("--segments and --dilations give one pattern, --grid and --window another: give one of them")
     if args.grid and not args.window:
         raise InvalidInput("--grid needs --window, the width of the neighborhood: one number, or one for each axis")
+    if (args.edges or args.stride) and not args.grid:
+        raise InvalidInput("--edges and --stride are for --grid, which is not given")
     if args.window and not args.grid:
         yield _sliding(args)
         return
     for causal in SWITCH[args.causal or "no"]:
         if args.segments:
             yield Dilated(args.segments, args.dilations, causal)
+        elif args.grid:
+            yield Neighborhood(args.grid, args.window, (1,), (causal,), args.edges or "clip", args.stride or (1,))
         else:
-            yield Neighborhood(args.grid, args.window, is_causal=(causal,)) if args.grid else Dense(causal)
+            yield Dense(causal)
 
 
 def _scaled(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pattern, int]:

@@ -182,7 +182,7 @@ def _unseen_of_grid(pattern: Neighborhood, q_len: int, k_len: int) -> Tensor:
     """Bool [k_len]: tokens of a grid that none of its last `q_len` tokens sees."""
     rows, width = pattern.grid[0], k_len // pattern.grid[0]
     keys, at = torch.arange(k_len, device="cpu"), torch.arange(rows, device="cpu")
-    # On every axis a coordinate sees itself, so that a whole row sees whole rows.
+    # On every axis a coordinate sees itself (a stride is at most the window), so that a whole row sees whole rows.
     first, partly = divmod(k_len - q_len, width)
     whole = at[first + (partly > 0) :]
     seen = pattern.axes[0].sees(whole[:, None], at).any(0).repeat_interleave(width)

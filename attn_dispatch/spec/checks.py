@@ -58,6 +58,43 @@ def per_axis(name: str, value: tuple[T, ...], axes: int) -> tuple[T, ...]:
     return value
 
 
+def booleans(name: str, value: object) -> tuple[bool, ...]:
+    items = tuple(value) if isinstance(value, tuple | list) else (value,)
+    for item in items:
+        boolean(name, item)
+    return items
+
+
+def neighborhood(
+    grid: object, window: object, dilation: object, is_causal: object, edges: str, stride: object
+) -> dict[str, tuple[int, ...]]:
+    """The fields of a neighbourhood by name, with an entry for each axis."""
+    sizes = integers("grid", grid)
+    if len(sizes) > 3:
+        raise InvalidInput(f"grid has {len(sizes)} axes, but may have 1 to 3: {sizes}")
+    choice("edges", edges, ("clip", "shift"))
+    widths = per_axis("window", integers("window", window), len(sizes))
+    steps = per_axis("dilation", integers("dilation", dilation), len(sizes))
+    causal = per_axis("is_causal", booleans("is_causal", is_causal), len(sizes))
+    strides = per_axis("stride", integers("stride", stride), len(sizes))
+    for size, width, step, shared in zip(sizes, widths, steps, strides):
+        if edges == "clip":
+            if width % 2 == 0:
+                raise InvalidInput(f"window must be odd on every axis, got {widths}: even ones need edges='shift'")
+            if shared != 1:
+                raise InvalidInput(f"stride must be 1 on every axis, got {strides}: others need edges='shift'")
+        elif width * step > size:
+            raise InvalidInput(
+                f"edges='shift' needs window * dilation <= grid on every axis, got {width} * {step} > {size}"
+            )
+        elif shared > width:
+            raise InvalidInput(f"stride must be from 1 to the window on every axis, got {shared} > {width}")
+    if edges == "clip":
+        # A clipped window stays inside its residue class, so wider windows are equivalent.
+        widths = tuple(min(w, 2 * -(-size // e) - 1) for size, w, e in zip(sizes, widths, steps))
+    return {"grid": sizes, "window": widths, "dilation": steps, "is_causal": causal, "stride": strides}
+
+
 def boolean(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidInput(f"{name} must be True or False, got {value!r}")

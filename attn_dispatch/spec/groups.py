@@ -102,6 +102,8 @@ def _pattern_title(pattern: Mapping[str, Any]) -> str:
         words.append("r=" + ",".join(map(str, pattern["dilation_rates"])))
     if set(pattern.get("dilation", (1,))) != {1}:
         words.append("dilation=" + ",".join(map(str, pattern["dilation"])))
+    if "stride" in pattern:
+        words.append("stride=" + ",".join(map(str, pattern["stride"])))
     causal = pattern.get("is_causal", not pattern.get("ahead", True))
     axes = causal if isinstance(causal, list | tuple) else [causal]
     words += ["causal" if all(axes) else "causal=" + ",".join(str(int(axis)) for axis in axes)] * any(axes)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.checks import ascending, boolean, choice, integer, integers, per_axis
+from attn_dispatch.spec.checks import ascending, boolean, choice, integer, integers, neighborhood
 from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach
 
 if TYPE_CHECKING:
@@ -332,19 +332,20 @@ class Dilated(Pattern):
 class Neighborhood(Pattern):
     """The sequence is a row-major 1-D to 3-D grid; a key must be a neighbour of the query on every axis.
 
-    On an axis of length L with window w (odd) and dilation e, query x and key y must share the residue
-    `x % e == y % e`. With `x' = x // e`, `y' = y // e`, `k = (w - 1) / 2` and n members in that residue class:
+    On an axis of length L with window w, dilation e and stride s, query x and key y must share the residue
+    `x % e == y % e`. With `x' = x // e`, `y' = y // e` and n members in that residue class:
 
-    * edges="clip": `|x' - y'| <= k`, cut at the border; causal: also `y' <= x'`.
-    * edges="shift": `lo <= y' < lo + w`, `lo = clip(x' - k, 0, n - w)`, so that every query sees w keys; causal:
-      `x' - w < y' <= x'`. Needs `w * e <= L`.
+    * edges="clip": `|x' - y'| <= (w - 1) / 2`, cut at the border; causal: also `y' <= x'`. Needs an odd w and `s = 1`.
+    * edges="shift": `lo <= y' < lo + w`, `lo = clip(g + s // 2 - w // 2, 0, n - w)`, where `g = x' - x' % s`, so that
+      every query sees w keys; causal: `min(g + s - 1, n - 1) - w < y' <= x'`. Needs `w * e <= L` and `s <= w`.
 
     Args:
         grid: tokens per axis; their product is the sequence length.
-        window, dilation, is_causal: one for each axis, or one for all.
+        window, dilation, is_causal, stride: one for each axis, or one for all.
         edges: "clip" or "shift".
 
-    Source: Hassani et al. 2023, Neighborhood Attention; NATTEN computes "shift".
+    Source: Hassani et al. 2023, Neighborhood Attention, and 2025, Generalized Neighborhood Attention; NATTEN 0.21
+    computes "shift".
     """
 
     grid: tuple[int, ...]
@@ -352,29 +353,11 @@ class Neighborhood(Pattern):
     dilation: tuple[int, ...] = (1,)
     is_causal: tuple[bool, ...] = (False,)
     edges: Literal["clip", "shift"] = "clip"
+    stride: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        grid = integers("grid", self.grid)
-        if len(grid) > 3:
-            raise InvalidInput(f"grid has {len(grid)} axes, but may have 1 to 3: {grid}")
-        choice("edges", self.edges, ("clip", "shift"))
-        window = per_axis("window", integers("window", self.window), len(grid))
-        dilation = per_axis("dilation", integers("dilation", self.dilation), len(grid))
-        causal = self.is_causal if isinstance(self.is_causal, tuple | list) else (self.is_causal,)
-        for flag in causal:
-            boolean("is_causal", flag)
-        causal = per_axis("is_causal", tuple(causal), len(grid))
-        for size, width, step in zip(grid, window, dilation):
-            if width % 2 == 0:
-                raise InvalidInput(f"window must be odd on every axis, got {window}")
-            if self.edges == "shift" and width * step > size:
-                raise InvalidInput(
-                    f"edges='shift' needs window * dilation <= grid on every axis, got {width} * {step} > {size}"
-                )
-        if self.edges == "clip":
-            # A clipped window stays inside its residue class, so wider windows are equivalent.
-            window = tuple(min(w, 2 * -(-size // e) - 1) for size, w, e in zip(grid, window, dilation))
-        for name, value in (("grid", grid), ("window", window), ("dilation", dilation), ("is_causal", causal)):
+        fields = neighborhood(self.grid, self.window, self.dilation, self.is_causal, self.edges, self.stride)
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
@@ -387,8 +370,9 @@ class Neighborhood(Pattern):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        each = zip(self.grid, self.window, self.dilation, self.is_causal)
-        return tuple(Axis(*fields, shift=self.edges == "shift") for fields in each)
+        shift = [self.edges == "shift"] * len(self.grid)
+        each = zip(self.grid, self.window, self.dilation, self.is_causal, shift, self.stride)
+        return tuple(Axis(*fields) for fields in each)
 
     def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
         return [grid_reach(self.axes, queries + (k_len - q_len), keys)]
@@ -407,10 +391,16 @@ class Neighborhood(Pattern):
         half = (self.window[0] - 1) // 2
         return Window(half, 0 if self.is_causal[0] else half).simplify(q_len, k_len, heads)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Omits `stride` where it is 1 on every axis, so that stored keys stay valid."""
+        plain = {"kind": "Neighborhood", **asdict(self)}
+        return plain if max(self.stride) > 1 else {name: plain[name] for name in plain if name != "stride"}
+
     def __str__(self) -> str:
         options = [f"grid={self.grid}", f"window={self.window}"]
         options += [f"dilation={self.dilation}"] * (set(self.dilation) != {1})
         options += [f"causal={self.is_causal}"] * any(self.is_causal) + ["edges=shift"] * (self.edges == "shift")
+        options += [f"stride={self.stride}"] * (max(self.stride) > 1)
         return f"Neighborhood({', '.join(options)})"
 
 

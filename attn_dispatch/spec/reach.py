@@ -125,6 +125,7 @@ class Axis(NamedTuple):
         size, window, dilation: in tokens.
         is_causal: no key after the query on this axis.
         shift: at the border windows move inside; otherwise they are cut.
+        stride: consecutive places of a residue class that share one window; more than 1 only with `shift`.
     """
 
     size: int
@@ -132,6 +133,7 @@ class Axis(NamedTuple):
     dilation: int
     is_causal: bool
     shift: bool
+    stride: int = 1
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -140,6 +142,14 @@ class Axis(NamedTuple):
         far = self.window - 1 if self.shift else half
         return far, 0 if self.is_causal else far
 
+    @property
+    def inner_sides(self) -> tuple[int, int]:
+        """`sides` of queries whose windows no border moves."""
+        if not self.shift or self.is_causal:
+            return self.sides
+        before, after = self.window // 2, (self.window - 1) // 2
+        return before + (self.stride - 1) // 2, after + self.stride // 2
+
     def places(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The first and last place in its residue class that each coordinate sees; outside the axis where windows are
         cut.
@@ -147,11 +157,22 @@ class Axis(NamedTuple):
         place, half = x // self.dilation, (self.window - 1) // 2
         if not self.shift:
             return place - half, place if self.is_causal else place + half
+        low = self.starts(place, self._members(x))
+        return low, place if self.is_causal else low + self.window - 1
+
+    def starts(self, place: Tensor, members: Tensor) -> Tensor:
+        """The first place that a query sees, where windows move inside; it does not fall as an argument grows.
+
+        Args:
+            place: of the query in its residue class.
+            members: of that class.
+        """
+        leader = place // self.stride * self.stride if self.stride > 1 else place
         if self.is_causal:
-            return place - self.window + 1, place
-        members = (self.size - x % self.dilation + self.dilation - 1) // self.dilation
-        low = (place - half).clamp(min=0).minimum(members - self.window)
-        return low, low + self.window - 1
+            leader = (leader + self.stride - 1).minimum(members - 1) if self.stride > 1 else leader
+            return leader - self.window + 1
+        # No bound at the last member, which is the leader of a shorter group: its window already ends there.
+        return (leader + self.stride // 2 - self.window // 2).clamp(min=0).minimum(members - self.window)
 
     def sees(self, x: Tensor, y: Tensor) -> Tensor:
         """Whether query coordinates see key coordinates, of shapes that broadcast."""
@@ -165,8 +186,11 @@ class Axis(NamedTuple):
 
         x = torch.arange(self.size)
         low, high = self.places(x)
-        members = (self.size - x % self.dilation + self.dilation - 1) // self.dilation
-        return (high.minimum(members - 1) - low.clamp(min=0) + 1).clamp(min=0)
+        return (high.minimum(self._members(x) - 1) - low.clamp(min=0) + 1).clamp(min=0)
+
+    def _members(self, x: Tensor) -> Tensor:
+        """How many coordinates the residue class of each has."""
+        return (self.size - x % self.dilation + self.dilation - 1) // self.dilation
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """`places` of every coordinate, int64 [size] each."""

@@ -213,8 +213,8 @@ def _neighborhood(pattern: Neighborhood, length: int) -> Neighborhood:
     axes = len(pattern.grid)
     grid = (1,) * axes if length == 1 else GRIDS[length][axes - 1]
     dilation = tuple(min(step, 2 if size > 3 else 1) for step, size in zip(pattern.dilation, grid))
-    window = tuple(min(w, (size // step - 1) | 1) for w, size, step in zip(pattern.window, grid, dilation))
-    return replace(pattern, grid=grid, window=window, dilation=dilation)
+    window = tuple(min(w, max(1, n // e - (w - n // e) % 2)) for w, n, e in zip(pattern.window, grid, dilation))
+    return replace(pattern, grid=grid, window=window, dilation=dilation, stride=tuple(map(min, pattern.stride, window)))
 
 
 def _whole(kind: str) -> str:

@@ -266,11 +266,13 @@ def patterns(draw: st.DrawFn, q_len: int, k_len: int) -> Pattern:
         )
     rows = draw(st.sampled_from([n for n in range(1, k_len + 1) if k_len % n == 0]))
     grid = (rows, k_len // rows)
-    window = tuple(draw(st.sampled_from([1, 3, 5])) for _ in grid)
+    shift = draw(st.booleans())
+    window = tuple(draw(st.integers(1, 5) if shift else st.sampled_from([1, 3, 5])) for _ in grid)
     dilation = tuple(draw(st.integers(1, 3)) for _ in grid)
     causal = tuple(draw(st.booleans()) for _ in grid)
+    stride = tuple(draw(st.integers(1, w)) if shift else 1 for w in window)
     try:
-        return Neighborhood(grid, window, dilation, causal, draw(st.sampled_from(["clip", "shift"])))
+        return Neighborhood(grid, window, dilation, causal, "shift" if shift else "clip", stride)
     except InvalidInput:
         assume(False)
         raise

@@ -89,6 +89,11 @@ def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> No
     assert close(graph(*qkv(48)), exact(*qkv(48), pattern(48))[0])
 
 
+def test_grids_of_programs_without_strides_are_read() -> None:
+    pattern = Neighborhood((4, 6), (3, 2), (1, 2), (False, True), "shift")
+    assert encoding.decoded("neighborhood shift False,True", (4, 6, 3, 2, 1, 2)) == pattern
+
+
 @crossed(
     lambda pattern, masked, kind: {"masked": masked, "kind": kind},
     pattern=PATTERNS,

@@ -44,6 +44,11 @@ def test_shapes(arguments: tuple[str, ...], expected: list[tuple[int, int, int, 
         (("--window", "9,0,4"), [Window(9, 0, 4)]),
         (("--segments", "16,32", "--dilations", "1,2", "--causal"), [Dilated((16, 32), (1, 2), is_causal=True)]),
         (("--grid", "8,8", "--window", "3,5"), [Neighborhood((8, 8), (3, 5))]),
+        (
+            ("--grid", "8,8", "--window", "4,5", "--edges", "shift", "--stride", "2"),
+            [Neighborhood((8, 8), (4, 5), edges="shift", stride=(2,))],
+        ),
+        (("--grid", "8,8", "--window", "3", "--edges", "clip"), [Neighborhood((8, 8), (3,))]),
         (("--grid", "8,8", "--window", "3", "--causal"), [Neighborhood((8, 8), (3,), is_causal=(True,))]),
     ],
 )
@@ -63,5 +68,9 @@ def test_invalid_problems_are_refused() -> None:
         problems("--shape", "1,64,4/3,16")
     with pytest.raises(InvalidInput, match="holds 36 tokens, but the sequence has 64"):
         problems("--shape", "1,64,4,16", "--grid", "6,6", "--window", "3")
+    with pytest.raises(InvalidInput, match=r"window must be odd on every axis, got \(4, 4\)"):
+        problems("--shape", "1,64,4,16", "--grid", "8,8", "--window", "4")
+    with pytest.raises(InvalidInput, match="--edges and --stride are for --grid, which is not given"):
+        problems("--shape", "1,64,4,16", "--stride", "2")
     with pytest.raises(InvalidInput, match="overflow"):
         problems("--shape", "999999999,99999999999,8,64")

@@ -90,6 +90,14 @@ def test_three_axes(grid: tuple[int, ...], window: tuple[int, ...], causal: tupl
     check(pattern, length, length, 1, 8)
 
 
+@given(st.data(), st.integers(1, 90), st.booleans(), st.sampled_from([2, 4, 8]))
+def test_strides(data: st.DataObject, length: int, causal: bool, size: int) -> None:
+    dilation = data.draw(st.integers(1, min(3, length)))
+    window = data.draw(st.integers(1, min(20, length // dilation)))
+    stride = data.draw(st.integers(1, window))
+    check(Neighborhood((length,), (window,), (dilation,), (causal,), "shift", (stride,)), length, length, 1, size)
+
+
 def test_sparse_patterns_have_few_blocks() -> None:
     """Also for long sequences, for which a mask of every pair would not fit into memory."""
     segments = blocks_of(Dilated((2048, 8192), (1, 4), True), 2**17, 2**17, 8, 128)

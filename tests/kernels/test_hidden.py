@@ -48,6 +48,13 @@ UNSEEN = [
     Case("longer-keys-masked", Window(7, 2), (2, 20, 2, 8), k_len=90, key_mask=True),
     Case("one-query", Window(7, 0), (2, 1, 2, 8), k_len=90),
     Case("longer-keys-sinks", Window(7, 0, 3), (2, 20, 4, 8), k_len=90, kv_heads=2),
+    Case(
+        "longer-keys-stride",
+        Neighborhood((10, 9), (3, 4), (1, 2), (True, False), "shift", (3, 2)),
+        (2, 20, 4, 8),
+        k_len=90,
+        kv_heads=2,
+    ),
     Case("negative-scale", Window(7, 0), (2, 20, 2, 8), k_len=90, scale=-0.3),
 ]
 BACKENDS = ("manual", "sdpa", "sdpa_mask", "sdpa_float32", "native", "tiles", "flex")

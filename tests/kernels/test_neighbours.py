@@ -30,6 +30,8 @@ SHAPES = [
     Neighborhood((5, 6, 7), (3, 5, 3), is_causal=(False, True, False)),
     Neighborhood((100,), (5,), (3,)),
     Neighborhood((1, 70), (1, 9)),
+    Neighborhood((20, 13), (6, 5), (1, 2), (False, True), "shift", (4, 3)),
+    Neighborhood((100,), (8,), (3,), edges="shift", stride=(5,)),
 ]
 
 
@@ -67,13 +69,14 @@ def test_lists_match_the_multiplicity(pattern: Neighborhood, order: str) -> None
 
 @given(st.data())
 def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
-    grid = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    grid, odd = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)), st.sampled_from([1, 3, 5, 7, 9])
     axes, edges = len(grid), data.draw(st.sampled_from(["clip", "shift"]))
     dilation = [data.draw(st.integers(1, size if edges == "shift" else 4)) for size in grid]
-    most = [(size // e + 1) // 2 - 1 if edges == "shift" else 4 for size, e in zip(grid, dilation)]
-    window = [2 * data.draw(st.integers(0, max(each, 0))) + 1 for each in most]
+    widths = [st.integers(1, size // e) if edges == "shift" else odd for size, e in zip(grid, dilation)]
+    window = [data.draw(each) for each in widths]
+    stride = tuple(data.draw(st.integers(1, w)) if edges == "shift" else 1 for w in window)
     causal = data.draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
-    pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges)  # type: ignore[arg-type]
+    pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges, stride)  # type: ignore[arg-type]
     problem = Case("", pattern, (1, math.prod(grid), 1, 4)).problem(torch.float32, needs_grad=False)
     if isinstance(problem.pattern, Neighborhood):  # not equal to a Window
         found = list_multiplicity(problem, data.draw(st.sampled_from(TOKEN_ORDERS)))

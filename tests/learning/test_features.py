@@ -134,6 +134,10 @@ def test_sizes_of_a_pattern_have_buckets() -> None:
             {"pattern": {**GRID, "dilation": [1, 2], "is_causal": [True, False], "edges": "shift"}},
             "float32 d64 Neighborhood(2-D dilation=1,2 causal=1,0 edges=shift) forward",
         ),
+        (
+            {"pattern": {**GRID, "window": [4, 6], "edges": "shift", "stride": [4, 3]}},
+            "float32 d64 Neighborhood(2-D stride=4,3 edges=shift) forward",
+        ),
     ],
     ids=str,
 )

@@ -48,6 +48,7 @@ CASES: tuple[Case, ...] = (
     (Dilated((24, 100), (1, 3)), ZIGZAG, (4, 2), torch.float64, None),
     (Dilated((16, 32), (1, 4)), CONTIGUOUS, (4, 4), torch.float32, None),
     (Neighborhood((16, 16), (5, 3)), CONTIGUOUS, (4, 4), torch.float32, None),
+    (Neighborhood((16, 16), (6, 4), edges="shift", stride=(3, 4)), CONTIGUOUS, (4, 4), torch.float32, None),
 )
 TOKENS = 256
 

@@ -36,9 +36,12 @@ def neighborhoods(draw: st.DrawFn) -> Neighborhood:
     grid = draw(st.sampled_from([(60,), (7, 9), (8, 8), (3, 5, 4)]))
     causal = tuple(draw(st.booleans()) for _ in grid)
     shift = draw(st.booleans())
-    window = (3,) * len(grid) if shift else tuple(draw(st.sampled_from([1, 3, 5])) for _ in grid)
-    dilation = (1,) * len(grid) if shift else tuple(draw(st.integers(1, 3)) for _ in grid)
-    return Neighborhood(grid, window, dilation, causal, "shift" if shift else "clip")
+    dilation = tuple(draw(st.integers(1, 3)) for _ in grid)
+    if not shift:
+        return Neighborhood(grid, tuple(draw(st.sampled_from([1, 3, 5])) for _ in grid), dilation, causal)
+    window = tuple(draw(st.integers(1, min(6, size // step))) for size, step in zip(grid, dilation))
+    stride = tuple(draw(st.integers(1, width)) for width in window)
+    return Neighborhood(grid, window, dilation, causal, "shift", stride)
 
 
 patterns = (

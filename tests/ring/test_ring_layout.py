@@ -48,6 +48,7 @@ SHARED: tuple[tuple[Pattern, int, int, int], ...] = (
     (Neighborhood((60,), (9,), (2,)), 60, 2, 1),
     (Neighborhood((9, 7), (3, 5)), 63, 2, 2),
     (Neighborhood((9, 8), (3, 3), (2, 1), (True, False), "shift"), 72, 1, 1),
+    (Neighborhood((9, 8), (4, 3), (2, 1), (True, False), "shift", (3, 2)), 72, 2, 1),
     (Neighborhood((4, 3, 5), (3, 3, 3)), 60, 2, 2),
     (Reordered(Neighborhood((9, 8), (3, 3)), "hilbert"), 72, 2, 1),
     (Reordered(Dilated((16, 32), (2, 4), True), "residue"), 101, 4, 4),

@@ -32,6 +32,7 @@ TRICKY: list[tuple[Pattern, int]] = [
     (Neighborhood((5, 7), (3, 3)), 35),
     (Neighborhood((8, 8), (3, 5), is_causal=(True, False)), 64),
     (Neighborhood((6, 9), (3, 3), (2, 3), edges="shift"), 54),
+    (Neighborhood((7, 9), (3, 4), (2, 1), (True, False), "shift", (3, 2)), 63),
     (Neighborhood((3, 4, 5), (3, 3, 3)), 60),
     (Neighborhood((32,), (5,), (3,)), 32),
 ]

@@ -127,6 +127,10 @@ SAME: list[tuple[Pattern, Pattern]] = [
     (Neighborhood((4, 6), (3, 99), is_causal=[True, False]), Neighborhood((4, 6), (3, 11), is_causal=(True, False))),  # type: ignore[arg-type]
     (Neighborhood((9,), (99,), (2,)), Neighborhood((9,), (9,), (2,))),
     (Neighborhood(7, 3), Neighborhood((7,), (3,))),  # type: ignore[arg-type]
+    (
+        Neighborhood((4, 6), (4,), edges="shift", stride=[NUMBER(2)]),  # type: ignore[arg-type]
+        Neighborhood((4, 6), (4,), edges="shift", stride=(2, 2)),
+    ),
 ]
 DIFFERENT: list[tuple[Pattern, Pattern]] = [
     (Dense(), Dense(is_causal=True)),
@@ -138,6 +142,7 @@ DIFFERENT: list[tuple[Pattern, Pattern]] = [
     (Dilated((8, 8), (2, 2)), Dilated((8,), (2,))),
     (Neighborhood((9,), (3,)), Neighborhood((9,), (3,), edges="shift")),
     (Neighborhood((3, 9), (3,)), Neighborhood((9, 3), (3,))),
+    (Neighborhood((9,), (3,), edges="shift"), Neighborhood((9,), (3,), edges="shift", stride=(2,))),
 ]
 
 
@@ -211,7 +216,23 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Neighborhood", {"grid": (2, 2, 2, 2), "window": 1}, "grid has 4 axes, but may have 1 to 3: (2, 2, 2, 2)"),
     ("Neighborhood", {"grid": (), "window": 1}, "grid must hold at least one integer, got ()"),
     ("Neighborhood", {"grid": (4, 0), "window": 1}, "grid must be integers >= 1, got 0"),
-    ("Neighborhood", {"grid": (4, 4), "window": (3, 4)}, "window must be odd on every axis, got (3, 4)"),
+    (
+        "Neighborhood",
+        {"grid": (4, 4), "window": (3, 4)},
+        "window must be odd on every axis, got (3, 4): even ones need edges='shift'",
+    ),
+    (
+        "Neighborhood",
+        {"grid": (4, 4), "window": 3, "stride": (1, 2)},
+        "stride must be 1 on every axis, got (1, 2): others need edges='shift'",
+    ),
+    (
+        "Neighborhood",
+        {"grid": (8, 8), "window": (4, 3), "edges": "shift", "stride": 4},
+        "stride must be from 1 to the window on every axis, got 4 > 3",
+    ),
+    ("Neighborhood", {"grid": (4, 4), "window": 3, "stride": 0}, "stride must be integers >= 1, got 0"),
+    ("Neighborhood", {"grid": (4, 4), "window": 3, "stride": (1, 1, 1)}, "stride has 3 entries, but grid has 2 axes"),
     ("Neighborhood", {"grid": (4, 4), "window": 0}, "window must be integers >= 1, got 0"),
     ("Neighborhood", {"grid": (4, 4), "window": (3, 3, 3)}, "window has 3 entries, but grid has 2 axes"),
     ("Neighborhood", {"grid": (4, 4), "window": 3, "dilation": -1}, "dilation must be integers >= 1, got -1"),

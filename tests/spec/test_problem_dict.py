@@ -32,6 +32,7 @@ PATTERNS: list[Pattern] = [
     Dilated((5,), (2,), offsets="block"),
     Neighborhood((3, 4), (3, 1), (1, 2), (True, False)),
     Neighborhood((12,), (3,), (2,), edges="shift"),
+    Neighborhood((3, 4), (2, 3), edges="shift", stride=(1, 3)),
     Reordered(Neighborhood((3, 4), (3, 1), (1, 2), (True, False)), "hilbert"),
     Reordered(Dilated((8, 4), (3, 2), heads="split"), "residue"),
 ]
@@ -82,6 +83,16 @@ def test_windows_without_sinks_have_no_sinks_field() -> None:
     assert str(Window(3, 0)) == repr(Window(3, 0)) == "Window(left=3, right=0)"
     assert str(Window(3, 0, 2)) == "Window(left=3, right=0, sinks=2)"
     assert replace(PROBLEM, pattern=Window(3, 0)).key(SILICON) == "ea4b7ca0475404773c43"
+
+
+def test_neighborhoods_without_strides_have_no_stride_field() -> None:
+    plain = Neighborhood((3, 4), (3, 1), (1, 2), (True, False), "shift")
+    assert set(plain.to_dict()) == {"kind", "grid", "window", "dilation", "is_causal", "edges"}
+    assert replace(plain, stride=(2, 1)).to_dict() == {**plain.to_dict(), "stride": (2, 1)}
+    assert replace(PROBLEM, pattern=plain).key(SILICON) == "78f8f0bd20d543cc8894"
+    assert replace(PROBLEM, pattern=Neighborhood((12,), (3,), (2,))).key(SILICON) == "fc297552083f34423488"
+    assert str(plain) == "Neighborhood(grid=(3, 4), window=(3, 1), dilation=(1, 2), causal=(True, False), edges=shift)"
+    assert str(replace(plain, stride=(2, 1))) == f"{str(plain)[:-1]}, stride=(2, 1))"
 
 
 def test_pickled_for_another_process(tmp_path: Path) -> None:

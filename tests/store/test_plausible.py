@@ -38,6 +38,8 @@ PATTERNS = (
     Neighborhood((8, 12), (3, 5), dilation=(2, 1), is_causal=(True, False)),
     Neighborhood((8, 12), (7, 11), dilation=(3, 5)),
     Neighborhood((8, 12), (3, 5), edges="shift"),
+    Neighborhood((8, 12), (4, 6), edges="shift", stride=(4, 5)),
+    Neighborhood((8, 12), (4, 6), (2, 1), (True, False), "shift", (4, 5)),
 )
 
 

@@ -60,7 +60,7 @@ class Case:
 
 
 def kind_of(pattern: Pattern) -> str:
-    """The pattern's class, and what a backend may treat apart: causality, axes, edges, selection."""
+    """The pattern's class, and what a backend may treat apart: causality, axes, edges, strides, selection."""
     match pattern:
         case Dense():
             more: tuple[object, ...] = (pattern.is_causal,)
@@ -69,7 +69,7 @@ def kind_of(pattern: Pattern) -> str:
         case Dilated():
             more = (pattern.is_causal, pattern.offsets, pattern.heads)
         case Neighborhood():
-            more = (len(pattern.grid), any(pattern.is_causal), pattern.edges)
+            more = (len(pattern.grid), any(pattern.is_causal), pattern.edges, *["strided"] * (max(pattern.stride) > 1))
         case _:
             more = ()
     return "-".join(map(str, (type(pattern).__name__, *more)))
@@ -145,6 +145,36 @@ CASES = (
     Case("neighborhood-2d-shift", Neighborhood((9, 7), (3, 5), edges="shift"), (1, 63, 4, 16), kv_heads=2),
     Case("neighborhood-2d-mixed", Neighborhood((9, 8), (3, 3), (2, 1), (True, False), "shift"), (1, 72, 2, 16)),
     Case("neighborhood-3d", Neighborhood((4, 3, 5), (3, 3, 3)), (1, 60, 2, 16)),
+    Case("neighborhood-even", Neighborhood((9, 8), (4, 6), edges="shift"), (1, 72, 4, 16), kv_heads=2),
+    Case("neighborhood-1d-stride", Neighborhood((61,), (6,), (3,), edges="shift", stride=(4,)), (2, 61, 2, 16)),
+    Case("neighborhood-1d-stride-causal", Neighborhood((62,), (7,), (3,), (True,), "shift", (3,)), (1, 62, 2, 16)),
+    Case(
+        "neighborhood-stride-mixed",
+        Neighborhood((11, 7), (5, 4), (2, 1), (False, True), "shift", (2, 3)),
+        (2, 77, 4, 16),
+        kv_heads=2,
+        key_mask=True,
+        seq_lens=True,
+    ),
+    Case(
+        "neighborhood-3d-stride",
+        Neighborhood((5, 4, 6), (4, 2, 3), (1, 2, 1), (True, False, False), "shift", (3, 1, 2)),
+        (1, 120, 2, 16),
+    ),
+    Case(
+        "neighborhood-stride-at-end",
+        Neighborhood((9, 8), (4, 5), edges="shift", stride=(4, 2)),
+        (2, 29, 4, 16),
+        k_len=72,
+        kv_heads=2,
+        key_mask=True,
+    ),
+    Case(
+        "neighborhood-stride-at-end-causal",
+        Neighborhood((9, 8), (5, 4), (1, 2), (True, False), "shift", (3, 2)),
+        (1, 30, 2, 16),
+        k_len=72,
+    ),
     Case("neighborhood-at-end", Neighborhood((6, 7), (3, 3)), (2, 9, 2, 16), k_len=42, key_mask=True),
     Case("neighborhood-at-end-causal", Neighborhood((9, 7), (5, 3), is_causal=(True, False)), (1, 17, 2, 16), k_len=63),
     Case("neighborhood-at-end-shift", Neighborhood((9, 8), (3, 3), (2, 1), edges="shift"), (1, 30, 2, 16), k_len=72),

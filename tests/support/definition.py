@@ -106,27 +106,29 @@ def coordinates(position: int, grid: list[int]) -> list[int]:
     return found[::-1]
 
 
-def naive_axis(x: int, y: int, size: int, w: int, e: int, causal: bool, edges: str) -> bool:
+def naive_axis(x: int, y: int, size: int, w: int, e: int, causal: bool, edges: str, s: int) -> bool:
     if x % e != y % e:
         return False
-    query, key, half = x // e, y // e, (w - 1) // 2
+    query, key = x // e, y // e
     if edges == "clip":
-        return abs(query - key) <= half and (key <= query or not causal)
-    if causal:
-        return query - w < key <= query
+        return abs(query - key) <= (w - 1) // 2 and (key <= query or not causal)
     members = len(range(x % e, size, e))
-    low = max(0, min(query - half, members - w))
+    group = [place for place in range(members) if place // s == query // s]
+    if causal:
+        return group[-1] - w < key <= query
+    leader = group[min(s // 2, len(group) - 1)]
+    low = max(0, min(leader - w // 2, members - w))
     return low <= key < low + w
 
 
 def naive_neighborhood(spec: Spec, h: int, i: int, j: int) -> int:
     grid = list(spec.arguments["grid"])
     x, y, edges = coordinates(i + spec.k_len - spec.q_len, grid), coordinates(j, grid), spec.arguments["edges"]
-    window, dilation, causal = (
-        per_axis(spec.arguments[name], len(grid)) for name in ("window", "dilation", "is_causal")
+    window, dilation, causal, stride = (
+        per_axis(spec.arguments[name], len(grid)) for name in ("window", "dilation", "is_causal", "stride")
     )
-    near = (naive_axis(x[a], y[a], grid[a], window[a], dilation[a], causal[a], edges) for a in range(len(grid)))
-    return int(all(near))
+    axes = zip(x, y, grid, window, dilation, causal, [edges] * len(grid), stride, strict=True)
+    return int(all(naive_axis(*axis) for axis in axes))
 
 
 NAIVE: dict[str, Callable[[Spec, int, int, int], int]] = {
@@ -177,9 +179,17 @@ def neighborhoods(draw: st.DrawFn) -> Spec:
     edges = draw(st.sampled_from(["clip", "shift"]))
     dilation = [draw(st.integers(1, min(3, size) if edges == "shift" else 3)) for size in grid]
     widest = [size // e if edges == "shift" else 9 for size, e in zip(grid, dilation, strict=True)]
-    window = [draw(st.integers(0, (most - 1) // 2)) * 2 + 1 for most in widest]
+    window = [draw(st.integers(1, most) if edges == "shift" else st.sampled_from([1, 3, 5, 7, 9])) for most in widest]
+    stride = [draw(st.just(1) | st.integers(1, w)) if edges == "shift" else 1 for w in window]
     causal = draw(st.lists(st.booleans(), min_size=axes, max_size=axes) | st.booleans())
-    arguments = {"grid": grid, "window": window, "dilation": dilation, "is_causal": causal, "edges": edges}
+    arguments = {
+        "grid": grid,
+        "window": window,
+        "dilation": dilation,
+        "is_causal": causal,
+        "edges": edges,
+        "stride": stride,
+    }
     n = int(np.prod(grid))
     return Spec("Neighborhood", arguments, draw(st.just(n) | st.integers(1, n)), n, draw(st.integers(1, 2)))
 

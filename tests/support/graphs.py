@@ -22,6 +22,7 @@ PATTERNS = (
     Dilated((4, 8), (1, 2), is_causal=True, offsets="block"),
     Neighborhood((4, 4), (3, 3)),
     Neighborhood((16,), (3,), (2,), edges="shift"),
+    Neighborhood((4, 4), (2, 3), (1,), (False, True), "shift", (2, 1)),
     Reordered(Neighborhood((4, 4), (3, 3)), "hilbert"),
 )
 

@@ -299,6 +299,16 @@ PATTERNS: list[tuple[Pattern, int, Pattern]] = [
     (Dilated((2048,), (1,)), 1, Dilated((1,), (1,))),
     (Neighborhood((64, 64), (13, 3), (1, 4)), 192, Neighborhood((16, 12), (13, 3), (1, 2))),
     (Neighborhood((30, 8, 8), (7, 3, 3), edges="shift"), 77, Neighborhood((5, 5, 3), (5, 3, 3), edges="shift")),
+    (
+        Neighborhood((30, 9, 8), (8, 2, 3), edges="shift", stride=(6, 2, 3)),
+        77,
+        Neighborhood((5, 5, 3), (4, 2, 3), edges="shift", stride=(4, 2, 3)),
+    ),
+    (
+        Neighborhood((30,), (8,), (2,), edges="shift", stride=(6,)),
+        1,
+        Neighborhood((1,), (1,), edges="shift"),
+    ),
     (Neighborhood((900,), (9,), (3,), (True,)), 1, Neighborhood((1,), (1,), (1,), (True,))),
     (
         Reordered(Neighborhood((64, 64), (13, 3)), "hilbert"),

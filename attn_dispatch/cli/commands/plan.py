@@ -64,6 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "LEFT,RIGHT,SINKS adds the first keys"
     )
     add("--window", metavar="W,..", type=options.window, help=window)
+    add("--edges", choices=options.EDGES, help=f"with --grid: {options.EDGES_HELP}")
+    add("--stride", metavar="S,..", type=options.counts, help=f"with --grid: {options.STRIDE_HELP}")
     add("--causal", dest="is_causal", action="store_true", help="mask the keys after each query")
 
 

@@ -41,7 +41,8 @@ def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
         return code, [*lengths, *rates, pattern.first_head, -1 if pattern.all_heads is None else pattern.all_heads]
     if isinstance(pattern, Neighborhood):
         causal = ",".join([str(flag) for flag in pattern.is_causal])
-        return f"neighborhood {pattern.edges} {causal}", [*pattern.grid, *pattern.window, *pattern.dilation]
+        code, numbers = f"neighborhood {pattern.edges} {causal}", [*pattern.grid, *pattern.window, *pattern.dilation]
+        return code, [*numbers, *pattern.stride] if pattern.edges == "shift" else numbers
     assert isinstance(pattern, Reordered)
     code, numbers = _encoded(pattern.pattern)
     return f"reordered {pattern.order} {code}", numbers
@@ -71,9 +72,10 @@ def decoded(code: str, numbers: tuple[int, ...]) -> Pattern:
         )
     if kind == "neighborhood":
         edges, causal = rest
-        axes = len(numbers) // 3
         flags = tuple(flag == "True" for flag in causal.split(","))
-        grid, window, dilation = numbers[:axes], numbers[axes : 2 * axes], numbers[2 * axes :]
-        return Neighborhood(grid, window, dilation, flags, edges)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        axes = len(flags)
+        grid, window, dilation, stride = (numbers[axes * n : axes * (n + 1)] for n in range(4))
+        # Programs that were exported before there were strides hold none.
+        return Neighborhood(grid, window, dilation, flags, edges, stride or (1,))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert kind == "reordered"
     return Reordered(decoded(" ".join(rest[1:]), numbers), rest[0])

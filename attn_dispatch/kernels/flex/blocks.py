@@ -203,17 +203,17 @@ def _boxes_of(pattern: Neighborhood, runs: _Runs, size: int, positions: Tensor) 
 
 def _axis(pattern: Neighborhood, axis: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """For coordinate ranges of query and key blocks: whether any coordinate sees any, and whether all see all."""
-    size, width, step = pattern.grid[axis], pattern.window[axis], pattern.dilation[axis]
-    half = (width - 1) // 2
+    size, step, along = pattern.grid[axis], pattern.dilation[axis], pattern.axes[axis]
     q_low, q_high, k_low, k_high = (low // step)[:, None], (high // step)[:, None], low // step, high // step
-    if pattern.edges == "shift" and not pattern.is_causal[axis]:
+    if along.shift:
         # Residue classes differ by at most one member: the shorter bounds a window from below.
-        lowest = (q_low - half).clamp(min=0, max=size // step - width)
-        highest = (q_high - half).clamp(min=0, max=-(-size // step) - width)
-        nonempty = (k_high >= lowest) & (k_low < highest + width)
-        full = (k_low >= highest) & (k_high < lowest + width)
+        lowest = along.starts(q_low, torch.full_like(q_low, size // step))
+        highest = along.starts(q_high, torch.full_like(q_high, -(-size // step)))
+        ends = (q_low, q_high) if along.is_causal else (lowest + along.window - 1, highest + along.window - 1)
+        nonempty = (k_high >= lowest) & (k_low <= ends[1])
+        full = (k_low >= highest) & (k_high <= ends[0])
     else:
-        back, front = pattern.axes[axis].sides
+        back, front = along.sides
         nonempty = (q_low - k_high <= back) & (k_low - q_high <= front)
         full = (q_high - k_low <= back) & (k_high - q_low <= front)
     return nonempty, full if step == 1 else torch.zeros_like(full)

@@ -55,14 +55,14 @@ def _bands(problem: Problem) -> list[Band]:
 def _spans(pattern: Neighborhood, order: str, tile: int) -> list[int]:
     """Per axis, the places that a tile and its windows span."""
     found = []
-    axes = zip(pattern.grid, pattern.window, pattern.dilation, pattern.is_causal, _sides(pattern, order, tile))
-    for size, width, step, is_causal, side in axes:
-        reach = (width - 1) // 2
+    for axis, side in zip(pattern.axes, _sides(pattern, order, tile)):
+        size, reaches = axis.size, axis.inner_sides
         if order == NATURAL and side > 1:
-            reach *= step  # adjacent tokens have all residues; elsewhere a tile has tokens of one residue
+            # Adjacent tokens have all residues; elsewhere a tile has tokens of one residue.
+            reaches = (reaches[0] * axis.dilation, reaches[1] * axis.dilation)
         else:
-            size = -(-size // step)
-        span = side * (1 + -(-reach // side) * (1 if is_causal else 2))
+            size = -(-size // axis.dilation)
+        span = side * (1 + sum(-(-reach // side) for reach in reaches))
         found.append(min(span, -(-size // side) * side))
     return found
 

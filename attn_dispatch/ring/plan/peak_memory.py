@@ -195,9 +195,9 @@ def _tiled_workspace(part: Problem) -> int:
         return tile_math.workspace_bytes(part, TILE)
     span, stride = TILE, 1
     pattern = part.pattern
-    for size, width, step in reversed(list(zip(pattern.grid, pattern.window, pattern.dilation))):
-        span += (width - 1) * step * stride
-        stride *= size
+    for axis in reversed(pattern.axes):
+        span += (axis.window + axis.stride - 2) * axis.dilation * stride
+        stride *= axis.size
     seen = min(part.k_len, span)
     grads = (part.k_len - seen) * 2 * part.batch * part.kv_heads * part.head_dim * sum_dtype(part.dtype).itemsize
     return tile_math.workspace_bytes(replace(part, k_len=seen), TILE) + (grads if part.needs_grad else 0)
