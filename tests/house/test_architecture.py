@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -170,6 +171,13 @@ def test_no_circle_of_files() -> None:
 def test_backends_stand_alone(name: str) -> None:
     others = ("backends", "kernels.registry")
     assert not {imported for imported in imports(MODULES[name]) if imported.startswith(others)}
+
+
+def test_wheels_hold_every_room() -> None:
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    rooms = {path.parent for path in MODULES.values() if path.name == "__init__.py"}
+    names = {".".join(("attn_dispatch", *folder.relative_to(ROOT).parts)) for folder in rooms}
+    assert names == set(project["tool"]["setuptools"]["packages"])
 
 
 def test_rooms_say_what_they_are_for() -> None:

@@ -712,6 +712,7 @@ struct FloatRows : Floats {
 };
 
 #if defined(HAS_PAIRS)
+constexpr bool HAS_ROW_PAIRS = true;
 struct Pairs : Floats {
     static __m512i round(vec x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
     template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
@@ -723,6 +724,14 @@ struct Pairs : Floats {
         if (t < block.keys) store(s.other + t / 2 * s.pitch + n * W, round(weight(t)));
     }
 };
+
+// The same for sums with vectors along d.
+struct RowPairs : Pairs {
+    static void scale_sums(const Scratch& s, int n, vec factor, int depth) { FloatRows::scale_sums(s, n, factor, depth); }
+};
+#else
+constexpr bool HAS_ROW_PAIRS = false;
+using RowPairs = FloatRows;
 #endif
 
 // Turns scores into weights relative to the running maximum, and rescales earlier sums. `unit` scales scores to powers of 2.
@@ -806,9 +815,12 @@ template <class E> struct Rowwise {
     const E *k, *v;
     float unit = 1.0f;
     int depth, groups, head = 0; // the head of those that read in turns
+    const bool pairs;            // whether products are those of pairs of bfloat16
 
     static bool fits(const Args& a, const Scratch& s) { return s.lanes <= FEW && a.head_dim % W == 0 && !a.order; }
-    Rowwise(const Args& a, Scratch& s) : a(a), s(s), depth((int)a.head_dim), groups((s.lanes + GROUP - 1) / GROUP) {
+    Rowwise(const Args& a, Scratch& s)
+        : a(a), s(s), depth((int)a.head_dim), groups((s.lanes + GROUP - 1) / GROUP),
+          pairs(HAS_ROW_PAIRS && a.dtype == 1 && depth % (2 * W) == 0) {
         std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
         s.separate((int)a.together, depth);
     }
@@ -821,8 +833,15 @@ template <class E> struct Rowwise {
     void begin(i64 b, i64 h) {
         const E* q = head_of<E>(a.q, b, h + head * a.packed_heads);
         float factor = (float)(a.scale * LOG2_E);
-        for (int i = 0; i < groups * GROUP; i++)
-            for (int d = 0; d < depth; d++) s.q_rows[i * depth + d] = widen(q[s.row(a.q, i) + d]) * factor;
+        if (pairs) { // as pack_pairs() has them
+            unit = factor == 0.0f ? 1.0f : std::fabs(factor);
+            float sign = factor == 0.0f ? 0.0f : factor < 0.0f ? -1.0f : 1.0f;
+            for (int i = 0; i < groups * GROUP; i++)
+                for (int d = 0; d < depth; d++)
+                    ((Bf16*)s.q_rows)[i * depth + d] = narrow<Bf16>(sign == 0.0f ? 0.0f : widen(q[s.row(a.q, i) + d]) * sign);
+        } else
+            for (int i = 0; i < groups * GROUP; i++)
+                for (int d = 0; d < depth; d++) s.q_rows[i * depth + d] = widen(q[s.row(a.q, i) + d]) * factor;
         std::fill_n(s.peak, s.pitch, NONE);
         std::fill_n(s.total, s.pitch, 0.0f);
         std::memset(s.sums, 0, sizeof(float) * depth * s.pitch);
@@ -845,10 +864,24 @@ template <class E> struct Rowwise {
             }
     }
     // Rows that several groups of queries read are converted once.
-    bool copies() const { return sizeof(E) < sizeof(float) && groups > 1; }
+    bool copies() const { return sizeof(E) < sizeof(float) && groups > 1 && !pairs; }
     template <int M, class F> void dot(const F* const* rows, int t, int lane) const {
         vec sum[M][GROUP] = {};
         const float* q = s.q_rows + lane * depth;
+#if defined(HAS_PAIRS)
+        if (pairs) {
+            const Bf16* halves = (const Bf16*)s.q_rows + lane * depth;
+            for (int d = 0; d < depth; d += 2 * W) {
+                vec key[M];
+                UNROLL for (int i = 0; i < M; i++) key[i] = load(rows[i] + d);
+                UNROLL for (int n = 0; n < GROUP; n++) {
+                    vec one = load(halves + n * depth + d);
+                    UNROLL for (int i = 0; i < M; i++) sum[i][n] = Pair::add(sum[i][n], one, key[i]);
+                }
+            }
+            return put_totals<M, GROUP>(sum, s.scores + t * s.pitch + lane, s.pitch);
+        }
+#endif
         for (int d = 0; d < depth; d += W) {
             vec key[M];
             UNROLL for (int i = 0; i < M; i++) key[i] = wide(rows[i] + d);
@@ -900,7 +933,47 @@ template <class E> struct Rowwise {
         UNROLL for (int i = 0; i < GROUP; i++)
             UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
     }
+#if defined(HAS_PAIRS)
+    // The same by pairs of keys, N vectors of W entries of V at d. A hidden key may hold NaN: its weight is 0.
+    template <int N> void add_pairs(const Block& block, int lane, int d) const {
+        vec sum[GROUP][N];
+        float* to = s.sums + lane * depth + d;
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * depth + n * W);
+        __m512i low; // entries of two rows in turns
+        for (int i = 0; i < 32; i++) ((u16*)&low)[i] = (u16)(i / 2 + i % 2 * 32);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        for (int t = 0; t < block.keys; t += 2) {
+            const E *first = row(a.v, v, block, t) + d, *second = row(a.v, v, block, t + 1) + d;
+            bool one = !block.hidden || block.sees(t), other = t + 1 < block.keys && (!block.hidden || block.sees(t + 1));
+            vec value[N];
+            UNROLL for (int n = 0; n < N; n += 2) {
+                __m512i x = one ? load<__m512i>(first + n * W) : _mm512_setzero_si512();
+                __m512i y = other ? load<__m512i>(second + n * W) : _mm512_setzero_si512();
+                value[n] = (vec)_mm512_permutex2var_epi16(x, low, y);
+                value[n + 1] = (vec)_mm512_permutex2var_epi16(x, high, y);
+            }
+            const float* weights = s.other + t / 2 * s.pitch + lane;
+            UNROLL for (int i = 0; i < GROUP; i++) {
+                vec weight = Pair::spread(weights + i);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Pair::add(sum[i][n], weight, value[n]);
+            }
+        }
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
+    }
+    void mix_pairs(const Block& block) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP) {
+            int d = 0;
+            for (; d + GROUP * W <= depth; d += GROUP * W) add_pairs<GROUP>(block, lane, d);
+            for (; d < depth; d += 2 * W) add_pairs<2>(block, lane, d);
+        }
+    }
+#else
+    void mix_pairs(const Block&) const {}
+#endif
     void mix(const Block& block) const {
+        if (pairs) return mix_pairs(block);
         if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row);
         for (int t = 0; t < block.keys; t++) copy(row(a.v, v, block, t), s.values + t * depth);
         mixed(block, s.values, depth);
@@ -970,7 +1043,8 @@ void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, floa
                 products.score(block);
                 change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
                 block.hide(s.scores);
-                weigh<FloatRows>(block, products.unit, depth, s);
+                if (products.pairs) weigh<RowPairs>(block, products.unit, depth, s);
+                else weigh<FloatRows>(block, products.unit, depth, s);
                 products.mix(block);
             }
         });
