@@ -63,6 +63,11 @@ def composed(
 
         more = {"documents": documents, "cu_seqlens": cu_seqlens, "sink": sink, "layout": layout}
         return dtensors.attend_local(attend, q, k, v, {**arguments, **more})
+    packs = documents is not None or cu_seqlens is not None
+    if packs and all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k, v)) and k.shape[-1] != v.shape[-1]:
+        width, wide = v.shape[-1], widths.padded(q, k, v, arguments)
+        found = composed(attend, *wide, documents, cu_seqlens, sink, layout, **arguments)
+        return (found[0][..., :width], found[1]) if arguments["return_lse"] else found[..., :width]
     if arguments["mesh"] is None:
         arguments["mesh"] = context_parallel()
     if sink is not None:
@@ -129,6 +134,7 @@ def rows_of_lengths(
     for name in ("mesh", "seq_lens", "documents", "cu_seqlens"):
         if arguments.get(name) is not None:
             raise InvalidInput(f"key_lens cannot be given with {name}")
+    widths.check_whole(q, k, v, layout, arguments)
     tokens, lengths = (1 if layout == "bnhd" else 2), _integers("key_lens", key_lens)
     batch, k_len = k.shape[0], k.shape[tokens]
     if list(lengths.shape) != [batch]:

@@ -36,6 +36,14 @@ def padded(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[
     return (q, k, pad(v, (0, more))) if more > 0 else (pad(q, (0, -more)), pad(k, (0, -more)), v)
 
 
+def check_whole(q: Tensor, k: Tensor, v: Tensor, layout: str, arguments: dict[str, Any]) -> None:
+    """Check tensors that are about to be cut. Raises InvalidInput."""
+    same = all(isinstance(x, Tensor) and x.ndim == 4 for x in (k, v)) and k.shape[:-1] == v.shape[:-1]
+    if not all(isinstance(x, Tensor) and not x.numel() for x in (q, k, v)):  # what is empty is checked later
+        given: dict[str, Any] = {name: arguments.get(name) for name in ("key_mask", "bias", "alibi_slopes")}
+        Problem.of(q, k, k if same else v, layout=layout, **given)
+
+
 def aligned(q: Tensor, k: Tensor, v: Tensor, layout: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v whose last tokens are aligned, with attend's other `arguments` changed to fit. Takes `alignment` out.
 
@@ -53,6 +61,8 @@ def aligned(q: Tensor, k: Tensor, v: Tensor, layout: str, arguments: dict[str, A
     if pattern != Dense(is_causal=True) or others:
         what = f"with {others[0]}" if others else f"for {pattern}"
         raise InvalidInput(f"alignment='upper_left' is for causal Dense attention of whole tensors, not {what}")
+    if not torch.compiler.is_dynamo_compiling():
+        check_whole(q, k, v, layout, arguments)
     tokens = 1 if layout == "bnhd" else 2
     q_len, k_len = q.shape[tokens], k.shape[tokens]
     arguments["pattern"] = pattern

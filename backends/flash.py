@@ -254,14 +254,13 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, softcap=True, most_rows=LARGEST_GRID)
+FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
 FLASH3 = Limits(
     "cuda",
     dict.fromkeys(HALF, (9, 0)),
     highest=(9, 0),
     head_dim=256,
     repeatable_head_dim=192,
-    softcap=True,
     most_rows=LARGEST_GRID,
 )
 FLASH4_HOPPER = Limits(
@@ -270,7 +269,6 @@ FLASH4_HOPPER = Limits(
     highest=(9, 0),
     head_dim=256,
     grad_lse=True,
-    softcap=True,
     most_rows=LARGEST_GRID,
     platforms=("linux",),
 )

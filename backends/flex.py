@@ -32,6 +32,7 @@ from attn_dispatch.kernels.contract import (
 from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
 from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function, score_function
+from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
@@ -195,11 +196,8 @@ def run(
     attention = _prepared(problem, order)
     with _plain_torch_state(problem):
         hidden = Hidden.of(problem, tensors)
-        inputs = list(
-            hidden.zeroed(
-                *(refuse_second_derivatives(q, k, v) if problem.needs_grad else (x.detach() for x in (q, k, v)))
-            )
-        )
+        given = refuse_second_derivatives(q, k, v) if problem.needs_grad else [x.detach() for x in (q, k, v)]
+        inputs = list(hidden.zeroed(*given))
         if attention.positions is not None:
             inputs = [x.index_select(1, attention.positions) for x in inputs]
         result = attention(*map(_heads_first, inputs), *_masks(tensors))
@@ -296,9 +294,10 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _masks(tensors: dict[str, Tensor]) -> list[Tensor | None]:
-    found = [tensors.get(name) for name in ("seq_lens", "key_mask", "bias", "alibi_slopes")]
-    found[0] = None if found[0] is None else found[0].to(torch.int32)
-    return [None if x is None else _plain(x.detach()) for x in found]
+    lens, key_mask, bias, slopes = (tensors.get(name) for name in ("seq_lens", "key_mask", "bias", "alibi_slopes"))
+    lens = None if lens is None else lens.to(torch.int32)
+    bias = None if bias is None else bounded(bias.detach(), sum_dtype(bias.dtype))
+    return [None if x is None else _plain(x.detach()) for x in (lens, key_mask, bias, slopes)]
 
 
 @contextmanager

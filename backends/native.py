@@ -21,6 +21,7 @@ from attn_dispatch.kernels.contract import (
     refuse_pattern,
     refuse_ranks,
 )
+from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.run import (
@@ -136,11 +137,11 @@ def run(
         raise TypeError("native reads plain tensors in a CPU's memory")
     lengths = None if seq_lens is None else seq_lens.long().contiguous()
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
-    wide = None if bias is None else bias.detach().float()
+    wide = None if bias is None else bounded(bias.detach(), torch.float32)
     slopes = None if slopes is None else slopes.float().contiguous()
     native = NativePasses(problem, native_tables(problem, order), seen, lengths, wide, slopes)
     # Its masks keep the kernel from reading keys; a bias does not.
-    call = native if bias is None else Hidden.of(problem, {"bias": bias}, pattern=False).around(native)
+    call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
     if problem.needs_grad:
         return differentiable(q, k, v, call, (bias, seen, lengths, slopes))
     return call.forward(q, k, v)

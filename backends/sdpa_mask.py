@@ -16,7 +16,7 @@ from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
-from attn_dispatch.kernels.formula import score_terms_of
+from attn_dispatch.kernels.formula import bounded, score_terms_of
 from attn_dispatch.kernels.heads import head_classes, kv_heads_of
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -148,7 +148,7 @@ def _with_score_terms(
     for heads, (values, _) in zip(_head_runs(problem), biases):
         added = values
         if "bias" in tensors:
-            bias = tensors["bias"].detach()
+            bias = bounded(tensors["bias"].detach(), values.dtype)
             added = added + (bias if bias.shape[1] == 1 else bias[:, heads.start : heads.stop : heads.step])
         if "alibi_slopes" in tensors:
             rows = torch.arange(problem.q_len, device=values.device)
@@ -156,7 +156,7 @@ def _with_score_terms(
             alibi = score_terms_of(problem, heads, rows, slopes, values.dtype).added
             assert alibi is not None
             added = added + alibi
-        added = added.to(values.dtype)
+        added = torch.where(values == -math.inf, values, added)  # a hidden entry of the bias may be NaN
         found.append(branches.Bias(added, (added != -math.inf).any(-1)))
     return tuple(found)
 

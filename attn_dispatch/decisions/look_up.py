@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, preserved_rng
+from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, lacks_space, preserved_rng
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import logger, say_once
@@ -112,7 +112,9 @@ def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> boo
     False where nothing may be timed now, or it does not fit the current candidates.
     """
     decision = stored.decision
-    if not stored.is_valid or cannot_measure(request.problem.device) or not limit.allows(trial_seconds()):
+    if not stored.is_valid or cannot_measure(request.problem.device) or lacks_space():
+        return False
+    if not limit.allows(trial_seconds()):
         return False
     from attn_dispatch.tuning import guard, race  # loaded only when something is measured
 

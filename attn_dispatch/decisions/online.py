@@ -28,6 +28,7 @@ from attn_dispatch.decisions.trial_limits import (
     capturing,
     in_backward,
     isolated,
+    lacks_space,
     preserved_rng,
     saving_tensors,
 )
@@ -201,7 +202,7 @@ class _LiveTrial:
 
     def _may_go_on(self) -> bool:
         """Whether a slice may run here, and the trial has begun or may begin."""
-        if in_backward() or cannot_measure(self.problem.device):
+        if in_backward() or cannot_measure(self.problem.device) or lacks_space():
             return False
         for key, each in list(_trials.items()):
             if key not in decide.on_trial:  # `profile` has decided meanwhile

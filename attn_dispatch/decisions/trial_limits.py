@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
+from attn_dispatch.machine import memory
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision
-from attn_dispatch.text import one_line, printable
+from attn_dispatch.text import gib, one_line, printable
 from attn_dispatch.tuning.candidates import Request
 
 
@@ -93,11 +94,25 @@ def _on_cpu() -> AbstractContextManager[object]:
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
+TRIAL_SPACE = 400 << 20  #: bytes of address space that the threads of a trial, their pools and arenas may map
+
+
+def lacks_space() -> bool:
+    """Whether a limit of address space leaves too little for a trial, which could end the process; said once."""
+    left = memory.address_space_left()
+    if left is None or left >= TRIAL_SPACE:
+        return False
+    say_once(f"not measured: the limit of address space (RLIMIT_AS) leaves less than {gib(TRIAL_SPACE)}")
+    return True
+
+
 def measure(request: Request, budget_s: float | None, **options: Any) -> Decision | None:
     """Run a trial, with the arguments of `tuner.trial_of`.
 
     None also where the machine lacks memory, threads or files beside a trial, which is warned of once.
     """
+    if lacks_space():
+        return None
     from attn_dispatch.tuning import guard, tuner  # loaded only when something is measured
 
     try:
@@ -120,7 +135,7 @@ def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool
 
     candidate = next((each for each in request.able if each.id == name), None)
     checks = gate.Gate(request.problem, request.address)
-    if candidate is None or not run:
+    if candidate is None or not run or lacks_space():
         return candidate is not None and checks.has_passed(candidate)
     try:
         with isolated(request.problem.device):

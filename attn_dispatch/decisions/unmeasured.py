@@ -15,14 +15,14 @@ import msgspec
 from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Backend, forced_orders, orders_of, traceable
+from attn_dispatch.kernels.contract import Backend, forced_orders, orders_of, refusals_of, traceable
 from attn_dispatch.learning import predict
 from attn_dispatch.spec import orders
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
-from attn_dispatch.tuning.candidates import Candidate, Request, refusals_of, ruled_out, static_choice, status_and_reason
+from attn_dispatch.tuning.candidates import Candidate, Request, ruled_out, static_choice, status_and_reason
 
 _UNTRACEABLE = "a graph traced from it would not be valid for other inputs"
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.spec.groups import SCORE_TERMS as _FIELDS
 from attn_dispatch.spec.orders import NATURAL, ORDERS
 from attn_dispatch.spec.pattern import Pattern
@@ -133,6 +134,12 @@ def _known(named: Collection[str]) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"orders are {', '.join(ORDERS)}, not {unknown[0]!r}")
     return tuple(order for order in ORDERS if order in named)
+
+
+def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
+    """The backend's refusals, after what keeps every backend from the problem's device, and it from what it has not."""
+    why = missing_code(problem.device)
+    return [*[Refusal("device", why)] * bool(why), *refuse_score_terms(backend, problem), *backend.refusals(problem)]
 
 
 def refuse_score_terms(backend: Backend, problem: Problem) -> list[Refusal]:

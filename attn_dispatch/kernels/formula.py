@@ -34,6 +34,7 @@ class ScoreTerms(NamedTuple):
         return (scores if self.added is None else scores + self.added), slope
 
 
+LARGEST_BIAS = 1e38  #: absolute value; twice as much, in units of log 2, is no float32 any more
 AS_THEY_ARE = ScoreTerms()
 
 
@@ -74,9 +75,12 @@ def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     # Not exp(s - lse): where scores are large, so is lse, and its rounding is a relative error of all weights.
     if counts is None:
         return scores.softmax(-1), scores.logsumexp(-1)
-    seen = (counts > 0).any(-1, keepdim=True)
-    # A row of -inf alone has NaN gradients even if it is overwritten later: use a finite row instead.
-    scores = scores + torch.where(seen, counts.to(scores.dtype).log(), 0.0)
+    hidden = counts <= 0
+    seen = ~hidden.all(-1, keepdim=True)
+    scores = scores + counts.to(scores.dtype).log().clamp(min=0.0)
+    # A row of -inf alone has NaN gradients even if it is overwritten later: use a finite row instead. Hidden scores may
+    # be NaN, of a bias.
+    scores = scores.masked_fill(hidden & seen, -math.inf).masked_fill(hidden & ~seen, 0.0)
     lse = scores.logsumexp(-1).masked_fill(~seen.squeeze(-1), -math.inf)
     return scores.softmax(-1).masked_fill(~seen, 0.0), lse
 
@@ -112,7 +116,7 @@ def score_terms_of(
     """The terms of these heads and queries in a dtype; `tensors` as for `multiplicity_of`."""
     added, bias, slopes = None, tensors.get("bias"), tensors.get("alibi_slopes")
     if bias is not None:
-        added = rows_of_bias(bias, heads, q_pos).to(dtype)
+        added = bounded(rows_of_bias(bias, heads, q_pos), dtype)
         added = added.masked_fill(added == -math.inf, 0.0)
     if slopes is not None:
         keys = torch.arange(problem.k_len, device=q_pos.device)
@@ -121,6 +125,13 @@ def score_terms_of(
         alibi = of_heads.view(-1, len(heads), 1, 1) * -distance
         added = alibi if added is None else added + alibi
     return ScoreTerms(problem.softcap, added)
+
+
+def bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in a dtype, its finite entries within `LARGEST_BIAS`, so that none becomes infinite."""
+    most = min(LARGEST_BIAS, torch.finfo(bias.dtype).max)
+    within = bias.clamp(-most, most)
+    return torch.where(bias == -math.inf, bias, within).to(dtype)
 
 
 def rows_of_bias(bias: Tensor, heads: Sequence[int], q_pos: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.formula import multiplicity_of
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.orders import permutation
@@ -30,10 +31,13 @@ class Hidden(NamedTuple):
     Args:
         keys: bool [batch or 1, k_len, kv_heads or 1, 1]: keys and values that no query sees; None: none.
         queries: bool [batch, q_len, 1, 1]: padding; None: none.
+        biased: a problem with a bias, and its tensors: what they hide together takes long to find, and matters only
+            where keys or values are not finite.
     """
 
     keys: Tensor | None
     queries: Tensor | None
+    biased: tuple[Problem, Mapping[str, Tensor]] | None = None
 
     @classmethod
     def of(
@@ -58,16 +62,17 @@ class Hidden(NamedTuple):
             keys = _either(keys, ~key_mask[:, :, None, None])
         if masked_keys and seq_lens is not None:
             keys = _either(keys, padding_mask(problem.k_len, seq_lens)[:, :, None, None])
-        if bias is not None:
-            keys = _either(keys, keys_hidden_by(bias, problem.heads // problem.kv_heads))
-        return cls(keys, queries)
+        return cls(keys, queries, None if bias is None else (problem, tensors))
 
     def __bool__(self) -> bool:
-        return self.keys is not None or self.queries is not None
+        return any(each is not None for each in self)
 
     def zeroed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v with hidden tokens, and their gradients, set to zero; unchanged tensors are not copied."""
-        return _zeroed(q, self.queries), _zeroed(k, self.keys), _zeroed(v, self.keys)
+        keys = self.keys
+        if self.biased is not None and not (_known_finite(k) and _known_finite(v)):
+            keys = _either(keys, keys_hidden_together(*self.biased))
+        return _zeroed(q, self.queries), _zeroed(k, keys), _zeroed(v, keys)
 
     def of_queries(self, x: Tensor | None) -> Tensor | None:
         """A gradient of out [batch, q_len, heads, head_dim], or of lse [batch, heads, q_len], with zeros at padding."""
@@ -99,13 +104,28 @@ def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
     return torch.arange(length, device=seq_lens.device) >= seq_lens[:, None]
 
 
-def keys_hidden_by(bias: Tensor, group: int) -> Tensor:
-    """Keys that a bias of -inf hides from every query of the `group` heads that share them: bool [1 or batch, k_len,
-    kv_heads or 1, 1].
+def _known_finite(x: Tensor) -> bool:
+    """Whether all entries are finite, as far as that can be asked without a synchronization or in a graph."""
+    return x.device.type == "cpu" and not tracing.graphed(x) and bool(x.detach().sum(dtype=torch.float64).isfinite())
+
+
+def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Keys that no query of the heads which share them sees, by pattern, masks and bias together: bool [1 or batch,
+    k_len, kv_heads or 1, 1].
     """
-    hidden = (bias == -torch.inf).all(2)
-    hidden = hidden if hidden.shape[1] == 1 else torch.unflatten(hidden, 1, (-1, group)).all(2)
-    return hidden.transpose(1, 2).unsqueeze(-1)
+    group, seen = problem.heads // problem.kv_heads, None
+    step = max(
+        1, ENTRIES // (problem.k_len * problem.heads * max(1, *problem.bias[:1], problem.batch * problem.masked))
+    )
+    for start in range(0, problem.q_len, step):
+        rows = torch.arange(start, min(start + step, problem.q_len), device=problem.device)
+        counts = multiplicity_of(problem, range(problem.heads), rows, tensors)
+        assert counts is not None  # there is a bias
+        some = (counts > 0).any(2)  # [1 or batch, 1 or heads, keys]
+        seen = some if seen is None else seen | some
+    assert seen is not None
+    seen = seen if seen.shape[1] == 1 else torch.unflatten(seen, 1, (-1, group)).any(2)
+    return ~seen.transpose(1, 2).unsqueeze(-1)
 
 
 def unseen_keys(problem: Problem) -> Tensor | None:

@@ -43,7 +43,7 @@ class Limits(NamedTuple):
         grad_lse: whether its backward pass takes a gradient of lse; others need one more column of head_dim.
         repeatable_head_dim: the largest with a bitwise deterministic backward pass; 0: none.
         masks: whether it supports `seq_lens` and `key_mask`.
-        softcap: whether it caps scores.
+        softcap: whether it caps scores, of a backend that does.
         gradients: whether it has a backward pass.
         fewest_keys: the fewest keys of one call.
         most_rows: the most batch rows of one call; each segment counts as a row.
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
     grad_lse: bool = False
     repeatable_head_dim: int | None = None
     masks: bool = False
-    softcap: bool = False
+    softcap: bool = True
     gradients: bool = True
     fewest_keys: int = 1
     most_rows: int | None = None

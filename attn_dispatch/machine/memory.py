@@ -51,7 +51,7 @@ def available_bytes(device: torch.device | str) -> int:
 
 def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
     rooms = [host_memory(proc)[1], *(room for _, room in memory_limits(root, proc))]
-    if (left := _address_space_left(proc)) is not None:
+    if (left := address_space_left(proc)) is not None:
         rooms.append(left)
     return max(0, min(rooms))
 
@@ -67,7 +67,8 @@ def host_memory(proc: Path = PROC) -> tuple[int, int]:
     return memory.total, memory.available
 
 
-def _address_space_left(proc: Path = PROC) -> int | None:
+def address_space_left(proc: Path = PROC) -> int | None:
+    """Bytes that may still be mapped under RLIMIT_AS; None without that limit."""
     limit = _address_space_limit(proc)
     return None if limit is None else limit - _mapped_bytes(proc)
 

@@ -5,6 +5,7 @@ Batch and heads are computed where they are; a sharded sequence is computed over
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
             raise InvalidInput(f"{name} cannot be given with DTensors, whose placements say it")
     given = dict(arguments)
     parts = {letter: Part(0, q.shape[axis], q.shape[axis]) for letter, axis in axes.items()}
+    kv_sizes = {letter: k.shape[axis] for letter, axis in axes.items()}
     for dim, placement in enumerate(placements):
         if placement.is_replicate():
             continue
@@ -65,10 +67,16 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
             given["mesh"] = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dim]] if mesh.mesh_dim_names else None
             if given["mesh"] is None:
                 raise InvalidInput("a mesh of several dimensions needs mesh_dim_names where tokens are sharded")
-        if letter != "b" and (parts[letter].size % size or k.shape[axes[letter]] % size):
-            text = f"got {q.shape[axes[letter]]} and {k.shape[axes[letter]]} over {size} ranks"
+        kv_sizes[letter], rest = divmod(kv_sizes[letter], size)
+        if (letter != "b" and rest) or (parts[letter].size % size and letter != "b"):
+            text = f"got {q.shape[axes[letter]]} and {k.shape[axes[letter]]} over {list(placements)} of {mesh}"
             raise InvalidInput(f"{'heads' if letter == 'h' else 'tokens'} of DTensors must be split evenly, {text}")
         parts[letter] = _narrower(parts[letter], size, rank)
+    rows = math.prod(mesh.size(dim) for dim, each in enumerate(placements) if each == Shard(axes["b"]))
+    if given.get("mesh") is not None and parts["b"].whole % rows:
+        raise InvalidInput(
+            f"the batch of DTensors sharded along tokens must be split evenly, got {q.shape[0]} over {rows}"
+        )
     if parts["h"].size < parts["h"].whole:
         kinds = (given.get(name, default) for name, default in SHORTHANDS.items())
         pattern = choose_pattern(given.get("pattern"), *kinds)

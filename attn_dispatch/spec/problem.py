@@ -37,6 +37,7 @@ from attn_dispatch.spec.tensors import (
 )
 
 SHORTHANDS: dict[str, Any] = {"segment_lengths": None, "dilation_rates": None, "is_causal": False}  #: of a pattern
+LARGEST_SOFTCAP = 1e30  #: scores are float32 in most kernels
 PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
 # torch.get_float32_matmul_precision without its Python wrapper: called on every hit.
@@ -324,8 +325,8 @@ def _scale(scale: object) -> float:
 def _softcap(softcap: object) -> float:
     if softcap is None:
         return 0.0
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap <= sys.float_info.max:
-        raise InvalidInput(f"softcap must be a finite number > 0 or None, got {softcap!r}")
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap <= LARGEST_SOFTCAP:
+        raise InvalidInput(f"softcap must be a number > 0, {LARGEST_SOFTCAP:g} at most, or None, got {softcap!r}")
     return float(softcap)
 
 

@@ -98,7 +98,7 @@ class Store:
         Raises:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
-        path = self.path(*decision.address)
+        self.path(*decision.address)
         if self.folder == NOWHERE:
             return None
         try:
@@ -106,8 +106,8 @@ class Store:
         except LaterSchema:
             return None  # reading it has logged a warning
         except OSError as error:
-            # The nearest existing folder, so that there is one warning for all groups.
-            there = (str(each) for each in (path.parent, *path.parents) if os.path.exists(each))
+            # Not the file, nor the group's folder, which there may be room for: one warning for all.
+            there = (str(each) for each in (self.root, *self.root.parents) if os.path.exists(each))
             where = error.filename if error.errno == errno.ELOOP else next(there)
             say_once(f"decisions are not stored: {where} cannot be written ({error.strerror or error})")
         except Damaged as error:
@@ -204,9 +204,10 @@ def shipped(silicon: str) -> dict[str, Decision]:
     """The decisions shipped with the package for this silicon, by key."""
     if not SILICON.fullmatch(silicon):
         return {}
-    source = package_files("attn_dispatch.profiles").joinpath(f"{silicon}.json")
+    source: Any = "attn_dispatch.profiles"
     found = {}
     try:
+        source = package_files(source).joinpath(f"{silicon}.json")
         for each in map(_possible, read_bundle(source.read_bytes())):
             if isinstance(each, Refused):
                 say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Backend, Refusal, orders_of, refuse_score_terms
-from attn_dispatch.machine.devices import missing_code
+from attn_dispatch.kernels.contract import Backend, Refusal, orders_of, refusals_of
 from attn_dispatch.machine.environment import environment
 from attn_dispatch.machine.hardware import provenance, silicon
 from attn_dispatch.machine.memory import available_bytes
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 MEMORY_SHARE = 0.8  #: share of the free memory that a candidate may need; the rest covers errors of the estimate
 LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
-UNCHECKED_BYTES = 16 << 20  #: below this, free memory is not read: that would dominate a look-up
+UNCHECKED_BYTES = 16 << 20  #: up to this no free memory is asked for: reading it would dominate a look-up
 
 _stalled: dict[str, str] = {}  # plug-ins that did not answer in this process, with the reason
 process_state.register(process_state.FACTS, _stalled.clear)
@@ -195,9 +194,9 @@ class Request:
         return None if orders else ("unsupported", "offers no order"), workspace, orders
 
     def _earlier_hang(self, backend: Backend, version: str | None) -> str | None:
-        """Why a plug-in that hung is not asked again, or None."""
+        """Why a plug-in that hung, or died, is not asked again, or None."""
         entry = Quarantine(cache_folder(), self.silicon).find(backend.name, version, self.address.group)
-        return f"{entry.reason}{until(entry)}" if entry is not None and entry.kind == "hung" else None
+        return f"{entry.reason}{until(entry)}" if entry is not None and entry.kind in ("hung", "died") else None
 
     def _quarantine_reason(self, backend: Backend, version: str | None) -> str | None:
         """Why this version is quarantined, or None. The last resort never is: a fallback must remain."""
@@ -213,12 +212,6 @@ class Request:
         return f"{what}; `attn-dispatch doctor` lifts it"
 
 
-def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
-    """The backend's refusals, after what keeps every backend from the problem's device."""
-    why = missing_code(problem.device)
-    return [*[Refusal("device", why)] * bool(why), *refuse_score_terms(backend, problem), *backend.refusals(problem)]
-
-
 def _asked(backend: Backend, question: Callable[[], T]) -> T:
     """A backend's answer; a plug-in's within the time limit. Raises TimedOut, and what the backend raises."""
     return question() if registry.is_built_in(backend.name) else guard.run_guarded(question, timeout_s())
@@ -232,7 +225,9 @@ def version_of(backend: Backend) -> str | None:
         return _asked(backend, partial(registry.version_of, backend))
     except guard.TimedOut as error:
         _stalled[backend.name] = f"version: {one_line(error)}"
-        return None
+    except RuntimeError:  # no Exception, in the guarded thread
+        pass
+    return None
 
 
 def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
@@ -318,8 +313,8 @@ def _with_reason(each: Candidate, status: str, reason: str) -> Candidate:
 
 
 def _checked_memory(each: Candidate, needed: int, free: int) -> Candidate:
-    """The candidate, ruled out if it needs more than `MEMORY_SHARE` of the free bytes."""
-    if each.row is not None or needed <= MEMORY_SHARE * free:
+    """The candidate, ruled out if it needs more than `MEMORY_SHARE` of the free bytes, and more than a few."""
+    if each.row is not None or needed <= max(UNCHECKED_BYTES, MEMORY_SHARE * free):
         return each
     reason = f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
     return _with_reason(each, "over_memory", reason)

@@ -75,6 +75,17 @@ class Example:
                 each.untyped_storage().resize_(storage.nbytes())
                 each.untyped_storage().copy_(storage)
 
+    def facts(self) -> list[float]:
+        """A sum of each tensor, by which a change of its values is noticed."""
+        return [float(x.detach().sum(dtype=torch.float64)) for x in (*self._tensors(), *self.masks.values())]
+
+    def restore(self) -> None:
+        """Draw the values of all tensors again, as `make` did: something has written into them."""
+        fresh = make(self.problem, self.seed, on_device=self.on_device)
+        pairs = zip((*self._tensors(), *self.masks.values()), (*fresh._tensors(), *fresh.masks.values()))
+        for own, drawn in pairs:
+            own.untyped_storage().copy_(drawn.untyped_storage())
+
     def _tensors(self) -> list[Tensor]:
         return [each for each in (self.q, self.k, self.v, self.grad) if each is not None]
 

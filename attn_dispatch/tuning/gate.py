@@ -25,7 +25,6 @@ from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
 from attn_dispatch.machine.child import end_idle, run_alone
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
@@ -177,7 +176,7 @@ class Gate:
         It is run once more if its memory ran out though it was free.
         """
         version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)
-        free_before = available_bytes(self.problem.device)
+        free_before = memory.available_bytes(self.problem.device)
         try:
             with (
                 crash_marker(cache_folder(), where, candidate.name, version, title) as self._marker,
@@ -193,6 +192,7 @@ class Gate:
                 self._quarantine(candidate, kind, text, self.address.group if kind == "memory" else "")
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
+            self._restored_after(candidate)
             if kind == "memory" and not again:
                 return self._tried(candidate, run, again=True)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
@@ -209,15 +209,20 @@ class Gate:
         if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)
+        wrote = ["wrote into its inputs"] * self._restored_after(candidate)
         checked = oracle.check(result)
         error = checked.error if checked.error < float("inf") else None
-        if checked.failures:
-            return self._incorrect(candidate, checked.failures, first_ms, peak, error)
+        if wrote or checked.failures:
+            return self._incorrect(candidate, wrote or checked.failures, first_ms, peak, error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
             self._quarantine(candidate, "memory", excess, self.address.group)
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
+
+    def _restored_after(self, candidate: Candidate) -> bool:
+        """Whether a plug-in wrote into the example, which others share; then it has its values again."""
+        return not registry.is_built_in(candidate.name) and "_oracle" in self.__dict__ and self._oracle.restored()
 
     def has_passed(self, candidate: Candidate) -> bool:
         """Whether this version has passed the hard cases of the problem's class on this machine."""
@@ -230,7 +235,7 @@ class Gate:
         None where that is not known: the process did not get so far, or the candidate raised, as it would here too.
         """
         only_here = {backend.name for backend in registry.registered()} | {registry.LAST_RESORT}
-        if candidate.name in only_here or available_bytes(self.problem.device) < CONTEXT_BYTES:
+        if candidate.name in only_here or memory.available_bytes(self.problem.device) < CONTEXT_BYTES:
             return None
         limit_s = sum(self._limit_s(candidate, spec.problem) for spec in class_key(self.problem)) + timeout_s()
         args = self.problem, self.address, candidate.name, candidate.order, candidate.version
@@ -375,7 +380,7 @@ class Gate:
         if guard.is_limit_error(error) or not guard.is_memory_error(error):
             return None
         # The declared memory was free and is so again: another program did not take it, the backend allocated more.
-        is_free = needed <= min(free_before, available_bytes(self.problem.device))
+        is_free = needed <= min(free_before, memory.available_bytes(self.problem.device))
         return "memory" if is_free else None
 
     def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
@@ -407,8 +412,7 @@ def failures_alone(
 
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:
     """Twenty digits for a version of a backend in an order and the class of problems whose hard cases it passed."""
-    *names, specs = key
-    return digest(_PASSED_FORMAT, *names, repr(specs))
+    return digest(_PASSED_FORMAT, *key[:3], repr(key[3]))
 
 
 def synchronize(device: torch.device) -> None:

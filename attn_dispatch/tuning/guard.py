@@ -102,6 +102,8 @@ class _Job(Generic[T]):
         self.result = self.error = None
         if error is None:
             return result
+        if not isinstance(error, Exception | SystemExit | _Stop):  # in this thread it is not the user's Ctrl-C
+            error = RuntimeError(f"raised {one_line(error)}")
         try:
             raise error
         finally:
@@ -176,7 +178,8 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
-    """Run ``call`` in a separate thread and wait; return its result or raise its exception unchanged.
+    """Run ``call`` in a separate thread and wait; return its result or raise its exception. One such as
+    KeyboardInterrupt, which would end the program, becomes a RuntimeError.
 
     The caller's grad and inference mode, autocast, default device, number of threads, CUDA device and stream and
     context variables hold inside; torch's function and dispatch modes do not. Any thread may call this, also inside a

@@ -119,6 +119,7 @@ class Oracle:
     grad: Tensor | None
     grad_lse: Tensor | None
     expected: dict[str, Expected]
+    facts: list[float]  #: of the example
 
     @classmethod
     def of(cls, example: Example, seed: int = 0, pairs: int | None = None) -> Oracle:
@@ -149,7 +150,7 @@ class Oracle:
         expected = {
             name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()
         }
-        return cls(example, rows, heads, grad, grad_lse, expected)
+        return cls(example, rows, heads, grad, grad_lse, expected, example.facts())
 
     def empty(self) -> None:
         """Free the memory of the gradient until `refill`."""
@@ -162,6 +163,15 @@ class Oracle:
             self.grad.untyped_storage().resize_(self.grad.numel() * self.grad.itemsize)
             where = (slice(None), self.rows[:, None], self.heads)
             self.grad.zero_()[where] = self.example.grad[where]
+
+    @reference()
+    def restored(self) -> bool:
+        """Whether something wrote into the example; then it is drawn again. Raises NoReference."""
+        if self.example.facts() == self.facts:
+            return False
+        self.example.restore()
+        self.refill()
+        return True
 
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
         """Run the candidate at full size; its tensors by name.

@@ -264,3 +264,58 @@ def test_a_name_is_registered_once() -> None:
     register(Plugin())
     with pytest.raises(InvalidInput, match="a backend named 'planted' is there already"):
         register(Plugin())
+
+
+# --- what a plug-in may do to others ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["in place", "by .data"])
+def test_a_plugin_that_writes_into_its_inputs_harms_no_other(hidden: bool) -> None:
+    """All candidates share the tensors of a trial."""
+    written = []
+
+    def write(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        result = manual.run(q, k, v, problem, **tensors)
+        with torch.no_grad():
+            (q.data if hidden else q).zero_()
+        written.append(q)
+        return result
+
+    register(SimpleNamespace(
+        name="planted", version=lambda: "1", refusals=lambda problem: [], workspace_bytes=lambda problem: 0,
+        flops=lambda problem: 1, run=write,
+    ))  # fmt: skip
+    q, k, v = qkv()
+    assert close(attend(q, k, v), formula(*qkv(), Dense())[0])
+    assert torch.equal(q, qkv()[0])
+    assert written
+    found = explain(q, k, v)
+    assert status(found, "planted") in ("failed", "incorrect")
+    entries = Quarantine(cache_folder(), silicon(q.device)).entries()
+    assert {each.backend for each in entries} <= {"planted"}
+    assert status(found, "sdpa") in ("chosen", "slower", "tie", "not_measured")
+
+
+class Panic(BaseException):
+    """Such as exceptions of Rust code, or of cancelled tasks, which are no `Exception`."""
+
+
+@pytest.mark.parametrize(
+    "error", [Panic("stop"), KeyboardInterrupt(), GeneratorExit()], ids=lambda each: type(each).__name__
+)
+@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes", "run"])
+def test_a_plugin_cannot_interrupt_the_program(
+    part: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **more: object) -> None:
+        raise error
+
+    plugin = Plugin()
+    monkeypatch.setattr(plugin, part, broken)
+    register(plugin)
+    q, k, v = qkv()
+    assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+    if part != "version":
+        row = next(each for each in explain(q, k, v).candidates if each.backend == "planted")
+        assert row.status == "failed"
+        assert f"raised {type(error).__name__}" in row.reason

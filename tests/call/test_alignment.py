@@ -115,6 +115,12 @@ def test_upper_left(q_len: int, k_len: int) -> None:
             "key_lens cannot be given with documents",
         ),
         ({"key_lens": torch.tensor([1, 2]), "seq_lens": torch.tensor([1, 2])}, "cannot be given with seq_lens"),
+        ({"key_lens": torch.tensor([1, 2]), "bias": torch.zeros(5, 1, 1, 100)}, "bias must have shape"),
+        (
+            {"key_lens": torch.tensor([1, 2]), "key_mask": torch.ones(5, 20, dtype=torch.bool)},
+            "key_mask must have shape",
+        ),
+        ({"is_causal": True, "alignment": "upper_left", "bias": torch.zeros(1, 1, 60, 100)}, "bias must have shape"),
         ({"alignment": "left"}, r"alignment must be one of \('lower_right', 'upper_left'\), got 'left'"),
         ({"alignment": "upper_left"}, r"for causal Dense attention of whole tensors, not for Dense\(\)"),
         ({"alignment": "upper_left", "pattern": Window(3, 0)}, r"not for Window\(left=3, right=0\)"),
@@ -125,3 +131,13 @@ def test_upper_left(q_len: int, k_len: int) -> None:
 def test_wrong_lengths_and_alignments(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidInput, match=text):
         attend(*tensors(), **given)
+
+
+def test_tensors_are_checked_before_they_are_cut() -> None:
+    q, k, v = tensors()
+    for more in ({"key_lens": torch.tensor([3, 4])}, {"is_causal": True, "alignment": "upper_left"}):
+        given: dict[str, Any] = more
+        with pytest.raises(InvalidInput, match="q and k must have one batch size"):
+            attend(torch.cat([q, q]), k, v, **given)
+        with pytest.raises(InvalidInput, match="k and v must have one shape"):
+            attend(q, k, v[:, :50], **given)

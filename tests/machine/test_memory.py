@@ -44,7 +44,7 @@ def _fresh() -> Iterator[None]:
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with 100 GiB free and no address space limit."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100 * GIB, total=128 * GIB))
-    monkeypatch.setattr(memory, "_address_space_left", lambda proc: None)
+    monkeypatch.setattr(memory, "address_space_left", lambda proc: None)
 
 
 def v2_level(level: Path, limit: object, used: int = 0, inactive: int = 0) -> None:
@@ -122,7 +122,7 @@ def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "getrlimit", lambda _: (vms + GIB, resource.RLIM_INFINITY))
     assert 0 < memory._host_available(tmp_path, tmp_path) < GIB + 256 * MIB
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert memory._address_space_left(tmp_path) is None
+    assert memory.address_space_left(tmp_path) is None
 
 
 def test_address_space_from_files_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +130,9 @@ def test_address_space_from_files_of_linux(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("os.sysconf", lambda name: 4096)
     write(tmp_path / "self" / "statm", "262144 100 50 1 0 200 0")
     write(tmp_path / "self" / "limits", limits_file(3 * GIB))
-    assert memory._address_space_left(tmp_path) == 2 * GIB
+    assert memory.address_space_left(tmp_path) == 2 * GIB
     write(tmp_path / "self" / "limits", limits_file("unlimited"))
-    assert memory._address_space_left(tmp_path) is None
+    assert memory.address_space_left(tmp_path) is None
 
 
 def limits_file(address_space: object) -> str:

@@ -150,7 +150,9 @@ def refused(case: str) -> str:
         "placements": lambda: attend(at(q, *same), at(k, Replicate(), Replicate()), at(v, *same)),
         "width": lambda: attend(*(at(x, Replicate(), Shard(3)) for x in (q, k, v))),  # type: ignore[arg-type]
         "mesh": lambda: attend(*(at(x, *same) for x in (q, k, v)), mesh=mesh["inner"]),  # type: ignore[arg-type]
-        "uneven": lambda: attend(*(at(x[:, :, :4], Shard(2), Shard(2)) for x in (q, k, v))),  # type: ignore[arg-type]
+        "uneven": lambda: attend(at(q, Shard(2), Shard(2)), at(k, Shard(2), Shard(2)), at(v, Shard(2), Shard(2))),
+        "uneven together": lambda: attend(*(at(x[:, :, :4], Shard(2), Shard(2)) for x in (q, k, v))),  # type: ignore[arg-type]
+        "batch": lambda: attend(*(at(x[:1], Shard(0), Shard(1)) for x in (q, k, v))),  # type: ignore[arg-type]
         "first_head": lambda: attend(at(q, *same), at(k, *same), at(v, *same), first_head=0, all_heads=HEADS),
         "gradient": lambda: attend(
             at(q, *same), at(k, *same), at(v, *same), sink=torch.zeros(HEADS, requires_grad=True)
@@ -171,7 +173,9 @@ def refused(case: str) -> str:
         ("placements", "of one mesh with equal placements"),
         ("width", "sharded along batch, heads or tokens, or replicated, got S(3)"),
         ("mesh", "mesh cannot be given with DTensors, whose placements say it"),
-        ("uneven", "heads of DTensors must be split evenly, got 4 and 4 over 2 ranks"),
+        ("uneven", "heads of DTensors must be split evenly, got 8 and 4"),
+        ("uneven together", "heads of DTensors must be split evenly, got 4 and 4"),
+        ("batch", "the batch of DTensors that are sharded along tokens too must be split evenly, got 1 over 4 ranks"),
         ("first_head", "first_head cannot be given with DTensors"),
         ("gradient", "sink must be a DTensor where q is and it gets a gradient"),
         ("softcap", "softcap cannot be given with mesh"),

@@ -35,7 +35,7 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, StopIteration])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, StopIteration])
 def test_exceptions_are_raised_unchanged(kind: type[BaseException]) -> None:
     given = kind("text")
     with pytest.raises(kind) as caught:
@@ -250,6 +250,13 @@ def test_a_call_that_times_out_before_it_begins() -> None:
     worker.thread.join(PATIENT_S)
     assert not worker.thread.is_alive()
     assert called == []
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
+def test_what_would_end_the_program_becomes_an_error(kind: type[BaseException]) -> None:
+    """In the guarded thread it is not the user's Ctrl-C."""
+    with pytest.raises(RuntimeError, match=f"raised {kind.__name__}: text"):
+        run_guarded(lambda: fail(kind("text")), PATIENT_S)
 
 
 def test_ctrl_c_is_raised_at_once() -> None:

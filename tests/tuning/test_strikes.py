@@ -16,7 +16,7 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import quarantine
 from attn_dispatch.store.crash_markers import CrashMarker
 from attn_dispatch.store.quarantine import FIRST_HOLD, Entry, Quarantine
-from attn_dispatch.tuning import candidates, gate, guard
+from attn_dispatch.tuning import candidates, guard
 from tests.support.calls import forget, qkv, status
 from tests.support.planted import Planted, right
 
@@ -94,7 +94,7 @@ def test_memory_that_others_took(free: tuple[int, ...], lies: bool, monkeypatch:
     readings: Iterator[int] = iter(free)
     backend = raising(MemoryError())
     monkeypatch.setattr(registry, "backends", lambda: [backend, manual])
-    monkeypatch.setattr(gate, "available_bytes", lambda device: next(readings, 1) << 30)
+    monkeypatch.setattr("attn_dispatch.machine.memory.available_bytes", lambda device: next(readings, 1) << 30)
     attend(*qkv(32))
     assert [entry.kind for entry in quarantined().entries()] == ["memory"] * lies
     assert status(explain(*qkv(32)), "planted") == ("quarantined" if lies else "failed")

@@ -143,10 +143,10 @@ def _unusable(backend: Backend) -> str:
     """The reasons that name a missing package or device for a small dense problem; empty if there are none."""
     import torch
 
+    from attn_dispatch.kernels.contract import refusals_of
     from attn_dispatch.spec.pattern import Dense
     from attn_dispatch.spec.shapes import problem_of
     from attn_dispatch.spec.tensors import default_device
-    from attn_dispatch.tuning.candidates import refusals_of
 
     device = default_device()
     dtype = torch.float16 if device.type == "cuda" else torch.float32

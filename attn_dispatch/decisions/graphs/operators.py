@@ -23,12 +23,12 @@ from attn_dispatch.decisions.graphs.flops import TENSORS, count_flops
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, refuse_second, result_known
+from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_seq_lens_values
-from attn_dispatch.tuning.candidates import refusals_of
+from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_alibi_slopes, check_seq_lens_values
 
 _ARGUMENTS = (
     "Tensor? seq_lens, Tensor? key_mask, Tensor? documents, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? bias, "
@@ -128,14 +128,18 @@ def call(
         if given is not None and not isinstance(given, Tensor):
             raise InvalidInput(f"{name} must be a tensor, got {given!r}")
     code, numbers = encoded_arguments(pattern, segment_lengths, dilation_rates, is_causal)
-    biased = bias is not None and bias.requires_grad
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or biased)
+    transformed = not torch.compiler.is_dynamo_compiling() and tracing.is_transformed()
+    # Inside vmap a tensor does not tell whether autograd outside of it wants a gradient.
+    biased = bias is not None and (bias.requires_grad or transformed)
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        check_alibi_slopes(alibi_slopes, q.shape[0], alibi_slopes.shape[-1], q.device)  # raises
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+    needs_grad = torch.is_grad_enabled() and wanted
     if layout == "bhnd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    transformed = not torch.compiler.is_dynamo_compiling() and tracing.is_transformed()
     run = _Transformed.apply if transformed else _forward_op
     out, lse = run(
         q, k, v, *tensors.values(), code, numbers, scale, softcap, backend, order, first_head, all_heads, biased,
@@ -333,7 +337,8 @@ def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
         if args[first + _CU_SEQLENS] is not None:
             raise NoBackend("cu_seqlens cannot be mapped by torch.vmap: give documents=")
         given = list(map(unfolded, args[:tensors], dims))
-        batch, bias, slopes = given[first - 1].shape[1], given[bias_place], given[first + _ALIBI_SLOPES]
+        q = given[0 if first == 3 else 2]  # after two gradients
+        batch, bias, slopes = q.shape[1], given[bias_place], given[first + _ALIBI_SLOPES]
         shared = bias is not None and bias.shape[1] < batch  # by the rows of an example
         if bias is not None:
             given[bias_place] = bias.expand(-1, batch, -1, -1, -1)

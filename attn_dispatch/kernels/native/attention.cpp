@@ -50,6 +50,7 @@ constexpr int FEW_KEYS = 32; // the same for a few queries: rows of V are read f
 constexpr int PARTIAL = 64; // keys per block where not every lane sees every key
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
+constexpr float MOST = std::numeric_limits<float>::max() / 2; // absolute value of what a bias adds
 constexpr float NEVER = std::numeric_limits<float>::infinity();
 constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 static_assert(T % (NV * W) == 0, "a tile is whole register tiles");
@@ -676,7 +677,8 @@ void change_scores(const Args& a, const Scratch& s, const Block& block, i64 b, i
                 i64 key = block.key(i) * a.bias_key;
                 vec added;
                 for (int l = 0; l < W; l++) added[l] = rows[l][key];
-                store(x + i * s.pitch, load(x + i * s.pitch) + added * from_natural);
+                vec scaled = added == splat(NONE) ? added : larger(added * from_natural, splat(-MOST));
+                store(x + i * s.pitch, load(x + i * s.pitch) + scaled);
             }
         }
     }
