@@ -75,7 +75,7 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
     rows = math.prod(mesh.size(dim) for dim, each in enumerate(placements) if each == Shard(axes["b"]))
     if given.get("mesh") is not None and parts["b"].whole % rows:
         raise InvalidInput(
-            f"the batch of DTensors sharded along tokens must be split evenly, got {q.shape[0]} over {rows}"
+            f"the batch of DTensors sharded along tokens must be split evenly, got {parts['b'].whole} over {rows}"
         )
     if parts["h"].size < parts["h"].whole:
         kinds = (given.get(name, default) for name, default in SHORTHANDS.items())

@@ -27,12 +27,10 @@ def test_what_a_bias_hides_together_with_others(backend: str, by: str, monkeypat
     monkeypatch.setattr(flex, "compiling", False)
     q, k, v = (x.detach() for x in tensors(torch.float32))
     bias = torch.zeros(1, 1, LENGTH, LENGTH)
-    more: dict[str, Any] = {
-        "causal": {"is_causal": True},
-        "seq_lens": {"seq_lens": torch.tensor([20, 20])},
-        "key_mask": {},
-    }[by]
-    if by == "key_mask":
+    more: dict[str, Any] = {"is_causal": True}
+    if by == "seq_lens":
+        more = {"seq_lens": torch.tensor([20, 20])}
+    elif by == "key_mask":
         more = {"key_mask": torch.ones(BATCH, LENGTH, dtype=torch.bool), "pattern": Window(LENGTH, 0)}
     last = 19 if by == "seq_lens" else LENGTH - 1
     bias[..., : last + 1, last] = -math.inf

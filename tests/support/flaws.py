@@ -241,7 +241,7 @@ FLAWS: dict[str, tuple[str, Callable[..., Result], tuple[str, ...]]] = {
     "dense-mask": ("both-masks", dense_mask, ("packed views, rows without keys: out is off by",)),
     "gradient-read-on": ("dense", gradient_read_on, (f"{PACKED}: dv is off by", f"{SCATTERED}: dv has NaN")),
     "hidden-masked": ("window-key-mask", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: out has NaN",)),
-    "hidden-padding": ("longnet", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: lse has NaN",)),
+    "hidden-padding": ("longnet", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: out has NaN",)),
     "hidden-unselected": ("uncovered", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: dk has NaN",)),
     "whole-tiles": ("dense", whole_tiles, (f"{PACKED}: out has NaN",)),
     "lse": ("dense", changed(wrong_lse), ("lse is off by",) * 5),
