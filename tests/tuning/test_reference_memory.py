@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch import attend, explain
+from attn_dispatch import attend, explain, process_state
 from attn_dispatch.decisions import trial_limits
+from attn_dispatch.machine import memory
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
@@ -84,3 +85,20 @@ def test_other_errors_of_the_reference_are_raised(monkeypatch: pytest.MonkeyPatc
     fail_from(monkeypatch, oracle._Sample, "evaluate", 1, RuntimeError("a mistake"))
     with pytest.raises(RuntimeError, match="a mistake"):
         attend(*qkv(32))
+
+
+def test_no_trial_where_a_limit_leaves_little_address_space(
+    monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """Threads and arenas of a trial map far more than its tensors, and what cannot be mapped may end the process."""
+    monkeypatch.setattr(memory, "address_space_left", lambda: trial_limits.TRIAL_SPACE - 1)
+    for length in (32, 48):
+        q, k, v = qkv(length)
+        assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+        assert explain(q, k, v).source == "heuristic"
+    (text,) = warnings()
+    assert text == "not measured: the limit of address space (RLIMIT_AS) leaves less than 400 MiB"
+    monkeypatch.setattr(memory, "address_space_left", lambda: trial_limits.TRIAL_SPACE)
+    process_state.forget_all()
+    attend(q, k, v)
+    assert explain(q, k, v).source == "measured"
