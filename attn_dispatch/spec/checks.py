@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from attn_dispatch.errors import InvalidInput
 
@@ -59,10 +59,10 @@ def per_axis(name: str, value: tuple[T, ...], axes: int) -> tuple[T, ...]:
 
 
 def booleans(name: str, value: object) -> tuple[bool, ...]:
-    items = tuple(value) if isinstance(value, tuple | list) else (value,)
+    items: Any = tuple(value) if isinstance(value, tuple | list) else (value,)
     for item in items:
         boolean(name, item)
-    return items
+    return items  # type: ignore[no-any-return]
 
 
 def neighborhood(

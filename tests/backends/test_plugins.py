@@ -281,10 +281,9 @@ def test_a_plugin_that_writes_into_its_inputs_harms_no_other(hidden: bool) -> No
         written.append(q)
         return result
 
-    register(SimpleNamespace(
-        name="planted", version=lambda: "1", refusals=lambda problem: [], workspace_bytes=lambda problem: 0,
-        flops=lambda problem: 1, run=write,
-    ))  # fmt: skip
+    members: dict[str, Any] = {"name": "planted", "version": lambda: "1", "refusals": lambda problem: []}
+    writer: Any = SimpleNamespace(**members, workspace_bytes=lambda problem: 0, flops=lambda problem: 1, run=write)
+    register(writer)
     q, k, v = qkv()
     assert close(attend(q, k, v), formula(*qkv(), Dense())[0])
     assert torch.equal(q, qkv()[0])

@@ -91,14 +91,14 @@ def test_no_trial_where_a_limit_leaves_little_address_space(
     monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     """Threads and arenas of a trial map far more than its tensors, and what cannot be mapped may end the process."""
-    monkeypatch.setattr(memory, "address_space_left", lambda: trial_limits.TRIAL_SPACE - 1)
+    monkeypatch.setattr(memory, "address_space_left", lambda *proc: trial_limits.TRIAL_SPACE - 1)
     for length in (32, 48):
         q, k, v = qkv(length)
         assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
         assert explain(q, k, v).source == "heuristic"
     (text,) = warnings()
-    assert text == "not measured: the limit of address space (RLIMIT_AS) leaves less than 400 MiB"
-    monkeypatch.setattr(memory, "address_space_left", lambda: trial_limits.TRIAL_SPACE)
+    assert text == "not measured: the limit of address space (RLIMIT_AS) leaves less than 400.0 MiB"
+    monkeypatch.setattr(memory, "address_space_left", lambda *proc: trial_limits.TRIAL_SPACE)
     process_state.forget_all()
     attend(q, k, v)
     assert explain(q, k, v).source == "measured"
