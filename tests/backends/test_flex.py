@@ -106,11 +106,11 @@ def test_a_machine_that_cannot_compile(
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     for name, value in {"CXX": str(compiler), **environment}.items():
         monkeypatch.setenv(name, value)
-    requirements.refusals.cache_clear()
+    requirements._refusals.cache_clear()
     try:
         assert any(text in str(refusal) for refusal in flex.refusals(problem()))
     finally:
-        requirements.refusals.cache_clear()
+        requirements._refusals.cache_clear()
 
 
 def test_torch_compiles_with_the_compiler_behind_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +123,11 @@ def test_torch_compiles_with_the_compiler_behind_a_launcher(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CXX", "ccache c++")
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
-    requirements.refusals.cache_clear()
+    requirements._refusals.cache_clear()
     try:
         assert requirements.refusals() == ()
     finally:
-        requirements.refusals.cache_clear()
+        requirements._refusals.cache_clear()
     before = config.cpp.cxx
     with requirements.without_launchers():
         assert cpp_builder.get_cpp_compiler() == str(compiler)

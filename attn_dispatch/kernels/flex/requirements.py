@@ -14,9 +14,14 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.machine.compiler import Compiler, compiler
 
 
-@cache
 def refusals() -> tuple[Refusal, ...]:
     """Why the kernel cannot be compiled here; empty where it can."""
+    return _refusals(*(os.environ.get(name) for name in ("CXX", "PATH", "ATEN_CPU_CAPABILITY")))
+
+
+@cache
+def _refusals(*environment: str | None) -> tuple[Refusal, ...]:
+    """`refusals` in an environment, which the compiler is looked for in."""
     try:
         cxx = compiler()
     except ImportError as error:
