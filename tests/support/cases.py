@@ -69,7 +69,8 @@ def kind_of(pattern: Pattern) -> str:
         case Dilated():
             more = (pattern.is_causal, pattern.offsets, pattern.heads)
         case Neighborhood():
-            more = (len(pattern.grid), any(pattern.is_causal), pattern.edges, *["strided"] * (max(pattern.stride) > 1))
+            plain = len(pattern.grid), any(pattern.is_causal), pattern.edges
+            more = ("strided",) if max(pattern.stride) > 1 else plain
         case _:
             more = ()
     return "-".join(map(str, (type(pattern).__name__, *more)))
