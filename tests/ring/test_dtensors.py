@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from attn_dispatch import Dense, Dilated, Window, attend
@@ -42,6 +43,12 @@ def _no_trials(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Cal
     set_mode("off")
 
 
+@cache
+def mesh_of(*sizes: int) -> DeviceMesh:
+    """One for all jobs of a rank: each makes process groups, whose threads stay."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[: len(sizes)])
+
+
 def whole(q_len: int = LENGTH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and a gradient, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +75,7 @@ def agree(found: list[Tensor], exact: list[Tensor]) -> bool:
 
 def placed(pattern: Pattern, where: str, layout: str, masked: bool) -> tuple[bool, list[Any]]:
     """A job: whether out, lse and gradients are those of one process; the placements of out and lse."""
-    mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("outer", "inner"))
+    mesh = mesh_of(*MESH)
     q, k, v, grad = whole()
     others: dict[str, Any] = {}
     if masked:
@@ -109,7 +116,7 @@ def test_every_placement(ranks: Ranks, pattern: Pattern, where: str, layout: str
 
 def placed_with_terms(where: str) -> bool:
     """A job: a bias and a sink as DTensors, whose gradients are summed over ranks; slopes, documents; fewer queries."""
-    mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("outer", "inner"))
+    mesh = mesh_of(*MESH)
     q, k, v, grad = whole()
     bias, sink = torch.randn(1, HEADS, LENGTH, LENGTH).double(), torch.randn(HEADS).double()
     torch.distributed.broadcast(bias, 0)
@@ -138,7 +145,7 @@ def test_biases_sinks_and_documents(ranks: Ranks, where: str) -> None:
 
 def refused(case: str) -> str:
     """A job: the error of a call that DTensors do not take."""
-    mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("outer", "inner"))
+    mesh = mesh_of(*MESH)
     q, k, v, _ = whole()
 
     def at(x: Tensor, *placements: Any) -> DTensor:
@@ -190,7 +197,7 @@ def in_context_parallel(pattern: Pattern, balanced: bool) -> tuple[bool, str]:
     """A job: whether a call inside torch's context_parallel is over its ranks; the error of a compiled one."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    mesh = init_device_mesh("cpu", (8,))
+    mesh = mesh_of(8)
     module: Any = __import__("sys").modules["torch.distributed.tensor.experimental._attention"]
     options = (
         getattr(module, "_cp_options", None)
