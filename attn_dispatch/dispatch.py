@@ -252,7 +252,7 @@ def explain(
     if any(arguments.pop(name, None) is not None for name in ("documents", "cu_seqlens", "key_lens")):
         raise InvalidInput("explain takes one document, and rows of one length: each is a call of its own")
     if arguments.get("alignment", "lower_right") != "lower_right":
-        arguments |= {"pattern": pattern}
+        arguments["pattern"] = pattern
         q, k, v = widths.aligned(q, k, v, arguments.get("layout", "bnhd"), arguments)
         pattern = arguments.pop("pattern")
     arguments.pop("alignment", None)

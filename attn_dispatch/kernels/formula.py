@@ -34,7 +34,7 @@ class ScoreTerms(NamedTuple):
         return (scores if self.added is None else scores + self.added), slope
 
 
-LARGEST_BIAS = 1e38  #: absolute value; twice as much, in units of log 2, is no float32 any more
+LARGEST_BIAS = 1e30  #: absolute value; kernels divide by the scale, which must not make it infinite
 AS_THEY_ARE = ScoreTerms()
 
 

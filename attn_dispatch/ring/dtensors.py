@@ -43,7 +43,7 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
     Raises:
         InvalidInput: another placement, or an argument that such a call cannot take.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
     placements, mesh = _common(q, k, v)
     layout = arguments.get("layout", "bnhd")
@@ -51,41 +51,8 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
     for name in ("mesh", "first_head", "all_heads"):
         if arguments.get(name) is not None:
             raise InvalidInput(f"{name} cannot be given with DTensors, whose placements say it")
-    given = dict(arguments)
-    parts = {letter: Part(0, q.shape[axis], q.shape[axis]) for letter, axis in axes.items()}
-    kv_sizes = {letter: k.shape[axis] for letter, axis in axes.items()}
-    for dim, placement in enumerate(placements):
-        if placement.is_replicate():
-            continue
-        letter = next((letter for letter, axis in axes.items() if placement == Shard(axis)), None)
-        if letter is None:
-            raise InvalidInput(f"DTensors must be sharded along batch, heads or tokens, or replicated, got {placement}")
-        size, rank = mesh.size(dim), mesh.get_local_rank(dim)
-        if letter == "k":
-            if given.get("mesh") is not None:
-                raise InvalidInput(f"DTensors must be sharded along tokens once, got {list(placements)}")
-            given["mesh"] = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dim]] if mesh.mesh_dim_names else None
-            if given["mesh"] is None:
-                raise InvalidInput("a mesh of several dimensions needs mesh_dim_names where tokens are sharded")
-        kv_sizes[letter], rest = divmod(kv_sizes[letter], size)
-        if (letter != "b" and rest) or (parts[letter].size % size and letter != "b"):
-            text = f"got {q.shape[axes[letter]]} and {k.shape[axes[letter]]} over {list(placements)} of {mesh}"
-            raise InvalidInput(f"{'heads' if letter == 'h' else 'tokens'} of DTensors must be split evenly, {text}")
-        parts[letter] = _narrower(parts[letter], size, rank)
-    rows = math.prod(mesh.size(dim) for dim, each in enumerate(placements) if each == Shard(axes["b"]))
-    if given.get("mesh") is not None and parts["b"].whole % rows:
-        raise InvalidInput(
-            f"the batch of DTensors sharded along tokens must be split evenly, got {parts['b'].whole} over {rows}"
-        )
-    if parts["h"].size < parts["h"].whole:
-        kinds = (given.get(name, default) for name, default in SHORTHANDS.items())
-        pattern = choose_pattern(given.get("pattern"), *kinds)
-        if given.get("mesh") is None:
-            given["first_head"], given["all_heads"] = parts["h"].start, parts["h"].whole
-        elif pattern.head_offsets(0, parts["h"].whole):
-            raise InvalidInput(
-                f"DTensors sharded along heads and tokens take patterns alike for all heads, not {pattern}"
-            )
+    parts = _parts(q, k, placements, mesh, axes)
+    given = {**arguments, **_of_heads_and_tokens(placements, mesh, axes, parts, arguments)}
     if given.get("cu_seqlens") is not None and parts["b"].size < parts["b"].whole:
         raise InvalidInput("cu_seqlens describe one row: DTensors that are sharded along the batch take documents")
     for name, letters in _AXES.items():
@@ -93,19 +60,12 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
             given[name] = _local(name, given[name], letters, parts, placements, mesh)
     found = attend(q.to_local(), k.to_local(), v.to_local(), **given)
     out, lse = found if isinstance(found, tuple) else (found, None)
-
-    def whole(x: Tensor, shape: tuple[int, ...], placed: list[Any]) -> Any:
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            x.contiguous(), mesh, placed, run_check=False, shape=torch.Size(shape), stride=strides
-        )
-
-    result = whole(out, (*q.shape[:-1], v.shape[-1]), list(placements))
+    result = _whole(out, mesh, list(placements), (*q.shape[:-1], v.shape[-1]))
     if lse is None:
         return result
     order = [axes["b"], axes["h"], axes["k"]]  # lse is [batch, heads, q_len]
     placed = [each if each.is_replicate() else Shard(order.index(each.dim)) for each in placements]
-    return result, whole(lse, tuple(q.shape[axis] for axis in order), placed)
+    return result, _whole(lse, mesh, placed, tuple(q.shape[axis] for axis in order))
 
 
 def _common(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], Any]:
@@ -117,6 +77,58 @@ def _common(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], Any]:
         texts = ", ".join(f"{list(x.placements)} on {x.device_mesh}" for x in (q, k, v))
         raise InvalidInput(f"q, k and v must be DTensors of one mesh with equal placements, got {texts}")
     return q.placements, q.device_mesh
+
+
+def _parts(q: Any, k: Any, placements: Any, mesh: Any, axes: dict[str, int]) -> dict[str, Part]:
+    """This rank's entries of batch, heads and tokens of q."""
+    from torch.distributed.tensor import Shard
+
+    parts = {letter: Part(0, q.shape[axis], q.shape[axis]) for letter, axis in axes.items()}
+    for letter, axis in axes.items():
+        dims = [dim for dim, placement in enumerate(placements) if placement == Shard(axis)]
+        ranks = math.prod(mesh.size(dim) for dim in dims)
+        if letter != "b" and (q.shape[axis] % ranks or k.shape[axis] % ranks):
+            text = f"got {q.shape[axis]} and {k.shape[axis]} over {ranks} ranks"
+            raise InvalidInput(f"{'heads' if letter == 'h' else 'tokens'} of DTensors must be split evenly, {text}")
+        for dim in dims:
+            parts[letter] = _narrower(parts[letter], mesh.size(dim), mesh.get_local_rank(dim))
+    return parts
+
+
+def _of_heads_and_tokens(
+    placements: Any, mesh: Any, axes: dict[str, int], parts: dict[str, Part], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of attend that say which heads and tokens this rank has: `first_head`, `all_heads`, `mesh`."""
+    from torch.distributed.tensor import Shard
+
+    for placement in placements:
+        if not placement.is_replicate() and placement not in [Shard(axis) for axis in axes.values()]:
+            raise InvalidInput(f"DTensors must be sharded along batch, heads or tokens, or replicated, got {placement}")
+    heads, dims = parts["h"], [dim for dim, each in enumerate(placements) if each == Shard(axes["k"])]
+    if not dims:
+        return {"first_head": heads.start, "all_heads": heads.whole} if heads.size < heads.whole else {}
+    if len(dims) > 1:
+        raise InvalidInput(f"DTensors must be sharded along tokens once, got {list(placements)}")
+    if mesh.ndim > 1 and not mesh.mesh_dim_names:
+        raise InvalidInput("a mesh of several dimensions needs mesh_dim_names where tokens are sharded")
+    rows = math.prod(mesh.size(dim) for dim, each in enumerate(placements) if each == Shard(axes["b"]))
+    if parts["b"].whole % rows:
+        text = f"got {parts['b'].whole} over {rows} ranks"
+        raise InvalidInput(f"the batch of DTensors sharded along tokens must be split evenly, {text}")
+    kinds = (arguments.get(name, default) for name, default in SHORTHANDS.items())
+    pattern = choose_pattern(arguments.get("pattern"), *kinds)
+    if heads.size < heads.whole and pattern.head_offsets(0, heads.whole):
+        text = f"take patterns alike for all heads, not {pattern}"
+        raise InvalidInput(f"DTensors sharded along heads and tokens {text}")
+    return {"mesh": mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dims[0]]]}
+
+
+def _whole(x: Tensor, mesh: Any, placements: list[Any], shape: tuple[int, ...]) -> Any:
+    """The DTensor of this rank's part x."""
+    from torch.distributed.tensor import DTensor
+
+    size, strides = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x.contiguous(), mesh, placements, run_check=False, shape=size, stride=strides)
 
 
 def _narrower(part: Part, size: int, rank: int) -> Part:

@@ -92,7 +92,7 @@ def is_dtensor(x: object) -> bool:
 
 
 class ContextParallel(NamedTuple):
-    """torch's context_parallel: its mesh, and whether its load balancer dealt each rank an early and a late chunk."""
+    """torch's context_parallel: its mesh, and whether its load balancer gave each rank an early and a late chunk."""
 
     mesh: Any
     balanced: bool

@@ -33,7 +33,7 @@ every = [row for row in every if not registry.load(row[0]).refusals(problem_of(*
 for name, case, dtype, needs_grad in every:
     backend, problem = registry.load(name), case.problem(dtype, needs_grad=needs_grad)
     example = make(problem)
-    gate = Oracle(example, torch.arange(0), torch.arange(0), example.grad, None, {})
+    gate = Oracle(example, torch.arange(0), torch.arange(0), example.grad, None, {}, [])
     gate.run(backend)
     found, peak = peak_bytes(lambda: gate.run(backend), device)
     announced = backend.workspace_bytes(problem) + problem.result_bytes + found["lse"].nbytes

@@ -13,6 +13,8 @@ from torch import Tensor
 from attn_dispatch import Dense, Window, attend
 from attn_dispatch.backends import flex
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.formula import LARGEST_BIAS
+from tests.support.calls import close
 from tests.support.score_terms import BATCH, HEADS, KV_HEADS, LENGTH, agree, expected, tensors
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -40,7 +42,7 @@ def test_what_a_bias_hides_together_with_others(backend: str, by: str, monkeypat
     for x in (q, k, v):
         x.requires_grad_()
     out = attend(q, k, v, bias=bias, backend=backend, **more)
-    assert torch.allclose(out, exact, atol=1e-5)
+    assert close(out, exact.double())
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.square().sum(), (q, k, v)))
 
 
@@ -58,9 +60,18 @@ def test_biases_of_the_largest_numbers(backend: str, dtype: torch.dtype, monkeyp
     out = attend(q, k, v, bias=bias, key_mask=seen, backend=backend)
     plain = attend(q, k[:, 5:30], v[:, 5:30], backend="manual")
     others = torch.arange(LENGTH) != 7
-    assert torch.allclose(out[:, others], plain[:, others], atol=1e-5)
+    assert close(out[:, others], plain[:, others].double())
     mean = v[:, :30].mean(1).repeat_interleave(HEADS // KV_HEADS, 1)
-    assert torch.allclose(out[:, 7], mean, atol=1e-5)
+    assert close(out[:, 7], mean.double())
+
+
+@pytest.mark.parametrize("backend", ["manual", "sdpa_mask", "native"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_lse_of_the_largest_biases(backend: str, kind: torch.dtype) -> None:
+    q, k, v = (x.detach() for x in tensors(kind))
+    bias = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min)
+    _, lse = attend(q, k, v, bias=bias, backend=backend, return_lse=True)
+    assert close(lse / LARGEST_BIAS, torch.full_like(lse, -1.0).double())
 
 
 def test_a_mapped_bias_with_autograd_outside() -> None:

@@ -22,7 +22,7 @@ from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.rounds import exhausted
-from tests.support.calls import Plugin, status
+from tests.support.calls import Plugin, close, status
 from tests.support.pairwise import crossed
 from tests.support.score_terms import (
     BATCH,
@@ -193,7 +193,7 @@ def test_what_a_bias_hides_never_matters(backend: str, monkeypatch: pytest.Monke
     for x in (q, k, v):
         x.requires_grad_()
     out = attend(q, k, v, bias=bias, backend=backend)
-    assert torch.allclose(out[:, :20], exact, atol=1e-5)
+    assert close(out[:, :20], exact.double())
     for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
         assert grad.isfinite().all()
         assert backend == "manual" or grad[:, 20:].any() == (grad.shape[2] == HEADS)

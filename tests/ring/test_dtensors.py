@@ -182,7 +182,7 @@ def refused(case: str) -> str:
         ("mesh", "mesh cannot be given with DTensors, whose placements say it"),
         ("uneven", "heads of DTensors must be split evenly, got 8 and 4"),
         ("uneven together", "heads of DTensors must be split evenly, got 4 and 4"),
-        ("batch", "the batch of DTensors sharded along tokens must be split evenly, got 1 over 4"),
+        ("batch", "the batch of DTensors sharded along tokens must be split evenly, got 1 over 4 ranks"),
         ("first_head", "first_head cannot be given with DTensors"),
         ("gradient", "sink must be a DTensor where q is and it gets a gradient"),
         ("softcap", "softcap cannot be given with mesh"),
