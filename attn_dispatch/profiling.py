@@ -28,7 +28,6 @@ from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
-from attn_dispatch.store import passed
 from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import read_record
@@ -97,7 +96,7 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
     budget_ms = math.inf if share_s is None else share_s * 1e3
     request = Request.of(problem)
     stored = look_up.look_up(request, budget_ms)
-    if stored is not None and not passed.is_confirmed(cache_folder(), stored.decision):
+    if stored is not None and not look_up.is_confirmed(stored.decision):
         stored = None  # another machine's, which nothing here has confirmed
     anew = force or (stored is not None and (stored.decision.drift is not None or _is_open(stored.decision, budget_ms)))
     if stored is not None and stored.is_valid and not anew:

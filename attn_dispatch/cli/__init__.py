@@ -38,17 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser(named).parse_args(arguments)
     try:
         code = int(args.run(args))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as where it was closed before the process began
+            sys.stdout.flush()
     except InvalidInput as error:
         return _fail(named, str(error), 2)
     except AttnDispatchError as error:
         return _fail(named, str(error), 1)
     except KeyboardInterrupt:
         return _fail(named, "interrupted", 1)
-    except BrokenPipeError:
-        # The reader closed the pipe (`| head`); the interpreter's flush at exit must not raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        if sys.stdout is not None:  # the interpreter's flush at exit must not raise again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Where the reader closed the pipe (`| head`), it wants no message.
+        return 1 if isinstance(error, BrokenPipeError) else _fail(named, str(error), 1)
     return code
 
 

@@ -4,7 +4,8 @@ A row is valid while its backend has the version that was measured. Only candida
 measured again; until then an outdated row is used as a prior. What a provisional decision left open is measured again
 by a later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
 
-What another machine decided, imported or shipped with the package, is believed once a few calls here have confirmed it.
+What another machine decided, imported or shipped with the package, is believed once a few calls here have confirmed it,
+whatever versions it was measured with: they are those of its compiler, too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from attn_dispatch.store import passed, quarantine
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
 from attn_dispatch.store.folder import Store, shipped
 from attn_dispatch.text import one_line, printable, titled
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, version_of
 
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
@@ -103,7 +104,20 @@ def read_believed(request: Request) -> Decision | None:
 
 def is_believed(decision: Decision) -> bool:
     """Whether a decision may be used: measured or confirmed here, or in a mode that measures nothing."""
-    return not measures() or passed.is_confirmed(cache_folder(), decision)
+    return not measures() or is_confirmed(decision)
+
+
+def is_confirmed(decision: Decision) -> bool:
+    """Whether a decision was measured here, or its choice, in the version that is installed, checked here."""
+    return not decision.origin or passed.is_confirmed(cache_folder(), decision, _installed_version(decision))
+
+
+def _installed_version(decision: Decision) -> str | None:
+    """The version of the choice's backend; None where there is none."""
+    try:
+        return version_of(registry.load(decision.choice))
+    except InvalidInput:
+        return None
 
 
 def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> bool:
@@ -131,7 +145,7 @@ def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> boo
         what = printable(f"{titled(*decision.chosen)}, {decision.origin}, for {decision.title}")
         logger.warning("not believed, and measured instead: %s: %s", what, printable(why))
         return False
-    passed.note_confirmed(cache_folder(), decision)
+    passed.note_confirmed(cache_folder(), decision, _installed_version(decision))
     return True
 
 
@@ -149,7 +163,8 @@ def _is_for(request: Request, decision: Decision) -> bool:
 def _compare(request: Request, decision: Decision, affordable: set[CandidateId]) -> StoredDecision:
     able = {each.id: each for each in request.able}
     rows = _usable_rows(decision)
-    changed = {name for name in able if not _is_valid_row(rows.get(name), able[name])}
+    foreign = bool(decision.origin)
+    changed = {name for name in able if not _is_valid_row(rows.get(name), able[name], foreign)}
     choice = best_candidate(decision, valid_rows(decision, able.values()))
     return StoredDecision(decision, choice, tuple(sorted(changed | (affordable & able.keys()))))
 
@@ -157,7 +172,8 @@ def _compare(request: Request, decision: Decision, affordable: set[CandidateId])
 def valid_rows(decision: Decision, able: Collection[Candidate]) -> dict[CandidateId, Row]:
     """The timed rows of a decision that are valid for these candidates."""
     rows = _usable_rows(decision)
-    current = (each.id for each in able if _is_valid_row(rows.get(each.id), each))
+    foreign = bool(decision.origin)
+    current = (each.id for each in able if _is_valid_row(rows.get(each.id), each, foreign))
     return {name: rows[name] for name in current if rows[name].status in TIMED}
 
 
@@ -174,9 +190,12 @@ def best_candidate(decision: Decision, rows: Mapping[CandidateId, Row]) -> Candi
     return min(timed, key=lambda name: timed[name], default=None)
 
 
-def _is_valid_row(row: Row | None, candidate: Candidate) -> bool:
-    """Whether a row is of the candidate's version and was measured or tried; a candidate that could not run was not."""
-    if row is None or row.version != candidate.version or _is_retry_due(row):
+def _is_valid_row(row: Row | None, candidate: Candidate, foreign: bool) -> bool:
+    """Whether a row is of the candidate's version and was measured or tried; a candidate that could not run was not.
+
+    Another machine's (`foreign`) may be of any version, and what failed there is not tried again.
+    """
+    if row is None or (not foreign and (row.version != candidate.version or _is_retry_due(row))):
         return False
     # A candidate with wrong results that can run was released from quarantine; the last resort is never quarantined.
     wrong = row.status == "incorrect" and candidate.name == registry.LAST_RESORT

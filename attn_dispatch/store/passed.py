@@ -46,19 +46,18 @@ def note_passed(folder: Path, silicon: str, check: str) -> None:
         say_once(f"passed checks are not remembered: {path.parent} cannot be written ({error.strerror or error})")
 
 
-def is_confirmed(folder: Path, decision: Decision) -> bool:
-    """Whether a decision was measured on this machine, or its choice checked here."""
-    return not decision.origin or has_passed(folder, decision.silicon, _digest(decision))
+def is_confirmed(folder: Path, decision: Decision, version: str | None) -> bool:
+    """Whether another machine's choice was checked here, in this version of its backend."""
+    return has_passed(folder, decision.silicon, _digest(decision, version))
 
 
-def note_confirmed(folder: Path, decision: Decision) -> None:
+def note_confirmed(folder: Path, decision: Decision, version: str | None) -> None:
     """Remember that another machine's choice was checked here, as `note_passed` does."""
-    note_passed(folder, decision.silicon, _digest(decision))
+    note_passed(folder, decision.silicon, _digest(decision, version))
 
 
-def _digest(decision: Decision) -> str:
-    """Twenty digits for a choice: its problem, its candidate with the version, and when it was made."""
-    version = next((row.version for row in decision.candidates if row.id == decision.chosen), None)
+def _digest(decision: Decision, version: str | None) -> str:
+    """Twenty digits for a choice: its problem, its candidate, when it was made, and the version that was checked."""
     return digest(decision.key, *decision.chosen, version, decision.created)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -326,6 +327,15 @@ def test_a_closed_output_pipe(measured: tuple[Path, dict[str, Any]]) -> None:
     with process.stderr:
         assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize(
+    ("to", "code", "said"), [(">&-", 0, ""), (">/dev/full", 1, "inspect: [Errno 28] No space left on device\n")]
+)
+def test_an_output_that_cannot_be_written(to: str, code: int, said: str, measured: tuple[Path, dict[str, Any]]) -> None:
+    line = f"{shlex.join([*COMMAND, 'inspect'])} {to}"
+    done = subprocess.run(line, shell=True, env=surroundings(measured[0]), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.removeprefix("attn-dispatch ")) == (code, said)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

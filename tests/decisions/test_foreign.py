@@ -181,6 +181,45 @@ def test_no_time_for_a_check(installed: Installed, tmp_path: Path, monkeypatch: 
     assert explain(*qkv()).choice == "a"
 
 
+def outdated(decision: Decision) -> Decision:
+    rows = tuple(msgspec.structs.replace(each, version="0") for each in decision.candidates)
+    return msgspec.structs.replace(decision, candidates=rows)
+
+
+def test_versions_that_another_machine_measured_with(installed: Installed, tmp_path: Path) -> None:
+    """They say which compiler it had, too. What a later version here does is checked again."""
+    given = outdated(elsewhere(installed, "b", b=1))
+    installed.add("b", 1)
+    give(given, tmp_path)
+    attend(*qkv())
+    assert counted(loaded=1)
+    restart(installed)
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert installed.called() == set()
+    restart(installed)
+    installed.add("b", 9, "2")
+    assert explain(*qkv()).unchecked
+    attend(*qkv())
+    assert counted(measured=1)
+    assert explain(*qkv()).choice == "a"
+
+
+def test_what_failed_on_another_machine_is_not_tried_first(installed: Installed, tmp_path: Path) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 1)
+    rows = [
+        msgspec.structs.replace(each, status="failed", median_ms=None, measured="2020-01-01T00:00:00+00:00")
+        if each.backend == "c"
+        else each
+        for each in given.candidates
+    ]
+    give(msgspec.structs.replace(given, candidates=tuple(rows)), tmp_path)
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert installed.by_name["c"].calls == 0
+
+
 def test_predictions_do_not_rest_on_what_is_unconfirmed(
     installed: Installed, tmp_path: Path, set_mode: Callable[[str], None]
 ) -> None:

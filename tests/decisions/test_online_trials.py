@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from attn_dispatch import attend, explain, process_state
-from attn_dispatch.decisions import online
+from attn_dispatch.decisions import look_up, online
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.store import crash_markers, passed
+from attn_dispatch.store import crash_markers
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
@@ -101,7 +101,7 @@ def test_another_machines_decision_delays_no_call_and_is_not_believed(
             break
     assert (stored().choice, stored().origin) == ("b", "")
     assert explain(*qkv()).source == "measured"
-    assert passed.is_confirmed(cache_folder(), stored())
+    assert look_up.is_confirmed(stored())
 
 
 def test_a_backend_still_to_be_prepared_leaves_the_choice_open(
