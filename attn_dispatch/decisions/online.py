@@ -232,8 +232,10 @@ class _LiveTrial:
             _account.spent_s += time.perf_counter() - self._slice_start
 
     def _advance(self) -> None:
-        if self._steps is not None or self._begin():
+        if self._steps is not None:
             self._go_on()
+        else:
+            self._begin()  # a slice of its own: the first one of a process loads modules
 
     def _go_on(self) -> None:
         most_s = SLICE_S + SLICE_CALLS * statistics.median_low(self._live_s)
@@ -254,8 +256,8 @@ class _LiveTrial:
                 self._backward_s = max(0.0, both_s - statistics.median_low(self._live_s))
             self.held_bytes = trial.pause(HELD_SHARE * available_bytes(self.problem.device) - others)
 
-    def _begin(self) -> bool:
-        """Begin the trial, unless neighbours that were measured meanwhile are sure; whether it goes on."""
+    def _begin(self) -> None:
+        """Begin the trial; end it where neighbours that were measured meanwhile are sure."""
         from attn_dispatch.tuning import tuner  # loaded only when something is measured
 
         request = Request.of(self.problem)
@@ -271,9 +273,8 @@ class _LiveTrial:
         )
         if learned is not None or self._trial is None:
             self._end(learned)
-            return False
-        self._steps = self._trial.steps()
-        return True
+            return
+        self._steps, self._need_s = self._trial.steps(), 0.0
 
     def _clock(self) -> float:
         """Seconds that the trial's slices took."""

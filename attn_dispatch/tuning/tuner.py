@@ -44,7 +44,7 @@ BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: c
 BUSY_RACE_FACTOR = 22  #: likewise on the least seconds of a race: of many samples few are undisturbed
 
 # Of a trial that is taken in steps between calls of the program.
-STEP_S, STEP_SHARE = 0.02, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
+STEP_S, STEP_SHARE = 0.01, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
 STEP_CALLS = 1.25  #: the same of long calls: calls of the first candidate
 CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to take
 BACKWARD_CALLS = 3.5  #: forward and backward pass in forward passes, as expected before one was timed

@@ -153,7 +153,7 @@ def test_three_percent_are_seen_as_by_profile(machine: Machine, monkeypatch: pyt
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "2000")
     machine.add("b", 3.88)
     drawn, sleep = random.Random(1), machine.clock.sleep
-    monkeypatch.setattr(machine.clock, "sleep", lambda seconds: sleep(seconds * drawn.lognormvariate(0.0, 0.03)))
+    monkeypatch.setattr(machine.clock, "sleep", lambda seconds: sleep(seconds * drawn.lognormvariate(0.0, 0.01)))
     call_until_measured()
     assert (stored().choice, stored().provisional) == ("b", "")
 
