@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_dispatch import widths
+from attn_dispatch import process_state, widths
+from attn_dispatch.decisions import unmeasured
+from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, notify, resolve
+from attn_dispatch.decisions.decide import decision_for, on_trial
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.numerics import with_sink
-from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tensors import check_sink
-from attn_dispatch.spec.tracing import context_parallel, is_dtensor
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from attn_dispatch.spec.problem import SHORTHANDS, Problem, choose_pattern
+from attn_dispatch.spec.shapes import measured_for
+from attn_dispatch.spec.tensors import autocast_dtype, check_sink
+
+TENSORS = ("key_mask", "bias", "alibi_slopes")  #: of attend's arguments, those that documents share
 
 
 class Run(NamedTuple):
@@ -58,7 +70,7 @@ def composed(
     **arguments: Any,
 ) -> Any:
     """attend with what no backend sees: a document is a call of its own, a sink is added to out and lse."""
-    if any(map(is_dtensor, (q, k, v))):
+    if any(map(tracing.is_dtensor, (q, k, v))):
         from attn_dispatch.ring import dtensors  # loads torch.distributed
 
         more = {"documents": documents, "cu_seqlens": cu_seqlens, "sink": sink, "layout": layout}
@@ -69,7 +81,7 @@ def composed(
         found = composed(attend, *wide, documents, cu_seqlens, sink, layout, **arguments)
         return (found[0][..., :width], found[1]) if arguments["return_lse"] else found[..., :width]
     if arguments["mesh"] is None:
-        arguments["mesh"] = context_parallel()
+        arguments["mesh"] = tracing.context_parallel()
     if sink is not None:
         check_sink(sink, q, layout)
     q, k, v = widths.aligned(q, k, v, layout, arguments)
@@ -87,29 +99,128 @@ def composed(
     elif operators.applies(q, k, v, arguments):
         found = operators.call(q, k, v, layout=layout, documents=documents, cu_seqlens=cu_seqlens, **arguments)
     else:
-        parts = packed(q, k, v, documents, cu_seqlens, layout, arguments)
-        found = parts.joined([attend(*part, **{**arguments, **rest}) for part, rest in parts.calls])
+        found = _by_documents(attend, q, k, v, documents, cu_seqlens, layout, arguments)
     if sink is None:
         return found
     out, lse = with_sink(found[0], found[1], sink, layout)
     return (out, lse) if return_lse else out
 
 
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, documents: object, cu_seqlens: object, layout: str, arguments: dict[str, Any]
-) -> Packed:
-    """One call for each run of equally long documents. Takes the tensors out of `arguments`.
+def _by_documents(
+    attend: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: object,
+    cu_seqlens: object,
+    layout: str,
+    arguments: dict[str, Any],
+) -> Any:
+    """attend for packed rows: by a backend that takes all documents at once, else a call for each run of one length.
 
     Raises:
         InvalidInput: an argument is wrong, or cannot be given with documents.
     """
-    for name in ("mesh", "seq_lens"):
-        if arguments[name] is not None:
-            more = "; let the padding be a document of its own" if name == "seq_lens" else ""
-            raise InvalidInput(f"documents and cu_seqlens cannot be given with {name}{more}")
-    key_mask, bias, slopes = (arguments.pop(name) for name in ("key_mask", "bias", "alibi_slopes"))
-    problem = Problem.of(q, k, v, layout=layout, key_mask=key_mask, bias=bias, alibi_slopes=slopes)
+    if arguments["seq_lens"] is not None:
+        why = "let the padding be a document of its own"
+        raise InvalidInput(f"documents and cu_seqlens cannot be given with seq_lens; {why}")
+    if arguments["mesh"] is not None:
+        from attn_dispatch.ring import packed_rows  # loads torch.distributed
+
+        return packed_rows.attend_packed(attend, _lengths_of, q, k, v, layout, documents, cu_seqlens, arguments)
+    tensors = {name: arguments.pop(name) for name in TENSORS}
+    pattern = choose_pattern(arguments["pattern"], *(arguments[name] for name in SHORTHANDS))
+    common = isinstance(pattern, Dense | Window | Dilated)  # a pattern of rows of any length
+    forced = arguments.pop("backend"), arguments.pop("order")
+    given = {name: value for name, value in arguments.items() if name != "mesh"}
+    problem = Problem.of(q, k, v, layout=layout, **tensors, **(given if common else {}))
     rows = _rows(documents, cu_seqlens, problem.batch, problem.q_len, problem.k_len)
+    if tracing.is_traced(q, k, v):
+        parts, names = packed(q, k, v, rows, layout, tensors), {"backend": forced[0], "order": forced[1]}
+        return parts.joined([attend(*part, **arguments, **own, **names) for part, own in parts.calls])
+    unmeasured.check_names(*forced)
+    cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
+    with nullcontext() if cast is None else torch.autocast(q.device.type, enabled=False):
+        if cast is not None:
+            q, k, v = q.to(cast), k.to(cast), v.to(cast)
+        if common and (call := _at_once(replace(problem, is_document=True), rows, forced)) is not None:
+            return _all_documents(call, q, k, v, rows, layout, tensors)
+        parts = packed(q, k, v, rows, layout, tensors)
+        return parts.joined([_of_one_length(*each, forced, given) for each in parts.calls])
+
+
+def _of_one_length(part: Any, own: dict[str, Any], forced: tuple[Any, Any], given: dict[str, Any]) -> Any:
+    """attend for documents of one length, decided as of their class."""
+    q, k, v = part
+    problem = replace(Problem.of(q, k, v, **given, **own), is_document=True)
+    found = resolve(problem, *forced).result(q, k, v, **own)
+    return found if problem.return_lse else found[0]
+
+
+def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -> ResolvedCall | None:
+    """A call of the `run_documents` of the backend that is forced, or decided for most of the work.
+
+    None where it has none, or that does not take this problem, which is of packed rows, or a trial goes on between
+    calls, which are those of single documents.
+    """
+    if problem.bias or (problem.alibi_axes > 1 and not _alike(rows)):
+        return None
+    runs = [run for row in rows for run in row]
+    pairs = sum(run.tokens * run.length for run in runs)
+    length = sum(run.tokens * run.length**2 for run in runs) // pairs  # the mean, weighted by pairs
+    pattern = problem.pattern.simplify(length, length, problem.heads)
+    usual = replace(problem, batch=1, q_len=length, k_len=length, pattern=pattern)
+    key = problem, measured_for(usual), forced, torch.get_num_threads()
+    if key in _calls_at_once:
+        return _calls_at_once[key]
+    name, order = forced
+    if forced == (None, None):
+        notify(measured_for(usual))
+        decision = decision_for(usual)
+        if (decision.silicon, measured_for(usual)) in on_trial:
+            return None
+        name, order = decision.chosen
+    run = None if name is None else getattr(registry.load(name), "run_documents", None)
+    if name is None or run is None or order not in (None, NATURAL):
+        return None
+    if not unmeasured.can_run(problem, (name, NATURAL)):
+        return None
+    if len(_calls_at_once) >= MAX_CALLS:
+        _calls_at_once.clear()
+    call = _calls_at_once[key] = ResolvedCall(run, problem, name)
+    return call
+
+
+_calls_at_once: dict[Any, ResolvedCall] = {}
+process_state.register(process_state.ROUTES, _calls_at_once.clear)
+
+
+def _all_documents(
+    call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor, rows: list[list[Run]], layout: str, tensors: dict[str, Any]
+) -> Any:
+    """The results of a call that takes all documents. Rows that differ are computed as one."""
+    if layout == "bhnd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    batch, alike = len(rows), _alike(rows)
+    if not alike:
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+        mask = tensors["key_mask"]
+        tensors = {**tensors, "key_mask": None if mask is None else mask.flatten(0, 1)[None]}
+        call = replace(call, problem=replace(call.problem, batch=1, q_len=q.shape[1], k_len=q.shape[1]))
+    lengths = tuple(run.length for row in rows[: 1 if alike else batch] for run in row for _ in range(run.documents))
+    out, lse = replace(call, run=partial(call.run, lengths=lengths)).result(q, k, v, **tensors)
+    if not alike:
+        out = torch.unflatten(out[0], 0, (batch, -1))
+        lse = None if lse is None else torch.unflatten(lse[0], 1, (batch, -1)).transpose(0, 1)
+    out = out.transpose(1, 2) if layout == "bhnd" else out
+    return (out, lse) if call.problem.return_lse else out
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, rows: list[list[Run]], layout: str, given: dict[str, Tensor | None]
+) -> Packed:
+    """One call for each run of equally long documents, with its part of the tensors of `TENSORS`."""
+    key_mask, bias, slopes = (given[name] for name in TENSORS)
     parts = [_split(x.transpose(1, 2) if layout == "bhnd" else x, rows) for x in (q, k, v)]
     tensors = {
         "key_mask": None if key_mask is None else _split(key_mask, rows),
@@ -160,6 +271,12 @@ def stacked(results: Sequence[Any]) -> Any:
     if not isinstance(results[0], tuple):
         return torch.cat(list(results))
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _lengths_of(documents: object, cu_seqlens: object, batch: int, tokens: int) -> list[list[int]]:
+    """The lengths of the documents of each row; arguments as for `_rows`."""
+    rows = _rows(documents, cu_seqlens, batch, tokens, tokens)
+    return [[run.length for run in row for _ in range(run.documents)] for row in rows]
 
 
 def _rows(documents: object, cu_seqlens: object, batch: int, q_len: int, k_len: int) -> list[list[Run]]:

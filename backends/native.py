@@ -42,11 +42,12 @@ from attn_dispatch.kernels.native.run import (
 from attn_dispatch.kernels.native.steps import (
     PERIOD_LIMIT,
     dilation_period,
+    document_tables,
     native_table_bytes,
     native_tables,
     neighborhood_and_order,
 )
-from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -130,6 +131,18 @@ def workspace_bytes(problem: Problem) -> int:
 def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
+    return _run(q, k, v, problem, (native_tables(problem, order),), tensors)
+
+
+def run_documents(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _run(q, k, v, problem, document_tables(problem, lengths), tensors)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, tables: tuple[NativeTables, ...], tensors: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
     seen = None if key_mask is None else key_mask.contiguous()
     # Wrapped tensors have no address, and those of meta tensors are invalid.
@@ -139,7 +152,7 @@ def run(
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
     wide = None if bias is None else bounded(bias.detach(), torch.float32)
     slopes = None if slopes is None else slopes.float().contiguous()
-    native = NativePasses(problem, native_tables(problem, order), seen, lengths, wide, slopes)
+    native = NativePasses(problem, tables[0], seen, lengths, wide, slopes, tables[1:])
     # Its masks keep the kernel from reading keys; a bias does not.
     call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
     if problem.needs_grad:

@@ -61,6 +61,10 @@ class Backend(Protocol):
     * `traceable(problem) -> bool`: its forward pass consists of PyTorch's operators, so that a traced graph computes
       out and lse of other inputs, with autograd's gradients. Other backends do not run while torch.export or make_fx
       trace.
+    * `run_documents(q, k, v, problem, lengths, **tensors) -> Result`: what `run` does for packed rows, of which each
+      holds documents of these lengths in tokens, 1 or more: every document by itself. `problem` is that of the rows,
+      with the pattern of the documents, `Dense`, `Window` or `Dilated`, and without a bias. Without it, documents of
+      one length are a call.
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
     * `all_orders: tuple[str, ...]`: more orders that a caller may force, though they are seldom faster.

@@ -138,6 +138,13 @@ class Link:
             self._raising_rank_lost(lambda: dist.all_gather(found, padded, group=self.group))
         return [x[..., :length] for x, length in zip(found, lengths)]
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of equally large tensors of all ranks. Raises as `all_gather_int64`."""
+        total = x.contiguous().clone()
+        with current_device(x.device):
+            self._raising_rank_lost(lambda: dist.all_reduce(total, group=self.group))
+        return total
+
     def raise_if_any_failed(self, error: Exception | None) -> None:
         """Return only if no rank has an error; a collective.
 

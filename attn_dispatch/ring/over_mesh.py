@@ -149,13 +149,18 @@ def attend_on(attend: Callable[..., Any], mesh: Any, q: Tensor, k: Tensor, v: Te
     """`attend` over a mesh, by attend() itself where it has one rank; on DTensors by their own, and `mesh` is None."""
     if any(map(is_dtensor, (q, k, v))):
         return dtensors.attend_local(attend, q, k, v, {**arguments, "mesh": mesh})
-    if isinstance(mesh, ContextParallel):
-        mesh = Sharded(mesh.mesh, ZIGZAG if mesh.balanced else CONTIGUOUS)
-    link, spread = spread_of(mesh)
+    link, spread = spread_over(mesh)
     if link.size > 1:
         return attend_over(link, spread.kind, q, k, v, **scaled_only(arguments))
     arguments["backend"], arguments["order"] = alone(arguments["backend"], arguments["order"])
     return attend(q, k, v, **arguments)
+
+
+def spread_over(mesh: object) -> tuple[Link, Sharded]:
+    """`spread_of`, for torch's context_parallel too."""
+    if isinstance(mesh, ContextParallel):
+        mesh = Sharded(mesh.mesh, ZIGZAG if mesh.balanced else CONTIGUOUS)
+    return spread_of(mesh)
 
 
 def alone(backend: str | None, order: str | None) -> tuple[str | None, str | None]:

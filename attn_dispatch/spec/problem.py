@@ -55,6 +55,7 @@ class Problem:
     order of q, k and v (see `strides.stride_class`). `ranks` is the number of ranks that share the sequence; lengths
     are those of the whole sequence. `softcap` is 0 for none; `bias` is (1 or batch, 1 or heads), the sizes of the
     bias's first axes, and () for none; `alibi_axes` is 1 for slopes [heads], 2 for [batch, heads], 0 for none.
+    `is_document`: the rows are documents of packed rows; decisions are of classes of these (`shapes.measured_for`).
     """
 
     pattern: Pattern
@@ -80,6 +81,7 @@ class Problem:
     bias: tuple[int, ...] = ()
     bias_needs_grad: bool = False
     alibi_axes: int = 0
+    is_document: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -199,6 +201,7 @@ class Problem:
         for name in SCORE_TERMS.values():
             if not plain[name]:
                 del plain[name]  # so that the keys of other problems stay what they were
+        del plain["is_document"]  # it is decided as others are
         plain["pattern"] = self.pattern.to_dict()
         plain["dtype"] = str(self.dtype).removeprefix("torch.")
         plain["device"] = self.device.type

@@ -20,17 +20,31 @@ FEW_QUERIES = 16  #: up to which the number of keys may grow from call to call, 
 def measured_for(problem: Problem) -> Problem:
     """The problem that is measured and decided for this one: with few queries, that of the next power of two of keys.
 
-    A grid has its number of keys, and is measured as it is.
+    Of documents of packed rows, that of powers of two of their number and length. A grid has its number of keys, and is
+    measured as it is.
     """
     k_len, pattern = 1 << (problem.k_len - 1).bit_length(), problem.pattern
+    if problem.is_document:
+        plain = replace(problem, is_document=False)
+        if not isinstance(pattern, Dense | Window | Dilated):
+            return plain
+        batch = 1 << (problem.batch.bit_length() - 1)
+        bias = tuple(min(size, most) for size, most in zip(problem.bias, (batch, problem.heads)))
+        return replace(plain, batch=batch, q_len=k_len, k_len=k_len, bias=bias, pattern=_lengthened(problem, k_len))
     if problem.q_len > FEW_QUERIES or problem.q_len >= problem.k_len or k_len == problem.k_len:
         return problem
-    if isinstance(pattern, Dilated):  # a segment as long as the sequence grows with it
-        lengths = (k_len if length == problem.k_len else length for length in pattern.segment_lengths)
-        pattern = replace(pattern, segment_lengths=tuple(lengths))
-    elif not isinstance(pattern, Dense | Window):
+    if not isinstance(pattern, Dense | Window | Dilated):
         return problem
-    return replace(problem, k_len=k_len, pattern=pattern)
+    return replace(problem, k_len=k_len, pattern=_lengthened(problem, k_len))
+
+
+def _lengthened(problem: Problem, k_len: int) -> Pattern:
+    """The problem's pattern for more keys: a segment as long as the sequence grows with it."""
+    pattern = problem.pattern
+    if not isinstance(pattern, Dilated):
+        return pattern
+    lengths = (k_len if length == problem.k_len else length for length in pattern.segment_lengths)
+    return replace(pattern, segment_lengths=tuple(lengths))
 
 
 @lru_cache(1024)

@@ -162,6 +162,26 @@ def decode(found: Any) -> str:
     return f"{about}\n\n{table(rows)}"
 
 
+def documents(found: Any) -> str:
+    """Packed documents in one call, over calls for each and over the rate on one document."""
+    about = (
+        "By `python -m tools.bench.documents`: rows of 8 heads of 64 and documents of log-uniform lengths. The limit "
+        "is the documents' pairs at the rate of `native` on the longest document alone, in the same rounds; 95 % "
+        f"intervals. {machine(found)}."
+    )
+    head = ("pattern", "documents", "up to", "dtype", "one call", "over the limit", "a call each", "`F.sdpa` each")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for one in found["rows"]:
+        kind = one["pattern"] + (", forward + backward" if one["backward"] else "")
+        sizes = f"{one['documents']} in {one['tokens']:,} tokens", f"{one['longest']:,}"
+        cells = [
+            f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else "-"
+            for ratio in (one["over_limit"], one["each_over_packed"], one.get("sdpa_over_packed"))
+        ]
+        rows.append((kind, *sizes, one["dtype"], f"{one['packed']['median_ms']:,.1f} ms", *cells))
+    return f"{about}\n\n{table(rows)}"
+
+
 def prebuilt(found: Any) -> str:
     """Times of a wheel's libraries over those of the one compiled for the processor."""
     names = list(found["rows"][0]["over_here"])
@@ -246,6 +266,8 @@ def figures() -> str:
         plain(found),
         "## Decoding with a cache of keys",
         decode(load("decode")),
+        "## Packed documents",
+        documents(load("documents")),
         "## Robustness of choices and of the store",
         simulated,
         trust(load("trust")),

@@ -11,8 +11,8 @@ from tools.lib.tables import table
 #: Pages of docs/results/, with title and the files each shows; the module of the same name makes a file.
 PAGES = {
     "figures": (
-        "LongNet, kernels, decoding, robustness, cost of a call, compiled libraries",
-        ("longnet", "kernels", "decode", "trust", "strikes", "routes", "dispatch", "prebuilt"),
+        "LongNet, kernels, decoding, documents, robustness, cost of a call, compiled libraries",
+        ("longnet", "kernels", "decode", "documents", "trust", "strikes", "routes", "dispatch", "prebuilt"),
     ),
     "choices": ("choices beside other programs and running calls, first calls", ("load", "first_call", "online")),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),

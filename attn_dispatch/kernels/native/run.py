@@ -6,7 +6,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class NativePasses:
     seq_lens: Tensor | None
     bias: Tensor | None = None
     slopes: Tensor | None = None
+    later: tuple[NativeTables, ...] = ()  #: of more queries, which are computed after those of `tables`
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
@@ -61,7 +62,7 @@ class NativePasses:
             if args.splits > 1:
                 states = torch.empty(tiles * args.splits, state_floats(problem), dtype=torch.float32, device=q.device)
                 args.states = states.data_ptr()
-        library.load().attention_forward(ctypes.byref(args))
+        self._launch(library.load().attention_forward, args)
         return out, lse
 
     def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -82,17 +83,23 @@ class NativePasses:
             scores = (problem.batch, problem.heads, problem.q_len, problem.k_len)
             dbias = torch.zeros(scores, dtype=torch.float32, device=q.device)
             args.dbias = dbias.data_ptr()
-        library.load().attention_backward(ctypes.byref(args))
+        self._launch(library.load().attention_backward, args)
         whole = dq, _total(dk, problem), _total(dv, problem)
         return whole if dbias is None else (*whole, dbias.sum_to_size((*problem.bias, problem.q_len, problem.k_len)))
+
+    def _launch(self, kernel: Any, args: library.Args) -> None:
+        kernel(ctypes.byref(args))
+        for tables in self.later:
+            _set_tables(args, tables)
+            kernel(ctypes.byref(args))
 
     def args(self, **tensors: Tensor) -> library.Args:
         """The kernel's arguments common to both passes, with [batch, len, heads, head_dim] `tensors` as views."""
         problem = self.problem
         made = library.Args(**{name: _view(x) for name, x in tensors.items()})
-        tables = {name: getattr(self.tables, name) for name in NativeTables.__dataclass_fields__}
-        for name, table in {**tables, "seen": self.seen, "seq_lens": self.seq_lens}.items():
-            setattr(made, name, None if table is None else table.data_ptr())
+        _set_tables(made, self.tables)
+        for name, mask in (("seen", self.seen), ("seq_lens", self.seq_lens)):
+            setattr(made, name, None if mask is None else mask.data_ptr())
         for name in ("batch", "heads", "q_len", "k_len", "head_dim", "scale"):
             setattr(made, name, getattr(problem, name))
         made.group = problem.heads // problem.kv_heads
@@ -108,6 +115,12 @@ class NativePasses:
             strides = (stride if size > 1 else 0 for size, stride in zip(self.bias.shape, self.bias.stride()))
             made.bias_batch, made.bias_head, made.bias_row, made.bias_key = strides
         return made
+
+
+def _set_tables(args: library.Args, tables: NativeTables) -> None:
+    for name in NativeTables.__dataclass_fields__:
+        table = getattr(tables, name)
+        setattr(args, name, None if table is None else table.data_ptr())
 
 
 def _total(sums: Tensor, problem: Problem) -> Tensor:

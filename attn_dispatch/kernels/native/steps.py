@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from attn_dispatch.spec.reordered import Reordered
 
 PERIOD_LIMIT = 64  #: least common multiple of the rates; above, tiles are mostly empty
 ROW = 5  #: numbers in a row of a table
+NEIGHBOURS = 2048  #: tokens
 OPEN = 2**40  #: stands for no bound; larger than any distance of positions
 
 
@@ -65,23 +67,54 @@ def _made_once(problem: Problem, order: str) -> NativeTables:
         return new_thread.submit(_tables, problem, order).result()
 
 
+@lru_cache(maxsize=64)
+def document_tables(problem: Problem, lengths: tuple[int, ...]) -> tuple[NativeTables, ...]:
+    """The tables of a row of documents, each with the problem's pattern; `lengths` are theirs in tokens, 1 or more.
+
+    Neighbouring documents of up to `NEIGHBOURS` tokens share tables: the kernel takes one head after the other, and
+    what it reads for one is nearby in memory for the next.
+    """
+    groups: list[list[int]] = [[0]]
+    for end in accumulate(lengths):
+        if len(groups[-1]) > 1 and end - groups[-1][0] > NEIGHBOURS:
+            groups.append([groups[-1][-1]])
+        groups[-1].append(end)
+    with ThreadPoolExecutor(max_workers=1) as new_thread:
+        return tuple(new_thread.submit(_of_documents, problem, torch.tensor(each)).result() for each in groups)
+
+
+def _of_documents(problem: Problem, borders: Tensor) -> NativeTables:
+    if isinstance(problem.pattern, Dilated):
+        return _dilated(problem.pattern, problem.heads, 0, borders)
+    starts, each = borders[:-1], borders.diff()
+    tiles = _cut(starts, each, 1, torch.zeros_like(starts), torch.zeros_like(starts))
+    row = torch.repeat_interleave(torch.arange(len(starts)), (each + TILE - 1) // TILE)
+    return _banded(problem, tiles[:, 0], tiles[:, 2], starts[row], borders[1:][row])
+
+
 def _tables(problem: Problem, order: str) -> NativeTables:
     pattern = problem.pattern
     grid, stored = neighborhood_and_order(pattern)
     if grid is not None:
         return neighbour_tables(grid, problem.q_len, problem.heads, order if stored == NATURAL else stored, stored)
     if isinstance(pattern, Dilated):
-        return _dilated(pattern, problem)
+        return _dilated(pattern, problem.heads, problem.k_len - problem.q_len, torch.tensor([0, problem.k_len]))
     first = torch.arange(0, problem.q_len, TILE)
     count = (problem.q_len - first).clamp(max=TILE)
+    return _banded(problem, first, count, torch.zeros_like(first), torch.full_like(first, problem.k_len))
+
+
+def _banded(problem: Problem, first: Tensor, count: Tensor, start: Tensor, end: Tensor) -> NativeTables:
+    """Of a pattern without segments: tiles of `count` queries from `first` on, whose keys lie in `start` to `end`."""
     one, number, bands = torch.ones_like(first), torch.arange(len(first)), _bands(problem)
     runs = []
     for band in bands:
         lo = -OPEN if band.low is None else band.low
         hi = OPEN if band.high is None else band.high
-        stop = problem.k_len if band.stop is None else min(band.stop, problem.k_len)
-        begin, end = (first + lo).clamp(0, stop), (first + count + hi).clamp(0, stop)
-        runs.append(torch.stack([begin, one, (end - begin).clamp(min=0), one * lo, one * hi], dim=1))
+        stop = end if band.stop is None else end.minimum(start + band.stop)
+        begin = (first + lo).maximum(start).minimum(stop)
+        beyond = (first + count + hi).maximum(start).minimum(stop)
+        runs.append(torch.stack([begin, one, (beyond - begin).clamp(min=0), one * lo, one * hi], dim=1))
     tiles = torch.stack([first, one, count, number * len(bands), one * len(bands)], dim=1)
     by_tile = torch.stack(runs, dim=1).flatten(0, 1)
     return NativeTables(tiles, by_tile, torch.tensor([0, len(first)]), torch.zeros(problem.heads, dtype=torch.int64))
@@ -94,14 +127,15 @@ def _bands(problem: Problem) -> tuple[Band, ...]:
     return bands
 
 
-def _dilated(pattern: Dilated, problem: Problem) -> NativeTables:
-    head_class = torch.zeros(problem.heads, dtype=torch.int64)
+def _dilated(pattern: Dilated, heads: int, ahead: int, borders: Tensor) -> NativeTables:
+    """Of documents that begin and end at `borders`; the queries are the tokens from `ahead` on."""
+    head_class = torch.zeros(heads, dtype=torch.int64)
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
     first_tile = [0]
-    for number, ((offsets,), members) in enumerate(heads_by_kind(pattern, problem.heads).items()):
+    for number, ((offsets,), members) in enumerate(heads_by_kind(pattern, heads).items()):
         head_class[members] = number
-        some_tiles, some_runs = _class_tiles(pattern, offsets, problem.k_len - problem.q_len, problem.k_len)
+        some_tiles, some_runs = _class_tiles(pattern, offsets, ahead, borders)
         some_tiles[:, 3] += sum(len(before) for before in runs)
         tiles.append(some_tiles)
         runs.append(some_runs)
@@ -109,21 +143,27 @@ def _dilated(pattern: Dilated, problem: Problem) -> NativeTables:
     return NativeTables(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
 
 
-def _class_tiles(pattern: Dilated, offsets: Offsets, ahead: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """The tiles and runs of the heads with these offsets; the queries are the tokens from `ahead` on."""
+def _class_tiles(pattern: Dilated, offsets: Offsets, ahead: int, borders: Tensor) -> tuple[Tensor, Tensor]:
+    """The tiles and runs of the heads with these offsets, of documents that begin and end at `borders`.
+
+    The queries are the tokens from `ahead` on.
+    """
     step = dilation_period(pattern)
-    borders = [torch.arange(min(tokens, -(-ahead // w) * w), tokens, w) for w, _ in pattern.branches]
-    starts = torch.unique(torch.cat([torch.tensor([ahead]), *borders]))
-    ends = torch.cat([starts[1:], torch.tensor([tokens])])
+    begin = borders[:1] + ahead
+    starts = torch.cat([begin, *(_segment_starts(borders, w) for w, _ in pattern.branches)])
+    starts = torch.unique(starts[starts >= begin])
+    ends = torch.cat([starts[1:], borders[-1:]])
     # One row of queries per residue in each interval between segment borders.
     residues = min(step, int((ends - starts).max()))
     first = (starts[:, None] + torch.arange(residues)).flatten()
     end = ends.repeat_interleave(residues)
     first, end = first[first < end], end[first < end]
+    document = torch.searchsorted(borders, first, right=True)
+    base, limit = borders[document - 1], borders[document]
     found = []
     for (w, r), offset in zip(pattern.branches, offsets):
-        begin = first // w * w
-        length = (begin + w).clamp(max=tokens) - begin
+        begin = base + (first - base) // w * w
+        length = (begin + w).minimum(limit) - begin
         if offset is None:
             selected = torch.zeros_like(first, dtype=torch.bool)
             offset = 0
@@ -138,6 +178,13 @@ def _class_tiles(pattern: Dilated, offsets: Offsets, ahead: int, tokens: int) ->
     number = selected.sum(dim=1)
     first_run = number.cumsum(0) - number
     return _cut(first - ahead, (end - first + step - 1) // step, step, first_run, number), runs
+
+
+def _segment_starts(borders: Tensor, length: int) -> Tensor:
+    """Where segments of this length start, in documents that begin and end at `borders`."""
+    segments = (borders.diff() + length - 1) // length
+    document = torch.repeat_interleave(torch.arange(len(segments)), segments)
+    return borders[document] + (torch.arange(len(document)) - (segments.cumsum(0) - segments)[document]) * length
 
 
 def _cut(first: Tensor, count: Tensor, step: int, first_run: Tensor, runs: Tensor) -> Tensor:

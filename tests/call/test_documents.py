@@ -1,0 +1,210 @@
+"""Packed documents by a backend that takes all of them at once, and decisions by classes of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import Dense, Dilated, Window, attend, record
+from attn_dispatch.backends import manual, native
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels.native import steps
+from attn_dispatch.kernels.native.steps import document_tables, native_tables
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.problem import Problem
+from tests.call.test_packing import HEADS, IDS, LENGTH, PATTERNS, Three, expected, tensors
+from tests.decisions.test_online import Machine, call_until_measured, stored
+from tests.support.calls import close
+from tests.support.pairwise import crossed
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+FLOATS: Any = [x.float() for x in tensors()]
+able = pytest.mark.skipif(bool(native.refusals(Problem.of(*FLOATS))), reason="no compiler")
+EVERY: tuple[Pattern, ...] = (
+    *PATTERNS,
+    Window(7, 2),
+    Window(None, 3),
+    Dilated((8, 16, 64), (1, 2, 4), offsets="block"),
+)
+ALIKE = IDS[:1].expand(2, -1)
+
+
+@able
+@crossed(
+    pattern=EVERY,
+    rows=("alike", "apart"),
+    layout=("bnhd", "bhnd"),
+    masked=(False, True),
+    dtype=(torch.float32, torch.bfloat16),
+)
+def test_native_takes_all_documents_at_once(
+    pattern: Pattern, rows: str, layout: str, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "run", None)
+    q, k, v = (x.detach().to(dtype).double().requires_grad_() for x in tensors())
+    ids = ALIKE if rows == "alike" else IDS
+    key_mask = torch.arange(LENGTH).expand(2, -1) % 5 != 2 if masked and pattern == Dense() else None
+    more: Any = {"documents": ids, "key_mask": key_mask, "backend": "native", "layout": layout, "return_lse": True}
+    given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    laid_out: Any = [x if layout == "bnhd" else x.transpose(1, 2) for x in given]
+    out, lse = attend(laid_out[0], laid_out[1], laid_out[2], pattern, **more)
+    out = out if layout == "bnhd" else out.transpose(1, 2)
+    right, right_lse = expected(q, k, v, pattern, ids, None, key_mask)
+    grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), given)
+    exact = torch.autograd.grad(right.square().sum() + right_lse.sum(), (q, k, v))
+    pairs = [(out, right), (lse, right_lse), *zip(grads, exact)]
+    if dtype == torch.float32:
+        assert all(close(x, y) for x, y in pairs)
+        return
+    monkeypatch.undo()
+    for (x, y), z in zip(pairs, _one_by_one(given, pattern, ids, key_mask)):
+        mine, other = (float((each.detach().double() - y.detach()).abs().max()) for each in (x, z))
+        # No further off than calls for single documents, and a rounding of the largest entry.
+        assert mine <= other + torch.finfo(dtype).eps * float(y.detach().abs().max())
+
+
+def _one_by_one(given: list[Tensor], pattern: Pattern, ids: Tensor, key_mask: Tensor | None) -> list[Tensor]:
+    outs, lses = torch.zeros_like(given[0]), torch.zeros(2, HEADS, LENGTH)
+    for row in range(2):
+        for each in torch.unique_consecutive(ids[row]):
+            at = (ids[row] == each).nonzero().flatten()
+            mask = None if key_mask is None else key_mask[row : row + 1, at]
+            part: Any = [x[row : row + 1, at] for x in given]
+            out, lse = attend(part[0], part[1], part[2], pattern, key_mask=mask, backend="native", return_lse=True)
+            outs = outs.index_put((torch.tensor(row), at), out[0])
+            lses = lses.transpose(1, 2).index_put((torch.tensor(row), at), lse[0].t()).transpose(1, 2)
+    grads = torch.autograd.grad(outs.float().square().sum() + lses.sum(), given)
+    return [outs, lses, *grads]
+
+
+@able
+@pytest.mark.parametrize("pattern", EVERY, ids=str)
+def test_one_document_has_the_tables_of_a_row(pattern: Pattern) -> None:
+    for length in (1, 5, 63, 64, 65, 200):
+        x = torch.empty(1, length, HEADS, 8)
+        problem = Problem.of(x, x, x, pattern)
+        whole, (found,) = native_tables(problem), document_tables(problem, (length,))
+        for name in ("tiles", "runs", "first_tile", "head_class"):
+            assert torch.equal(getattr(whole, name), getattr(found, name)), (length, name)
+
+
+@able
+@pytest.mark.parametrize("pattern", EVERY, ids=str)
+def test_documents_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of neighbours in memory: the kernel runs once for each group."""
+    given: Any = [x.detach().float().requires_grad_() for x in tensors(length=200, batch=1)]
+    ids = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
+    results = []
+    for most in (1, 80, 1000):
+        monkeypatch.setattr(steps, "NEIGHBOURS", most)
+        steps.document_tables.cache_clear()
+        out, lse = attend(given[0], given[1], given[2], pattern, documents=ids, backend="native", return_lse=True)
+        results.append(
+            [out, lse, *torch.autograd.grad((out, lse), given, (torch.ones_like(out), torch.ones_like(lse)))]
+        )
+    wide: Any = [x.detach().double().requires_grad_() for x in given]
+    right = expected(wide[0], wide[1], wide[2], pattern, ids, None, None)
+    exact = [*right, *torch.autograd.grad(right, wide, [torch.ones_like(x) for x in right])]
+    assert all(close(x, y) for found in results for x, y in zip(found, exact))
+    assert len(document_tables(Problem.of(given[0], given[1], given[2], pattern), (20, 70, 5))) == 1
+    steps.document_tables.cache_clear()
+
+
+@able
+def test_softcap_slopes_and_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach().float() for x in tensors())
+    sink = torch.tensor([0.1, -0.4, 2.0, 0.0])
+    for more in ({"softcap": 5.0}, {"alibi_slopes": torch.rand(HEADS)}, {"alibi_slopes": torch.rand(2, HEADS)}):
+        given: Any = {"documents": IDS, "is_causal": True, "sink": sink, "return_lse": True, **more}
+        found, right = (attend(q, k, v, backend=name, **given) for name in ("native", "manual"))
+        assert all(close(x, y.double()) for x, y in zip(found, right))
+
+
+@able
+def test_what_other_documents_hold_does_not_reach_native() -> None:
+    q, k, v = (x.detach().float() for x in tensors())
+    before = attend(q, k, v, documents=IDS, backend="native")[0, 10:20].clone()
+    for x in (q, k, v):
+        x[0, :10] = x[0, 20:] = torch.nan
+    after: Any = [x.requires_grad_() for x in (q, k, v)]
+    out = attend(*after, documents=IDS, backend="native")
+    assert torch.equal(out[0, 10:20], before)
+    for grad in torch.autograd.grad(out[0, 10:20].sum(), after):
+        assert grad[0, 10:20].isfinite().all()
+
+
+@able
+def test_autocast_casts_them_once() -> None:
+    q, k, v = (x.detach().float() for x in tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q, k, v, documents=IDS, backend="native")
+    half = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), documents=IDS, backend="native")
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, half)
+
+
+def lists(count: int) -> list[Tensor]:
+    """Starts of documents of 160 tokens in all, of other lengths in each."""
+    generator = torch.Generator().manual_seed(0)
+    cuts = [torch.randperm(159, generator=generator)[:5].sort().values + 1 for _ in range(count)]
+    return [torch.cat([torch.tensor([0]), each, torch.tensor([160])]) for each in cuts]
+
+
+def long_rows() -> Three:
+    q, k, v = (x.detach().float() for x in tensors(length=160, batch=1))
+    return q, k, v
+
+
+def test_decisions_are_of_classes_of_lengths() -> None:
+    rows = long_rows()
+    for starts in lists(30):
+        out = attend(*rows, cu_seqlens=starts, is_causal=True)
+        right = attend(*rows, cu_seqlens=starts, is_causal=True, backend="manual")
+        assert close(out, right.double())
+    assert sum(counted_sources()) <= 9  # powers of two up to 256
+
+
+def counted_sources() -> tuple[int, ...]:
+    from attn_dispatch import counters
+
+    return tuple(count for name, count in counters().items() if name != "forced")
+
+
+def test_recorded_classes(tmp_path: Any) -> None:
+    from attn_dispatch.store.problem_files import read_record
+
+    with record(tmp_path / "seen"):
+        for starts in lists(10):
+            attend(*long_rows(), cu_seqlens=starts)
+    found = read_record(tmp_path / "seen")
+    assert 0 < len(found) <= 9
+    assert {each.batch for each in found} <= {1, 2}
+    assert all(each.q_len & (each.q_len - 1) == 0 for each in found)
+
+
+def test_a_backend_that_fails_on_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **more: Any) -> Tensor:
+        raise ValueError("no documents today")
+
+    monkeypatch.setattr(manual, "run_documents", broken, raising=False)
+    with pytest.raises(BackendFailed, match="no documents today"):
+        attend(*tensors(), documents=IDS, backend="manual")
+
+
+def test_a_trial_goes_on_beside_documents(monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
+    """Their calls pay for it in mode `online`, and from its end on they take the choice."""
+    set_mode("online")
+    monkeypatch.setenv("ATTN_DISPATCH_OVERHEAD", "0.5")
+    machine = Machine(monkeypatch)
+    machine.add("a", 4)
+    machine.add("b", 2)
+    q, k, v = long_rows()
+    starts = torch.arange(0, 161, 16)
+    call_until_measured(lambda: attend(q, k, v, cu_seqlens=starts))
+    (decision,) = stored()
+    assert (decision.choice, decision.problem["q_len"]) == ("b", 16)

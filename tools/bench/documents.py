@@ -1,0 +1,146 @@
+"""Packed documents of many lengths: one call, and a call for each document.
+
+    python -m tools.bench.documents [--quick]
+
+Each call of a row has another order of its documents, as each step of a training has. The limit is the pairs of tokens
+that the documents have, at the rate of `native` on the longest of them alone, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_dispatch import attend
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.shapes import pair_count
+from attn_dispatch.tuning.intervals import Timing
+from attn_dispatch.tuning.rounds import time_in_rounds
+from tools.lib.common import parser, ratio, timing, write
+
+HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS = 8, 64, 16384, 2048
+LEAST = 16  #: tokens of a document; lengths are log-uniform from here to `LONGEST`
+LONGEST = (128, 2048)
+PATTERNS: tuple[Pattern, ...] = (
+    Dense(is_causal=True),
+    Window(255, 0),
+    Dilated((64, 256, 1024), (1, 2, 4), is_causal=True),
+)
+DTYPES = (torch.float32, torch.bfloat16)
+ORDERS = 100  #: of the documents; more than lists that the kernel remembers
+CELL_S, ROUNDS, MOST_ROUNDS = 6.0, 5, 100
+
+
+def lengths_of(tokens: int, longest: int) -> list[int]:
+    """Lengths that add up to `tokens`."""
+    generator, found = torch.Generator().manual_seed(0), list[int]()
+    while sum(found) < tokens:
+        drawn = float(torch.rand(1, generator=generator)) * math.log(longest / LEAST)
+        found.append(min(tokens - sum(found), int(LEAST * math.exp(drawn))))
+    return found
+
+
+def in_longest(pattern: Pattern, lengths: Sequence[int]) -> float:
+    """The pairs of all documents over those of the longest one."""
+    longest = max(lengths)
+    pairs = sum(pair_count(pattern.simplify(each, each, HEADS), each, each, HEADS) for each in lengths)
+    return pairs / pair_count(pattern.simplify(longest, longest, HEADS), longest, longest, HEADS)
+
+
+def ran(call: Callable[[], Tensor], needs_grad: bool) -> Callable[[], None]:
+    def whole() -> None:
+        out = call()
+        if needs_grad:
+            out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+
+    return whole
+
+
+def calls(pattern: Pattern, lengths: list[int], dtype: torch.dtype, needs_grad: bool) -> dict[str, Callable[[], None]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(tokens: int) -> list[Tensor]:
+        shape = (1, tokens, HEADS, HEAD_DIM)
+        return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(needs_grad) for _ in range(3)]
+
+    packed: Any
+    single: Any
+    packed, single = drawn(sum(lengths)), drawn(max(lengths))
+    shuffled = [torch.tensor(lengths)[torch.randperm(len(lengths), generator=generator)] for _ in range(ORDERS)]
+    rows = itertools.cycle([torch.cat([torch.zeros(1, dtype=torch.int64), each.cumsum(0)]) for each in shuffled])
+
+    def of_each(run: Callable[..., Tensor]) -> Tensor:
+        """A call for each document of the packed tensors."""
+        return torch.cat([run(*each) for each in zip(*(torch.split(x, lengths, 1) for x in packed))], 1)
+
+    def by_sdpa(*each: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in each)
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    found = {
+        "packed": lambda: attend(packed[0], packed[1], packed[2], pattern, cu_seqlens=next(rows), backend="native"),
+        "each": lambda: of_each(partial(attend, pattern=pattern, backend="native")),
+        "one": lambda: attend(single[0], single[1], single[2], pattern, backend="native"),
+    }
+    if pattern == Dense(is_causal=True):
+        found["sdpa"] = lambda: of_each(by_sdpa)
+    return {name: ran(call, needs_grad) for name, call in found.items()}
+
+
+def measured(pattern: Pattern, longest: int, dtype: torch.dtype, needs_grad: bool, tokens: int) -> dict[str, Any]:
+    """One row of the table."""
+    lengths = lengths_of(tokens, longest)
+    found = time_in_rounds(
+        calls(pattern, lengths, dtype, needs_grad),
+        budget_s=CELL_S,
+        min_rounds=ROUNDS,
+        max_rounds=MOST_ROUNDS,
+        hopeless=None,
+        margin=0.0,
+    ).timings
+    times = in_longest(pattern, lengths)
+    limit = Timing(tuple(each * times for each in found["one"].samples_ms), 0.0)
+    return {
+        "pattern": str(pattern),
+        "documents": len(lengths),
+        "tokens": tokens,
+        "longest": longest,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backward": needs_grad,
+        **{name: timing(each) for name, each in found.items() if name != "one"},
+        "limit_ms": limit.median_ms,
+        "over_limit": ratio(found["packed"], limit),
+        **{f"{name}_over_packed": ratio(found[name], found["packed"]) for name in ("each", "sdpa") if name in found},
+    }
+
+
+def main() -> None:
+    options = parser(__doc__, "documents.json")
+    options.add_argument("--quick", action="store_true", help="few tokens, to see that it works")
+    given = options.parse_args()
+    rows = []
+    for pattern in PATTERNS:
+        for longest in LONGEST:
+            for dtype in DTYPES:
+                for needs_grad in (False, True):
+                    row = measured(pattern, longest, dtype, needs_grad, QUICK_TOKENS if given.quick else TOKENS)
+                    rows.append(row)
+                    print(
+                        f"{row['pattern']:50} {row['documents']:4} up to {longest:4} {row['dtype']:8} "
+                        f"{'forward + backward' if needs_grad else 'forward':18} packed "
+                        f"{row['packed']['median_ms']:8.2f} ms, {row['over_limit']['median']:.2f} times the limit, "
+                        f"each {row['each_over_packed']['median']:.2f}",
+                        flush=True,
+                    )
+    write(given.output, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
