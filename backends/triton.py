@@ -2,15 +2,18 @@
 
 Nothing is gathered, merged or converted in memory; besides results there are lse, one more sum per query, and lists of
 tiles. In `kernels/triton`, `work_list` computes the tiles, `launch_order` their order, and `forward` and `backward` are
-the kernels.
+the kernels. Of few queries at the end of longer keys, `few_queries` reads the keys in parts, as many as keep the device
+busy, and once for all heads that share them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +65,12 @@ LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch version
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
 INTERPRETED = BlockConfig(64, 64, 4, 1)
+FEW_LANES = 16  #: queries by heads that share keys, up to which the keys are read in parts
+PART_BYTES = 2**14  #: of a block of keys, one of four that its loads keep in shared memory
+LEAST_PART = 4  #: blocks of keys that a part has at least
+MOST_PARTS = {True: 32, False: 64}  #: whether head_dim is above 128: sums of all parts are joined in registers
+PARTS_PER_PROCESSOR = 2  #: programs for each multiprocessor
+INTERPRETED_PARTS = 5
 INTERPRETED_CACHE = L2Cache(2**14, 1)  #: so small that cache limits matter in small problems
 
 
@@ -81,6 +90,8 @@ def workspace_bytes(problem: Problem) -> int:
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
+    if (parts := key_parts(problem)) is not None:
+        sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
     launched = {(each.side, block) for each in _kernels(problem) for block in _fitting(each, problem)}
     lists = _list_bytes(problem) + sum(launch_order_bytes(problem, side, block.rows) for side, block in launched)
     return sums + lists * (BUILDING if problem.device.type == "cpu" else 1)
@@ -103,6 +114,8 @@ def first_call_ms(problem: Problem) -> float:
 
 def orders(problem: Problem) -> tuple[str, ...]:
     """The visit orders that may change the speed, natural order first."""
+    if key_parts(problem) is not None and not problem.needs_grad:
+        return (NATURAL,)
     return offered_orders(
         problem, _l2_cache(problem.device), -(-problem.q_len // block_configs(FORWARD, problem)[0].rows)
     )
@@ -163,6 +176,9 @@ class _TritonPasses:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
+        parts = key_parts(problem) if self.order == NATURAL and self.seq_lens is None else None
+        if parts is not None:
+            return _in_parts(self, parts, q, k, v)
         (out,) = _results("queries", problem, q)
         lse = torch.full((problem.batch, problem.heads, problem.q_len), -math.inf, dtype=torch.float32, device=q.device)
         _launch(FORWARD, self, (q, k, v, out, lse), (q, k, v))
@@ -180,6 +196,84 @@ class _TritonPasses:
         _launch(BACKWARD_Q, self, tensors, strided, GRAD_LSE=grad_lse is not None)
         _launch(BACKWARD_KV, self, (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
         return dq, dk, dv
+
+
+class KeyParts(NamedTuple):
+    """Keys `first` to `end` that a problem's few queries see, in `parts` parts of `share`, by blocks of `columns`."""
+
+    first: int
+    end: int
+    parts: int
+    share: int
+    columns: int
+    low: int | None  #: bounds of key - query
+    high: int | None
+
+
+@lru_cache(maxsize=4096)
+def key_parts(problem: Problem) -> KeyParts | None:
+    """How the keys of few queries are read in parts; None where they are not."""
+    lanes = problem.heads // problem.kv_heads * problem.q_len
+    if lanes > FEW_LANES or problem.k_len <= problem.q_len or not isinstance(problem.pattern, Dense | Window):
+        return None
+    (band,) = problem.pattern.bands(problem.q_len, problem.k_len, ())
+    first = 0 if band.low is None else min(max(0, band.low), problem.k_len)
+    last = problem.k_len - 1 if band.high is None else min(problem.k_len - 1, problem.q_len - 1 + band.high)
+    keys = last + 1 - first
+    if keys <= 0:
+        return None
+    columns = min(128, max(SMALLEST_SIDE, PART_BYTES // (padded_head_dim(problem) * problem.dtype.itemsize)))
+    if problem.device.type == "cpu":
+        columns, wanted = SMALLEST_SIDE, INTERPRETED_PARTS
+    else:
+        processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+        wanted = -(-PARTS_PER_PROCESSOR * processors // (problem.batch * problem.kv_heads))
+    blocks = -(-keys // columns)
+    count = max(1, min(wanted, blocks // LEAST_PART or 1, MOST_PARTS[padded_head_dim(problem) > 128]))
+    share = -(-blocks // count) * columns
+    return KeyParts(first, last + 1, -(-keys // share), share, columns, band.low, band.high)
+
+
+def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward pass of few queries."""
+    from attn_dispatch.kernels.triton import few_queries  # imports triton
+
+    problem, mask, device = call.problem, call.key_mask, q.device
+    pairs, strided = problem.batch * problem.kv_heads, (q, k, v)
+    maxima, totals = torch.empty(2, pairs * parts.parts, FEW_LANES, dtype=torch.float32, device=device)
+    sums = torch.empty(*maxima.shape, problem.head_dim, dtype=torch.float32, device=device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
+    common: dict[str, Any] = {
+        "GROUP": problem.heads // problem.kv_heads,
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": padded_head_dim(problem),
+        "ROWS": FEW_LANES,
+    }
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        few_queries.part[(pairs * parts.parts,)](
+            *(*strided, sums, maxima, totals, mask),
+            *(stride for x in strided for stride in x.stride()),
+            *((0, 0) if mask is None else mask.stride()),
+            *(problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end),
+            *(parts.low or 0, parts.high or 0, as_float32(problem.scale)),
+            **common,
+            COLUMNS=parts.columns,
+            LOW=parts.low is not None,
+            HIGH=parts.high is not None,
+            KEY_MASK=mask is not None,
+            PRECISION=precision(problem),
+            WIDE=needs_wide_offsets(strided),
+            num_warps=4,
+            num_stages=2,
+        )
+        few_queries.join[(problem.batch * problem.q_len * problem.heads,)](
+            *(sums, maxima, totals, out, lse, problem.heads, parts.parts, problem.q_len),
+            **common,
+            SPLITS=next_power_of_two(parts.parts),
+            num_warps=4,
+        )
+    return out, lse
 
 
 def _results(side: Side, problem: Problem, *like: Tensor) -> list[Tensor]:
