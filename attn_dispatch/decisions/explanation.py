@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attn_dispatch.decisions import look_up
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.store import passed
 from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
 from attn_dispatch.text import align, gib, milliseconds, printable
 
@@ -117,7 +118,7 @@ class Explanation:
             drift=None if decision.drift is None else DriftReport.of(decision.drift),
             provisional=decision.provisional,
             load=decision.load,
-            unchecked=not look_up.is_confirmed(decision),
+            unchecked=bool(decision.origin) and not passed.is_confirmed(cache_folder(), decision),
         )
 
     def to_dict(self) -> dict[str, Any]:

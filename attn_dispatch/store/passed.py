@@ -46,19 +46,20 @@ def note_passed(folder: Path, silicon: str, check: str) -> None:
         say_once(f"passed checks are not remembered: {path.parent} cannot be written ({error.strerror or error})")
 
 
-def is_confirmed(folder: Path, decision: Decision, version: str | None) -> bool:
-    """Whether another machine's choice was checked here, in this version of its backend."""
-    return has_passed(folder, decision.silicon, _digest(decision, version))
+def is_confirmed(folder: Path, decision: Decision, *version: str | None) -> bool:
+    """Whether another machine's choice was checked here: in this version of its backend, if one is given."""
+    return has_passed(folder, decision.silicon, _digest(decision, *version))
 
 
 def note_confirmed(folder: Path, decision: Decision, version: str | None) -> None:
     """Remember that another machine's choice was checked here, as `note_passed` does."""
-    note_passed(folder, decision.silicon, _digest(decision, version))
+    for found in (_digest(decision), _digest(decision, version)):
+        note_passed(folder, decision.silicon, found)
 
 
-def _digest(decision: Decision, version: str | None) -> str:
+def _digest(decision: Decision, *version: str | None) -> str:
     """Twenty digits for a choice: its problem, its candidate, when it was made, and the version that was checked."""
-    return digest(decision.key, *decision.chosen, version, decision.created)
+    return digest(decision.key, *decision.chosen, *version, decision.created)
 
 
 def _path(folder: Path, silicon: str) -> Path:

@@ -22,6 +22,7 @@ from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
 from attn_dispatch.machine import load
+from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard, tuner
 from tests.support import calls
@@ -67,7 +68,8 @@ def _machine_without_other_programs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder that is not there yet, the default settings, and empty tables."""
+    """A cache folder that is not there yet, no shipped profile, the default settings, and empty tables."""
+    monkeypatch.setattr(store_folder, "package_files", lambda name: tmp_path / "no profiles")
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "decisions"))
     for name in [*os.environ, "TRITON_INTERPRET"]:
         if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
