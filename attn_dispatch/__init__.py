@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_dispatch.compat.sdpa import replacing_sdpa
     from attn_dispatch.decisions.decide import counters
     from attn_dispatch.decisions.explanation import Explanation
     from attn_dispatch.dispatch import attend, explain
@@ -50,6 +51,7 @@ __all__ = [
     "profile",
     "record",
     "register",
+    "replacing_sdpa",
     "shard",
     "shard_positions",
     "to_order",
@@ -61,6 +63,7 @@ __all__ = [
 _HOME = {
     "attend": "dispatch",
     "counters": "decisions.decide",
+    "replacing_sdpa": "compat.sdpa",
     "explain": "dispatch",
     "AttnDispatchError": "errors",
     "BackendFailed": "errors",

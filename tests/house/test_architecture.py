@@ -34,7 +34,9 @@ ARROWS = {
     "ring": ("decisions",),
     "api": ("ring",),
     "cli": ("api",),
-    "entry": ("cli",),
+    "compat": ("api",),
+    "integrations": ("api",),
+    "entry": ("cli", "compat"),
 }
 #: Of the rooms inside a room, "" are its own files.
 INNER: dict[str, dict[str, tuple[str, ...]]] = {
@@ -187,9 +189,12 @@ def test_rooms_say_what_they_are_for() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         text = ast.get_docstring(tree)
         assert text, path
-        if path.parent.name != "cli":  # where the command itself stands
+        assert path.parent.name == "cli" or len(text.splitlines()) == 4, path
+        if path.parent.name not in (
+            "cli",
+            "compat",
+        ):  # where the command itself stands, and what users import from there
             assert len(tree.body) == 1, f"{path} holds more than its docstring"
-            assert len(text.splitlines()) == 4, path
 
 
 def test_rooms_hide_no_public_name() -> None:

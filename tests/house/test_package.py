@@ -31,6 +31,7 @@ PUBLIC = [
     "profile",
     "record",
     "register",
+    "replacing_sdpa",
     "shard",
     "shard_positions",
     "to_order",

@@ -1,0 +1,11 @@
+"""attend() under the names and with the arguments of other attention functions, each aligned as that one is.
+
+Imports the functions that users call, and what they import.
+Public: `flash_attn_func`, `flash_attn_varlen_func`, `memory_efficient_attention`, `scaled_dot_product_attention`.
+"""
+
+from attn_dispatch.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
+from attn_dispatch.compat.sdpa import scaled_dot_product_attention
+from attn_dispatch.compat.xformers import memory_efficient_attention
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention", "scaled_dot_product_attention"]

@@ -1,0 +1,139 @@
+"""PyTorch's scaled_dot_product_attention by attend(), and in its place."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attn_dispatch.dispatch import attend
+from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
+
+_running = threading.local()
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """torch.nn.functional.scaled_dot_product_attention: `is_causal` aligns the first query with the first key.
+
+    Args:
+        query: [..., heads, q_len, head_dim]. key, value: [..., kv_heads, k_len, head_dim]; values may be wider or
+            narrower.
+        attn_mask: bool, True for keys that are seen, or floating point, added to the scores; broadcastable to
+            [..., heads, q_len, k_len]. A bool mask about keys alone becomes a key mask, others a bias.
+        enable_gqa: whether kv_heads may be fewer than heads.
+
+    Raises:
+        InvalidInput: an argument is wrong, or asks for what attend() has not.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} must be a tensor [..., heads, len, head_dim], got {got}")
+    if attn_mask is not None and is_causal:
+        raise InvalidInput("give attn_mask or is_causal, not both")
+    if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3]:
+        raise InvalidInput(f"enable_gqa must be True where heads differ, got {query.shape[-3]} and {key.shape[-3]}")
+    shape = query.shape
+    batch: torch.Size = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))  # type: ignore[no-untyped-call]
+    q, k, v = (_four_axes(x, batch) for x in (query, key, value))
+    more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "layout": "bhnd"}
+    if attn_mask is not None:
+        more |= _mask(attn_mask, batch, q, k)
+    if is_causal and q.shape[2] != k.shape[2]:
+        more["alignment"] = "upper_left"
+    out = attend(q, k, v, is_causal=is_causal, **more)
+    return out.reshape(*batch, *shape[-3:-1], value.shape[-1]) if query.ndim != 4 else out
+
+
+def _four_axes(x: Tensor, batch: torch.Size) -> Tensor:
+    """x as [batch, heads, len, head_dim]."""
+    whole = x if x.ndim > 2 else x.unsqueeze(0)
+    return whole.expand(*batch, *whole.shape[-3:]).reshape(math.prod(batch), *whole.shape[-3:])
+
+
+def _mask(mask: object, batch: torch.Size, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    """`key_mask` or `bias`. Raises InvalidInput."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidInput(f"attn_mask must be a bool or floating-point tensor, got {got}")
+    whole = (*batch, q.shape[1], q.shape[2], k.shape[2])
+    try:
+        torch.broadcast_shapes(mask.shape, whole)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise InvalidInput(f"attn_mask must be broadcastable to {list(whole)}, got {list(mask.shape)}") from None
+    wide = mask.reshape((1,) * (len(whole) - mask.ndim) + mask.shape)
+    rows = 1 if all(size == 1 for size in wide.shape[:-3]) else math.prod(batch)
+    if rows > 1:
+        wide = wide.expand(*batch, *wide.shape[-3:])
+    wide = wide.reshape(rows, *wide.shape[-3:])
+    if mask.dtype == torch.bool and wide.shape[1:3] == (1, 1):
+        return {"key_mask": wide[:, 0, 0].expand(len(q), k.shape[2])}
+    if mask.dtype == torch.bool:
+        wide = torch.zeros_like(wide, dtype=q.dtype).masked_fill(~wide, -math.inf)
+    return {"bias": wide.expand(-1, -1, q.shape[2], k.shape[2])}
+
+
+@dataclass
+class Replaced:
+    """What became of calls: how many went to attend(), and how many of the others for which reason."""
+
+    routed: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        rest = "".join(f"\n{count} left to PyTorch: {reason}" for reason, count in self.left.most_common())
+        return f"{self.routed} call{'s' * (self.routed != 1)} by attend(){rest}"
+
+
+@contextmanager
+def replacing_sdpa() -> Iterator[Replaced]:
+    """Inside, calls of torch.nn.functional.scaled_dot_product_attention go to attend() where it takes them.
+
+    with attn_dispatch.replacing_sdpa() as replaced:
+        model(x)
+    print(replaced)  # how many calls, and why others were left to PyTorch
+
+    Of all threads; a name that a module imported before (`from torch.nn.functional import ...`) is not replaced.
+    Compiled functions, and calls inside torch's context_parallel, keep PyTorch's.
+    """
+    original, found, lock = functional.scaled_dot_product_attention, Replaced(), threading.Lock()
+
+    def replacement(*args: Any, **more: Any) -> Any:
+        if getattr(_running, "inside", False) or torch.compiler.is_compiling():
+            return original(*args, **more)
+        _running.inside = True
+        try:
+            result = scaled_dot_product_attention(*args, **more)
+        except (InvalidInput, NoBackend, NotDecided) as error:
+            with lock:
+                found.left[str(error)] += 1
+        else:
+            with lock:
+                found.routed += 1
+            return result
+        finally:
+            _running.inside = False
+        return original(*args, **more)
+
+    functional.scaled_dot_product_attention = replacement
+    try:
+        yield found
+    finally:
+        functional.scaled_dot_product_attention = original
