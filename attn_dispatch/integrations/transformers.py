@@ -10,6 +10,8 @@ Where a decoder's config has `attn_dispatch = {"segment_lengths": [...], "dilati
 causal attention become `Dilated`.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from functools import partial
