@@ -10,25 +10,27 @@ Where a decoder's config has `attn_dispatch = {"segment_lengths": [...], "dilati
 causal attention become `Dilated`.
 """
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.utils.import_utils import is_tracing
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.log import say_once
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+
+# By name: type checkers need not find the library.
+transformers: Any = import_module("transformers")
+masking_utils: Any = import_module("transformers.masking_utils")
+sdpa_attention_forward: Any = import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
+is_tracing: Any = import_module("transformers.utils.import_utils").is_tracing
 
 NAME = "attn_dispatch"
 #: Keywords of an attention function that change no result, or whose meaning the mask has already.
@@ -87,8 +89,8 @@ def register(*, fallback: bool = False) -> None:
         fallback: hand masks that are none of causal, window, chunks, padding and packed rows to PyTorch's attention,
             instead of raising.
     """
-    AttentionInterface.register(NAME, partial(attention, fallback=fallback))
-    AttentionMaskInterface.register(NAME, partial(mask, fallback=fallback))
+    transformers.AttentionInterface.register(NAME, partial(attention, fallback=fallback))
+    transformers.AttentionMaskInterface.register(NAME, partial(mask, fallback=fallback))
 
 
 def mask(
