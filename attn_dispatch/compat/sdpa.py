@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
+from attn_dispatch.spec import tracing
 
 _running = threading.local()
 
@@ -74,11 +75,10 @@ def _mask(mask: object, batch: torch.Size, q: Tensor, k: Tensor) -> dict[str, Te
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidInput(f"attn_mask must be a bool or floating-point tensor, got {got}")
     whole = (*batch, q.shape[1], q.shape[2], k.shape[2])
-    try:
-        torch.broadcast_shapes(mask.shape, whole)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        raise InvalidInput(f"attn_mask must be broadcastable to {list(whole)}, got {list(mask.shape)}") from None
-    wide = mask.reshape((1,) * (len(whole) - mask.ndim) + mask.shape)
+    missing = len(whole) - mask.ndim
+    if missing < 0 or any(size not in (1, most) for size, most in zip(mask.shape, whole[missing:])):
+        raise InvalidInput(f"attn_mask must be broadcastable to {list(whole)}, got {list(mask.shape)}")
+    wide = mask.reshape((1,) * missing + mask.shape)
     rows = 1 if all(size == 1 for size in wide.shape[:-3]) else math.prod(batch)
     if rows > 1:
         wide = wide.expand(*batch, *wide.shape[-3:])
@@ -111,12 +111,14 @@ def replacing_sdpa() -> Iterator[Replaced]:
     print(replaced)  # how many calls, and why others were left to PyTorch
 
     Of all threads; a name that a module imported before (`from torch.nn.functional import ...`) is not replaced.
-    Compiled functions, and calls inside torch's context_parallel, keep PyTorch's.
+    Compiled functions, DTensors, and calls inside torch's context_parallel keep PyTorch's.
     """
     original, found, lock = functional.scaled_dot_product_attention, Replaced(), threading.Lock()
+    over_ranks = tracing.context_parallel() is not None
 
     def replacement(*args: Any, **more: Any) -> Any:
-        if getattr(_running, "inside", False) or torch.compiler.is_compiling():
+        sharded = over_ranks or any(map(tracing.is_dtensor, (*args, *more.values())))
+        if sharded or getattr(_running, "inside", False) or torch.compiler.is_compiling():
             return original(*args, **more)
         _running.inside = True
         try:

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from attn_dispatch import compat, replacing_sdpa
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec import tracing
 from tests.support.calls import close
 from tests.support.pairwise import crossed
 
@@ -155,6 +156,7 @@ def test_sdpa_with_grouped_heads() -> None:
         ({"attn_mask": torch.ones(9, 9), "is_causal": True}, "give attn_mask or is_causal, not both"),
         ({"attn_mask": torch.ones(9, 9, dtype=torch.int64)}, "attn_mask must be a bool or floating-point tensor"),
         ({"attn_mask": torch.ones(3, 9)}, "attn_mask must be broadcastable to [2, 4, 9, 9], got [3, 9]"),
+        ({"attn_mask": torch.ones(3, 1, 1, 9, 9)}, "to [2, 4, 9, 9], got [3, 1, 1, 9, 9]"),
     ],
 )
 def test_wrong_arguments_of_sdpa(options: dict[str, Any], message: str) -> None:
@@ -179,6 +181,15 @@ def test_replacing_sdpa() -> None:
     assert close(found, expected.double())
     assert replaced.routed == 1
     assert "attn_mask must be a bool or floating-point tensor" in str(replaced)
+
+
+def test_what_torch_spreads_over_ranks_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """attend() would see one rank's part alone."""
+    monkeypatch.setattr(tracing, "context_parallel", lambda: object())
+    x = drawn(2, 4, 9, 8)
+    with replacing_sdpa() as replaced:
+        functional.scaled_dot_product_attention(x, x, x)
+    assert replaced.routed == 0
 
 
 # --- xFormers ---------------------------------------------------------------------------------------------------------
