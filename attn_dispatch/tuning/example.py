@@ -116,10 +116,14 @@ def made_timed(problem: Problem, clock: Callable[[], float]) -> Steps[tuple[Exam
     """
     start = clock()
     example = yield from made(problem, on_device=True)
-    if problem.device.type != "cuda":
-        return example, 0.0
-    torch.cuda.synchronize(problem.device)
-    return example, clock() - start
+    synchronize(problem.device)
+    return example, clock() - start if problem.device.type == "cuda" else 0.0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a CUDA device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example:

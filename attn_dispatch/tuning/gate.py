@@ -13,9 +13,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,13 +35,14 @@ from attn_dispatch.text import one_line
 from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, shares_builds, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
-from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
 from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference, referenced
 from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
 Check = Callable[[], Sequence[str]]  # returns what failed
+CheckedRun = tuple[dict[str, torch.Tensor], int | None, float]
 
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 CASE_S = 0.01  #: seconds that a hard case is expected to take
@@ -67,7 +68,7 @@ class Gate:
     Args:
         example: of the problem; None where only the hard cases are to be run.
         pairs: query-key pairs of the example that are compared with float64, at most.
-        stepped: whether other code may run between the steps of `check_hard_cases`; crash markers are then removed.
+        stepped: whether other code may run between the steps; crash markers are then removed.
     """
 
     problem: Problem
@@ -135,7 +136,7 @@ class Gate:
             return Rejected("failed", text, quarantined=hung and candidate.name != registry.LAST_RESORT)
         return None
 
-    def admit(self, candidate: Candidate) -> Admitted | Rejected:
+    def admit(self, candidate: Candidate) -> Steps[Admitted | Rejected]:
         """Run the candidate on the problem itself, under guard, and check its results.
 
         Raises:
@@ -143,7 +144,15 @@ class Gate:
             NoReference: there is too little memory to evaluate the expected results.
         """
         oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
-        return self._tried(candidate, partial(self._admit, candidate, oracle))
+        builds = first_call_ms(candidate, self.problem) > 0
+        limit_s = self._limit_s(candidate, self.problem) + SLOWEST_RATE * work(candidate, self.problem)
+        run = partial(self._checked_run, candidate, limit_s)
+        held = [self._tried(candidate, run)]
+        if isinstance(held[0], Rejected):
+            return held[0]
+        if self.stepped:  # a first call may make threads and tables
+            yield CASE_S
+        return self._tried(candidate, partial(self._admit, candidate, oracle, run, held, builds))
 
     def check_hard_cases(self, candidate: Candidate, *, waiting: bool = False) -> Steps[Rejected | None]:
         """Run the hard cases, unless this version has passed them on this machine; the rejection if it fails one.
@@ -171,10 +180,7 @@ class Gate:
         return None
 
     def _tried(self, candidate: Candidate, run: Callable[[], T], *, again: bool = False) -> T | Rejected:
-        """Run a check of the candidate beside a crash marker; any failure becomes a rejection.
-
-        It is run once more if its memory ran out though it was free.
-        """
+        """Run a check beside a crash marker, again if its memory ran out though free; a failure becomes a rejection."""
         version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)
         free_before = memory.available_bytes(self.problem.device)
         try:
@@ -197,23 +203,27 @@ class Gate:
                 return self._tried(candidate, run, again=True)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
 
-    def _admit(self, candidate: Candidate, oracle: Oracle) -> Admitted | Rejected:
+    def _admit(
+        self, candidate: Candidate, oracle: Oracle, run: Callable[[], CheckedRun], held: list[Any], builds: bool
+    ) -> Admitted | Rejected:
+        """What the first run showed, which is taken out of `held`, or a second one, where the first is no measure."""
         needed = candidate.needed_bytes
-        limit_s = self._limit_s(candidate, self.problem) + SLOWEST_RATE * work(candidate, self.problem)
-        builds = first_call_ms(candidate, self.problem) > 0
-        result, peak, first_ms = self._checked_run(candidate, limit_s)
+        if self._marker is not None:
+            self._marker.begin(math.inf)  # so that it tells a second run from the first, which had another marker
+        result, peak, first_ms = held.pop() if held else run()
         call_ms = first_ms
         # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured. Any
         # first call on CUDA may load kernels and make plans, a short one on a CPU fills tables.
         lazy = first_ms < LOADING_MS.get(self.problem.device.type, 0.0)
         if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
-            result, peak, call_ms = self._checked_run(candidate, limit_s)
+            result, peak, call_ms = run()
         wrote = ["wrote into its inputs"] * self._restored_after(candidate)
         checked = oracle.check(result)
         error = checked.error if checked.error < float("inf") else None
         if wrote or checked.failures:
-            return self._incorrect(candidate, wrote or checked.failures, first_ms, peak, error)
+            found = self._incorrect(candidate, wrote or checked.failures)
+            return replace(found, first_ms=first_ms, peak_bytes=peak, error=error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
             self._quarantine(candidate, "memory", excess, self.address.group)
@@ -329,11 +339,11 @@ class Gate:
             f"a second call on the same tensors: {failure}" for failure in found.failures if failure.startswith("out")
         ]
 
-    def _checked_run(self, candidate: Candidate, limit_s: float) -> tuple[dict[str, torch.Tensor], int | None, float]:
+    def _checked_run(self, candidate: Candidate, limit_s: float) -> CheckedRun:
         """Run the candidate once; its tensors for the oracle, the peak of memory in bytes, and milliseconds."""
         device = self.problem.device
 
-        def run() -> tuple[dict[str, torch.Tensor], int | None, float]:
+        def run() -> CheckedRun:
             synchronize(device)
             start = time.perf_counter()
             result, peak = memory.peak_bytes(lambda: self._oracle.run(*candidate.backend_and_order), device)
@@ -360,18 +370,11 @@ class Gate:
             if marker is not None:
                 marker.begin(math.inf)  # what follows, such as a comparison, is not the backend's call
 
-    def _incorrect(
-        self,
-        candidate: Candidate,
-        failures: Sequence[str],
-        first_ms: float | None = None,
-        peak: int | None = None,
-        error: float | None = None,
-    ) -> Rejected:
+    def _incorrect(self, candidate: Candidate, failures: Sequence[str]) -> Rejected:
         reason = "; ".join(failures)
         logger.warning("%s gives wrong results for %s: %s", candidate.title, self.problem, reason)
         self._quarantine(candidate, "incorrect", reason, self.address.group)
-        return Rejected("incorrect", reason, first_ms, peak, error)
+        return Rejected("incorrect", reason)
 
     def _kind_of(self, error: BaseException, needed: int, free_before: int) -> Kind | None:
         """The kind of quarantine for an exception, or None; `free_before` is the memory free before the call."""
@@ -413,8 +416,3 @@ def failures_alone(
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:
     """Twenty digits for a version of a backend in an order and the class of problems whose hard cases it passed."""
     return digest(_PASSED_FORMAT, *key[:3], repr(key[3]))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -411,7 +411,7 @@ def _why_slower(request: Request, gate: Gate, example: Example, decided: Candida
 
 def _admitted(gate: Gate, candidate: Candidate) -> Admitted | Rejected:
     prepare = getattr(candidate.backend, "prepare", None)
-    return (gate.prepare(candidate, prepare) if prepare is not None else None) or gate.admit(candidate)
+    return (gate.prepare(candidate, prepare) if prepare is not None else None) or exhausted(gate.admit(candidate))
 
 
 def _expected_calls() -> int:

@@ -190,7 +190,7 @@ class Trial:
                 self.rows[candidate.title] = candidate.measured_row("not_measured", reason, **more)
                 continue
             yield CHECK_S + self._expected_s(candidate)
-            found = self._prepare(candidate, gate) or gate.admit(candidate)
+            found = self._prepare(candidate, gate) or (yield from gate.admit(candidate))
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
                 # What is kept on disk is compiled once per machine, as by `prepare`.

@@ -128,7 +128,7 @@ def gate_and_candidate(backend: Planted) -> tuple[Gate, Candidate]:
 def test_a_declared_first_call_is_waited_for(limits: list[float]) -> None:
     """On the problem and on the hard cases, ten times as long as declared."""
     gate, candidate = gate_and_candidate(Compiling())
-    assert isinstance(gate.admit(candidate), Admitted)
+    assert isinstance(exhausted(gate.admit(candidate)), Admitted)
     assert len(limits) == 2
     assert all(limit_s >= 30 + 10 * 4 for limit_s in limits)
     limits.clear()
@@ -154,7 +154,9 @@ def test_a_first_call_on_cuda_is_no_measure(
     gate = Gate(problem, here.address)
     times = [first_ms, 1.5]
     monkeypatch.setattr(gate, "_checked_run", lambda candidate, limit_s: ({}, 0, times.pop(0)))
-    oracle: Any = SimpleNamespace(check=lambda result: CheckResult(0.0, ()))
-    found = gate._admit(candidate, oracle)
+    monkeypatch.setattr(gate, "_tried", lambda candidate, run: run())  # there is no such device
+    oracle = SimpleNamespace(check=lambda result: CheckResult(0.0, ()), restored=lambda: False)
+    monkeypatch.setitem(gate.__dict__, "_oracle", oracle)
+    found = exhausted(gate.admit(candidate))
     assert isinstance(found, Admitted)
     assert (found.first_ms, found.call_ms) == (first_ms, 1.5 if calls == 2 else first_ms)

@@ -174,5 +174,6 @@ def test_a_call_has_its_own_time_in_the_marker(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "40")
     register(Planted())
     attend(*qkv(32))
-    assert min(written[::2]) >= 40
-    assert set(written[1::2]) == {float("inf")}
+    calls = [number for number, patience_s in enumerate(written) if patience_s < float("inf")]
+    assert min(written[number] for number in calls) >= 40
+    assert {written[number + 1] for number in calls} == {float("inf")}

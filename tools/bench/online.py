@@ -1,5 +1,6 @@
 """What mode `online` costs: a training loop and a serving loop, in mode `off`, in mode `online` with an empty cache
-folder, and with the decisions of `profile`; the worst single call, and how far the decisions are from `profile`'s.
+folder, and with the decisions of `profile`; the worst single call, and how far the decisions are from `profile`'s. The
+worst call is the median of those of three processes, for one that the machine itself stalls is in one of them.
 
     python -m tools.bench.online [--quick]
 
@@ -37,6 +38,7 @@ TRAINED = (
     Planned(Dilated((128, 256, 512), (1, 2, 4), is_causal=True), (1, 512, 4, 64), torch.float32, True),
 )
 SETTINGS = ("off", "online", "known")
+RUNS, QUICK_RUNS = 3, 1  #: processes, each with an empty folder: a machine's stalls hit one of them, slices all
 MOST_OVERHEAD, MOST_CALLS, MOST_MORE_MS, MOST_RATIO = 0.05, 1.5, 20.0, 1.02  #: what is hoped for
 
 
@@ -101,32 +103,41 @@ def in_process(loop: str, mode: str, folder: str, quick: bool) -> dict[str, Any]
     return found
 
 
+def beyond_ms(off: dict[str, Any], found: dict[str, Any]) -> float:
+    """Milliseconds of a loop's worst call past what is hoped for, by the usual calls of mode `off`."""
+    pairs = zip(off["problems"], found["problems"], strict=True)
+    return max(float(each["worst_ms"] - (MOST_CALLS * usual["median_ms"] + MOST_MORE_MS)) for usual, each in pairs)
+
+
 def compared(loop: str, quick: bool) -> dict[str, Any]:
     """One loop in all settings, with the decisions of `profile` for comparison."""
     kinds = list(dict.fromkeys(calls(loop, quick)))
     found: dict[str, Any] = {}
+    beyond: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as known:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = known
         judges = kinds[: QUICK_JUDGED if quick else JUDGED]
         explanations = profile([one.problem() for one in judges], budget_s=PROFILED_S * len(judges), progress=False)
         for setting in SETTINGS:
             mode = "predict" if setting == "known" else setting
-            wait_until_calm(0.0 if quick else 60.0)
-            found[setting] = in_process(loop, mode, known if setting == "known" else empty, quick)
+            runs = []
+            for number in range(1 if setting == "off" else QUICK_RUNS if quick else RUNS):
+                wait_until_calm(0.0 if quick else 60.0)
+                folder = known if setting == "known" else f"{empty}/{number}"
+                runs.append(in_process(loop, mode, folder, quick))
+            found[setting] = sorted(runs, key=lambda run: run["total_s"])[len(runs) // 2]
+            beyond[setting] = [beyond_ms(found["off"], run) for run in runs]
     rows = []
     for one, best, reached in zip(judges, explanations, found["online"]["problems"], strict=False):
         names = ["@".join(reached["choice"]), f"{best.choice}@{best.order}"]
         times = times_of(one, list(dict.fromkeys(names)))
         rows.append({**reached, "profiled": names[1], "ratio": times[names[0]] / times[names[1]]})
-    worst = [
-        on["worst_ms"] - (MOST_CALLS * off["median_ms"] + MOST_MORE_MS)
-        for off, on in zip(found["off"]["problems"], found["online"]["problems"], strict=True)
-    ]
     return {
         "overhead": found["online"]["trials_s"] / found["online"]["total_s"],
         "relative_to_off": found["online"]["total_s"] / found["off"]["total_s"],
         "relative_to_known": found["online"]["total_s"] / found["known"]["total_s"],
-        "worst_beyond_ms": max(worst),
+        "worst_beyond_ms": {setting: statistics.median(each) for setting, each in beyond.items()},
+        "worst_beyond_ms_of_runs": beyond,
         "ratios": [row["ratio"] for row in rows],
         "judged": rows,
         "settings": found,
@@ -150,7 +161,7 @@ def main() -> None:
             f"{loop:9} trials {each['overhead']:.1%} of the loop ({MOST_OVERHEAD:.0%}); "
             f"loop {each['relative_to_off']:.3f} times that of mode off, "
             f"{each['relative_to_known']:.3f} times that with decisions; "
-            f"worst call {each['worst_beyond_ms']:+.1f} ms from {MOST_CALLS:g} calls + {MOST_MORE_MS:g} ms; "
+            f"worst call {each['worst_beyond_ms']['online']:+.1f} ms from {MOST_CALLS:g} calls + {MOST_MORE_MS:g} ms; "
             f"decisions {', '.join(f'{ratio:.2f}' for ratio in each['ratios'])} times profile's ({MOST_RATIO:g})"
         )
     write(given.output, {"quick": given.quick, **figures})
