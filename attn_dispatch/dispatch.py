@@ -244,8 +244,13 @@ def explain(
     """
     if "device" in arguments:
         raise InvalidInput("explain takes attend's arguments, which have no device")
-    for name in arguments.keys() - inspect.signature(attend).parameters.keys():
-        raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
+    if unknown := arguments.keys() - inspect.signature(attend).parameters.keys():
+        raise TypeError(f"explain() got an unexpected keyword argument {min(unknown)!r}")
+    if any(map(tracing.is_dtensor, (q, k, v))):
+        from attn_dispatch.ring import dtensors
+
+        local = dtensors.local(q, k, v, {**arguments, "pattern": pattern, "backend": backend, "order": order})
+        return explain(*local[:3], **local[3])
     if (sink := arguments.pop("sink", None)) is not None:
         check_sink(sink, q, arguments.get("layout", "bnhd"))
         arguments["return_lse"] = True
@@ -256,7 +261,8 @@ def explain(
         q, k, v = widths.aligned(q, k, v, arguments.get("layout", "bnhd"), arguments)
         pattern = arguments.pop("pattern")
     arguments.pop("alignment", None)
-    mesh = arguments.pop("mesh", None)
+    if (mesh := arguments.pop("mesh", None)) is None:
+        mesh = tracing.context_parallel()
     if mesh is None and widths.unequal_or_empty(q, k, v) and q.numel() and k.numel():
         q, k, v = widths.padded(q, k, v, arguments)
     if mesh is not None:
@@ -402,7 +408,8 @@ def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) 
 
 def _compiled(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sink: Any, **arguments: Any) -> Any:
     """attend in a compiled function: one operator; between its graphs with ranks, random numbers or `key_lens`."""
-    if arguments["mesh"] is not None or arguments["dropout_p"] or arguments["key_lens"] is not None:
+    between = (arguments["mesh"], arguments["key_lens"], arguments["dropout_p"] or None)
+    if between != (None, None, None) or tracing.is_dtensor(q):
         return torch.compiler.disable(attend)(q, k, v, pattern, sink=sink, **arguments)  # type: ignore[no-untyped-call]
     if sink is not None or arguments["alignment"] != "lower_right":
         return packing.composed(attend, q, k, v, sink=sink, pattern=pattern, **arguments)

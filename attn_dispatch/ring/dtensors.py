@@ -45,9 +45,22 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
     """
     from torch.distributed.tensor import Shard
 
+    *tensors, given = local(q, k, v, arguments)
+    found = attend(*tensors, **given)
+    placements, mesh, axes = q.placements, q.device_mesh, _axes(arguments)
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    result = _whole(out, mesh, list(placements), (*q.shape[:-1], v.shape[-1]))
+    if lse is None:
+        return result
+    order = [axes["b"], axes["h"], axes["k"]]  # lse is [batch, heads, q_len]
+    placed = [each if each.is_replicate() else Shard(order.index(each.dim)) for each in placements]
+    return result, _whole(lse, mesh, placed, tuple(q.shape[axis] for axis in order))
+
+
+def local(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """This rank's q, k and v, and the arguments of a call of attend on them; raises as `attend_local`."""
     placements, mesh = _common(q, k, v)
-    layout = arguments.get("layout", "bnhd")
-    axes = {"b": 0, "h": 2 if layout == "bnhd" else 1, "k": 1 if layout == "bnhd" else 2}
+    axes = _axes(arguments)
     for name in ("mesh", "first_head", "all_heads"):
         if arguments.get(name) is not None:
             raise InvalidInput(f"{name} cannot be given with DTensors, whose placements say it")
@@ -58,14 +71,13 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: 
     for name, letters in _AXES.items():
         if given.get(name) is not None:
             given[name] = _local(name, given[name], letters, parts, placements, mesh)
-    found = attend(q.to_local(), k.to_local(), v.to_local(), **given)
-    out, lse = found if isinstance(found, tuple) else (found, None)
-    result = _whole(out, mesh, list(placements), (*q.shape[:-1], v.shape[-1]))
-    if lse is None:
-        return result
-    order = [axes["b"], axes["h"], axes["k"]]  # lse is [batch, heads, q_len]
-    placed = [each if each.is_replicate() else Shard(order.index(each.dim)) for each in placements]
-    return result, _whole(lse, mesh, placed, tuple(q.shape[axis] for axis in order))
+    return q.to_local(), k.to_local(), v.to_local(), given
+
+
+def _axes(arguments: dict[str, Any]) -> dict[str, int]:
+    """The axes of batch, heads and tokens."""
+    heads_last = arguments.get("layout", "bnhd") == "bnhd"
+    return {"b": 0, "h": 2 if heads_last else 1, "k": 1 if heads_last else 2}
 
 
 def _common(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], Any]:

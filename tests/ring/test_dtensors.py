@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from attn_dispatch import Dense, Dilated, Window, attend
+from attn_dispatch import Dense, Dilated, Window, attend, explain
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.pairwise import crossed
@@ -224,3 +224,44 @@ def test_context_parallel(ranks: Ranks, pattern: Pattern, balanced: bool) -> Non
     for right, error in ranks.everywhere(in_context_parallel, pattern, balanced):
         assert right
         assert "inside torch's context_parallel attend() cannot be part of a graph" in error
+
+
+def explained(where: str) -> str:
+    """A job: the problem that explain() names."""
+    q, k, v, _ = whole()
+    given = [distribute_tensor(x.float(), mesh_of(*MESH), WHERE[where]) for x in (q, k, v)]
+    return explain(given[0], given[1], given[2], is_causal=True).problem
+
+
+@pytest.mark.parametrize(
+    ("where", "sizes"),
+    [("batch and heads", [1, LENGTH, HEADS // 2, HEAD_DIM]), ("tokens", [BATCH, LENGTH, HEADS, HEAD_DIM])],
+)
+def test_explain_says_what_a_rank_computes(ranks: Ranks, where: str, sizes: list[int]) -> None:
+    """Not what one process would, with the whole batch and all heads."""
+    for problem in ranks.everywhere(explained, where):
+        assert problem.startswith(str(sizes))
+        assert ("ranks 2" in problem) == (where == "tokens")
+
+
+def compiled(where: str) -> bool:
+    """A job: whether a compiled function gives what the eager one gives, with its gradient."""
+    mesh = mesh_of(*MESH)
+    q, k, v, grad = whole()
+    given = [distribute_tensor(x, mesh, WHERE[where]).requires_grad_() for x in (q, k, v)]
+    grads = distribute_tensor(grad, mesh, WHERE[where])
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return attend(q * 2, k, v, is_causal=True) * 3
+
+    def found(function: Callable[..., Any]) -> list[Tensor]:
+        out = function(*given)
+        return [full(x) for x in (out, *torch.autograd.grad(out, given, grads))]
+
+    return agree(found(torch.compile(call, backend="aot_eager")), found(call))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["batch and heads", "tokens"])
+def test_compiled_functions_take_them_between_graphs(ranks: Ranks, where: str) -> None:
+    assert ranks.everywhere(compiled, where) == [True] * 8
