@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_dispatch import nn as nn
     from attn_dispatch.compat.sdpa import replacing_sdpa
     from attn_dispatch.decisions.decide import counters
     from attn_dispatch.decisions.explanation import Explanation
@@ -99,6 +100,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("attn-dispatch")
+    if name == "nn":  # imports torch, so it is loaded when first used
+        return import_module("attn_dispatch.nn")
     if name not in _HOME:
         raise AttributeError(f"module 'attn_dispatch' has no attribute {name!r}")
     value = getattr(import_module(f"attn_dispatch.{_HOME[name]}"), name)

@@ -48,5 +48,6 @@ def test_public_names() -> None:
 
 def test_other_names() -> None:
     assert attn_dispatch.__version__.count(".") >= 1
+    assert attn_dispatch.nn.MultiheadAttention.__module__ == "attn_dispatch.nn.attention"
     with pytest.raises(AttributeError, match="has no attribute 'atend'"):
         attn_dispatch.atend  # noqa: B018

@@ -1,0 +1,387 @@
+"""Multi-head attention and dilated attention as modules: projections around one call of attend()."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attn_dispatch.dispatch import attend
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.nn.config import AttentionConfig
+from attn_dispatch.nn.embedding import rotated
+from attn_dispatch.nn.like_torchscale import attend_like_torchscale
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+
+#: Arguments of torch.nn.MultiheadAttention that have no counterpart here, with the values that ask for nothing.
+NOT_TAKEN = {"add_bias_kv": (False,), "add_zero_attn": (False,), "kdim": (None,), "vdim": (None,)}
+
+
+class KVCache:
+    """Keys and values of the tokens that a module has seen, for decoding: one for each module and sequence.
+
+    Pass it as `cache=` with the next tokens only. Keys are held after their rotary embeddings.
+    """
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Tokens held."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v, [batch, len, kv_heads, head_dim], and return all that is held."""
+        if self.keys is not None and self.values is not None:
+            held = (self.keys.shape[0], *self.keys.shape[2:])
+            if (k.shape[0], *k.shape[2:]) != held:
+                raise InvalidInput(
+                    f"cache holds (batch, kv_heads, head_dim) {held}, got {(k.shape[0], *k.shape[2:])}: "
+                    "a KVCache belongs to one module and one batch"
+                )
+            k, v = torch.cat((self.keys, k), 1), torch.cat((self.values, v), 1)
+        self.keys, self.values = k, v
+        return k, v
+
+
+class _Attention(nn.Module):
+    """What lies between the projections: rotary embeddings, the cache, the pattern and the call."""
+
+    out_proj: nn.Linear
+    batch_first = True
+
+    def __init__(
+        self, config: AttentionConfig, pattern: Pattern | None, order: str | None, mesh: object, backend: str | None
+    ) -> None:
+        super().__init__()
+        if pattern is not None and (config.segment_lengths is not None or config.is_causal):
+            given = "is_causal" if config.segment_lengths is None else "segment_lengths"
+            raise InvalidInput(f"give pattern or {given}, not both: pattern is {pattern}")
+        if pattern is not None and not isinstance(pattern, Pattern):
+            raise InvalidInput(f"pattern must be a pattern of attn_dispatch or None, got {pattern!r}")
+        if config.like_torchscale and (mesh is not None or order is not None):
+            name, value = ("mesh", mesh) if mesh is not None else ("order", order)
+            raise InvalidInput(f"like_torchscale takes no {name}, got {value!r}")
+        self.config, self.order, self.mesh, self.backend = config, order, mesh, backend
+        self._given = pattern
+
+    def pattern(self, is_causal: bool | None = None) -> Pattern:
+        """What is attended to; `is_causal` replaces the config's.
+
+        Raises:
+            InvalidInput: is_causal, where the module was made from a pattern.
+        """
+        if self._given is not None:
+            if is_causal:
+                raise InvalidInput(f"is_causal needs a module made without pattern, which is {self._given}")
+            return self._given
+        causal = self.config.is_causal if is_causal is None else is_causal
+        return self.config.dilated(causal) or Dense(causal)
+
+    def extra_repr(self) -> str:
+        return f"{self.config.embed_dim}, num_heads={self.config.num_heads}, pattern={self.pattern()}"
+
+    def _inputs(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.embed_dim:
+                axes = "[batch, len, embed_dim]" if self.batch_first else "[len, batch, embed_dim]"
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise InvalidInput(f"{name} must be {axes} with embed_dim {self.config.embed_dim}, got {got}")
+        if cache is not None and (key is not query or value is not query):
+            raise InvalidInput("cache is for self-attention: key and value must be query, or None")
+        return query, key, value
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, bias: Tensor | None,
+        is_causal: bool | None, cache: KVCache | None, positions: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """out [batch, q_len, embed_dim] for q, k, v of whole tokens, [batch, len, features]."""
+        config, pattern = self.config, self.pattern(is_causal)
+        q, k, v = (torch.unflatten(x, 2, (-1, config.head_dim)) for x in (q, k, v))
+        k_len = k.shape[1]
+        if cache is not None:
+            self._check_cache(pattern)
+            k_len += len(cache)
+        visible = None if key_padding_mask is None else _visible(key_padding_mask, k.shape[0], k_len)
+        if config.rotary_base is not None:
+            places = self._positions(q, k, cache, positions)
+            q, k = (rotated(x, places, config.rotary_base) for x in (q, k))
+        elif positions is not None:
+            raise InvalidInput("positions need rotary_base, which is None")
+        if cache is not None:
+            k, v = cache.append(k, v)
+        dropout_p = config.attention_dropout if self.training else 0.0
+        if config.like_torchscale:
+            assert isinstance(pattern, Dilated)
+            if bias is not None:
+                raise InvalidInput("attn_mask must be None with like_torchscale")
+            out = attend_like_torchscale(
+                q, k, v, pattern, lengths=_lengths(visible), dropout_p=dropout_p, backend=self.backend
+            )
+        else:
+            out = attend(
+                q, k, v, pattern, key_mask=visible, bias=bias, dropout_p=dropout_p, backend=self.backend,
+                order=self.order, mesh=self.mesh,
+            )  # fmt: skip
+        return out.flatten(2)
+
+    def _check_cache(self, pattern: Pattern) -> None:
+        if self.mesh is not None or self.config.like_torchscale:
+            raise InvalidInput(f"cache must be None {'over a mesh' if self.mesh is not None else 'like torchscale'}")
+        causal = pattern.right == 0 if isinstance(pattern, Window) else getattr(pattern, "is_causal", False)
+        if not isinstance(pattern, Dense | Dilated | Window) or not causal:
+            raise InvalidInput(f"cache needs causal Dense, Dilated or Window, got {pattern}: tokens see later ones")
+
+    def _positions(self, q: Tensor, k: Tensor, cache: KVCache | None, positions: Tensor | None) -> Tensor:
+        if q.shape[1] != k.shape[1]:
+            raise InvalidInput(f"rotary_base needs query and key of one length, got {q.shape[1]} and {k.shape[1]}")
+        if positions is None:
+            if self.mesh is not None:
+                raise InvalidInput("rotary_base over a mesh needs positions=shard_positions(length, mesh)")
+            return torch.arange(q.shape[1], device=q.device) + (0 if cache is None else len(cache))
+        if positions.shape not in ((q.shape[1],), tuple(q.shape[:2])) or positions.is_floating_point():
+            raise InvalidInput(
+                f"positions must be integers [len] or [batch, len], len {q.shape[1]}, batch {q.shape[0]}, "
+                f"got {positions.dtype} {list(positions.shape)}"
+            )
+        return positions
+
+
+class MultiheadAttention(_Attention):
+    """torch.nn.MultiheadAttention by `attend`, with its parameters by its names: its state dict loads.
+
+    Args:
+        embed_dim: features of a token, or an `AttentionConfig`.
+        num_heads, dropout, bias, **fields: as `AttentionConfig` describes them; dropout is attention_dropout.
+            in_proj_weight has `embed_dim + 2 * num_kv_heads * head_dim` rows.
+        batch_first: tensors are [batch, len, embed_dim], else [len, batch, embed_dim].
+        pattern: what is attended to, instead of is_causal, segment_lengths and dilation_rates.
+        order, mesh, backend: as `attend` takes them.
+
+    in_proj_weight is drawn by xavier_uniform, out_proj.weight as torch.nn.Linear draws its own, and biases are 0:
+    as in torch.nn.MultiheadAttention.
+
+    Raises:
+        InvalidInput: an argument is wrong, unknown, or asks for what is not supported.
+    """
+
+    def __init__(
+        self,
+        embed_dim: AttentionConfig | int | None = None,
+        num_heads: int | None = None,
+        dropout: float | None = None,
+        bias: bool | None = None,
+        *,
+        batch_first: bool = True,
+        pattern: Pattern | None = None,
+        order: str | None = None,
+        mesh: object = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        for name in NOT_TAKEN.keys() & fields.keys():
+            if fields.pop(name) not in NOT_TAKEN[name]:
+                raise InvalidInput(f"{name} is not supported: it must be {NOT_TAKEN[name][0]}")
+        given = {**fields, "num_heads": num_heads, "bias": bias}
+        if dropout is not None and given.setdefault("attention_dropout", dropout) != dropout:
+            raise InvalidInput(
+                f"dropout and attention_dropout are one field here, got {dropout} and {given['attention_dropout']}"
+            )
+        config = AttentionConfig.of(embed_dim, given)
+        if config.like_torchscale:
+            raise InvalidInput("like_torchscale is for DilatedAttention")
+        super().__init__(config, pattern, order, mesh, backend)
+        self.batch_first = batch_first
+        rows = config.embed_dim + 2 * config.kv_heads * config.head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, config.embed_dim, device=device, dtype=dtype))
+        self.in_proj_bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if config.bias else None
+        self.out_proj = nn.Linear(config.embed_dim, config.embed_dim, config.bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values anew."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool | None = None,
+        *,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attention of query over key and value.
+
+        Args:
+            query: [batch, q_len, embed_dim]. key: [batch, k_len, embed_dim], query by default. value: key by default.
+            key_padding_mask: [batch, k_len] bool, True for keys to ignore; with a cache, k_len counts its tokens too.
+            need_weights: False; average_attn_weights has no effect without weights.
+            attn_mask: [q_len, k_len] or [batch * heads, q_len, k_len]: bool, True for keys to ignore, or floating
+                point, added to the scores.
+            is_causal: the last query is aligned with the last key, also without attn_mask, and beside it; the config's
+                by default.
+            cache: holds the keys and values of earlier tokens; query then has the next ones. Needs a causal pattern.
+            positions: [q_len] or [batch, q_len] integers for rotary embeddings; by default tokens are counted from 0
+                on, those in the cache first.
+
+        Returns:
+            [batch, q_len, embed_dim], 0 before out_proj for a query without keys; and None for the weights.
+
+        Raises:
+            InvalidInput: an argument is wrong, or asks for what is not supported.
+        """
+        if need_weights:
+            raise InvalidInput("need_weights must be False: attention weights are never built")
+        q, k, v = self._projected(*self._inputs(query, key, value, cache))
+        if not self.batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k_len = k.shape[1] + (0 if cache is None else len(cache))
+        bias = None if attn_mask is None else self._bias(attn_mask, q, k_len)
+        out = self.out_proj(self._attend(q, k, v, key_padding_mask, bias, is_causal, cache, positions))
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        kv = self.config.kv_heads * self.config.head_dim
+        sizes = [self.config.embed_dim, kv, kv]
+        if key is query and value is query:
+            return torch.split(functional.linear(query, self.in_proj_weight, self.in_proj_bias), sizes, -1)
+        biases = (None,) * 3 if self.in_proj_bias is None else torch.split(self.in_proj_bias, sizes)
+        weights = torch.split(self.in_proj_weight, sizes)
+        return tuple(functional.linear(*each) for each in zip((query, key, value), weights, biases))
+
+    def _bias(self, attn_mask: Tensor, q: Tensor, k_len: int) -> Tensor:
+        batch, q_len, heads = q.shape[0], q.shape[1], self.config.num_heads
+        if attn_mask.shape not in ((q_len, k_len), (batch * heads, q_len, k_len)):
+            raise InvalidInput(
+                f"attn_mask must be [q_len, k_len] {[q_len, k_len]} or [batch * heads, q_len, k_len] "
+                f"{[batch * heads, q_len, k_len]}, got {list(attn_mask.shape)}"
+            )
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask, -math.inf)
+        return attn_mask.reshape(-1, heads if attn_mask.ndim == 3 else 1, q_len, k_len)
+
+
+class DilatedAttention(_Attention):
+    """LongNet's dilated attention: four projections around `attend` with `Dilated`, and LayerNorm before the last.
+
+    The parameters have torchscale's names: q_proj, k_proj, v_proj, inner_attn_ln (with sub_norm) and out_proj.
+
+    Args:
+        embed_dim: features of a token, or an `AttentionConfig`.
+        num_heads, segment_lengths, dilation_rates, **fields: as `AttentionConfig` describes them.
+        order, mesh, backend: as `attend` takes them.
+
+    Weights are drawn by xavier_normal, with gain `config.gain` for v_proj and out_proj; biases are 0.
+
+    Source: Ding et al. 2023, LongNet, section 2.2; Wang et al. 2022, Foundation Transformers (MAGNETO), figure 2.
+
+    Raises:
+        InvalidInput: an argument is wrong, unknown or missing.
+    """
+
+    def __init__(
+        self,
+        embed_dim: AttentionConfig | int | None = None,
+        num_heads: int | None = None,
+        segment_lengths: tuple[int, ...] | list[int] | None = None,
+        dilation_rates: tuple[int, ...] | list[int] | None = None,
+        *,
+        order: str | None = None,
+        mesh: object = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        own = {"num_heads": num_heads, "segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        given = {**fields, **{name: value for name, value in own.items() if value is not None}}
+        config = AttentionConfig.of(embed_dim, given)
+        if config.segment_lengths is None:
+            raise InvalidInput("missing: segment_lengths and dilation_rates")
+        super().__init__(config, None, order, mesh, backend)
+        kv = config.kv_heads * config.head_dim
+        made: dict[str, Any] = {"bias": config.bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
+        self.k_proj = nn.Linear(config.embed_dim, kv, **made)
+        self.v_proj = nn.Linear(config.embed_dim, kv, **made)
+        self.out_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
+        self.inner_attn_ln = (
+            nn.LayerNorm(config.embed_dim, eps=config.norm_eps, device=device, dtype=dtype) if config.sub_norm else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values anew."""
+        for each in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            draw(each, self.config.gain if each in (self.v_proj, self.out_proj) else 1.0)
+        if self.inner_attn_ln is not None:
+            self.inner_attn_ln.reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        is_causal: bool | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Dilated attention of query over key and value, with arguments as `MultiheadAttention.forward` has them.
+
+        With like_torchscale, key_padding_mask must hide the ends of rows only; it is read on the host, and each row is
+        computed as if it stood alone.
+
+        Returns:
+            [batch, q_len, embed_dim]; and None for the weights.
+        """
+        query, key, value = self._inputs(query, key, value, cache)
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        out = self._attend(q, k, v, key_padding_mask, None, is_causal, cache, positions)
+        return self.out_proj(out if self.inner_attn_ln is None else self.inner_attn_ln(out)), None
+
+
+def draw(layer: nn.Linear, gain: float) -> None:
+    """Draw initial weights by xavier_normal; the bias is 0."""
+    nn.init.xavier_normal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def _visible(key_padding_mask: Tensor, batch: int, k_len: int) -> Tensor:
+    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, k_len):
+        raise InvalidInput(
+            f"key_padding_mask must be bool [batch, k_len] {[batch, k_len]}, True for keys to ignore, "
+            f"got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
+        )
+    return ~key_padding_mask
+
+
+def _lengths(visible: Tensor | None) -> list[int] | None:
+    if visible is None:
+        return None
+    lengths = visible.sum(1)
+    if not torch.equal(torch.arange(visible.shape[1], device=visible.device) < lengths[:, None], visible):
+        raise InvalidInput("key_padding_mask must hide the ends of rows only with like_torchscale")
+    return lengths.tolist()

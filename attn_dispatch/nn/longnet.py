@@ -1,0 +1,152 @@
+"""The layers of LongNet: dilated attention and a feed-forward network, each between a LayerNorm and a sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.nn.attention import DilatedAttention, KVCache, draw
+from attn_dispatch.nn.config import AttentionConfig
+from attn_dispatch.spec.checks import integer
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around an activation, and, with sub_norm, LayerNorm before the second.
+
+    Weights are drawn by xavier_normal with gain `config.gain`; biases are 0.
+    """
+
+    def __init__(self, config: AttentionConfig, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.config = config
+        self.fc1 = nn.Linear(config.embed_dim, config.ffn_dim or 0, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(config.ffn_dim or 0, config.embed_dim, device=device, dtype=dtype)
+        self.ffn_layernorm = (
+            nn.LayerNorm(config.ffn_dim or 0, eps=config.norm_eps, device=device, dtype=dtype)
+            if config.sub_norm
+            else None
+        )
+        for each in (self.fc1, self.fc2):
+            draw(each, config.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result: [batch, len, embed_dim]."""
+        x = getattr(functional, self.config.activation)(self.fc1(x))
+        x = functional.dropout(x, self.config.activation_dropout, self.training)
+        return self.fc2(x if self.ffn_layernorm is None else self.ffn_layernorm(x))  # type: ignore[no-any-return]
+
+
+class _LongNetLayer(nn.Module):
+    def __init__(
+        self,
+        config: AttentionConfig,
+        depth: int,
+        order: str | None,
+        mesh: object,
+        backend: str | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if integer("depth", depth, 0) >= config.num_layers:
+            raise InvalidInput(f"depth must be below num_layers, got {depth} and {config.num_layers}")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config = config
+        self.drop_path_rate = config.drop_path_rate * depth / max(config.num_layers - 1, 1)
+        self.self_attn = DilatedAttention(config, order=order, mesh=mesh, backend=backend, **made)
+        self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
+        self.ffn = FeedForward(config, **made)
+        self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
+
+    def _forward(
+        self, x: Tensor, key_padding_mask: Tensor | None, cache: KVCache | None, positions: Tensor | None
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            self.self_attn_layer_norm(x), key_padding_mask=key_padding_mask, cache=cache, positions=positions
+        )
+        x = x + self._dropped(attended)
+        return x + self._dropped(self.ffn(self.final_layer_norm(x)))
+
+    def _dropped(self, added: Tensor) -> Tensor:
+        added = functional.dropout(added, self.config.dropout, self.training)
+        if not self.training or not self.drop_path_rate:
+            return added
+        stays = 1 - self.drop_path_rate
+        return added * added.new_empty(len(added), 1, 1).bernoulli_(stays) / stays
+
+
+class LongNetEncoderLayer(_LongNetLayer):
+    """A layer of LongNet whose tokens see later ones, with torchscale's names of parameters.
+
+    `x + attention(norm(x))`, then `x + feed_forward(norm(x))`, with the initial values of `DilatedAttention` and
+    `FeedForward`.
+
+    Args:
+        config: with segment_lengths and dilation_rates, not causal; or give its fields by keyword.
+        depth: number of this layer from 0 on, for drop_path_rate.
+        order, mesh, backend: as `attend` takes them.
+
+    Source: Ding et al. 2023, LongNet; Wang et al. 2022, Foundation Transformers (MAGNETO).
+
+    Raises:
+        InvalidInput: an argument is wrong, unknown or missing.
+    """
+
+    def __init__(
+        self, config: AttentionConfig | None = None, *, depth: int = 0, order: str | None = None, mesh: object = None,
+        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
+        config = AttentionConfig.of(config, fields)
+        if config.is_causal:
+            raise InvalidInput("is_causal must be False for LongNetEncoderLayer: LongNetDecoderLayer is causal")
+        super().__init__(config, depth, order, mesh, backend, device, dtype)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, *, positions: Tensor | None = None) -> Tensor:
+        """The layer's result, [batch, len, embed_dim], for x of the same shape.
+
+        Args:
+            key_padding_mask: [batch, len] bool, True for tokens that no token sees.
+            positions: of the tokens, for rotary embeddings; counted from 0 by default.
+        """
+        return self._forward(x, key_padding_mask, None, positions)
+
+
+class LongNetDecoderLayer(_LongNetLayer):
+    """A causal layer of LongNet, for decoders without an encoder; other points as for `LongNetEncoderLayer`.
+
+    Raises:
+        InvalidInput: an argument is wrong, unknown or missing.
+    """
+
+    def __init__(
+        self, config: AttentionConfig | None = None, *, depth: int = 0, order: str | None = None, mesh: object = None,
+        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
+        if fields.get("is_causal") is False:
+            raise InvalidInput("is_causal must be True, or left out, for LongNetDecoderLayer")
+        config = replace(AttentionConfig.of(config, fields), is_causal=True)
+        super().__init__(config, depth, order, mesh, backend, device, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's result, [batch, len, embed_dim], for x of the same shape.
+
+        Args:
+            key_padding_mask: [batch, k_len] bool, True for tokens that no token sees; k_len counts the cache's tokens.
+            cache: this layer's own, for decoding: x has the tokens after those it holds.
+            positions: of the tokens, for rotary embeddings; counted from 0, the cache's first, by default.
+        """
+        return self._forward(x, key_padding_mask, cache, positions)
