@@ -66,9 +66,7 @@ class DilatedAttention(nn.Module):
     def _like_fkodom(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         length, heads, count = query.shape[1], query.shape[2], len(self.branches)
         if bad := [segment for segment, _ in self.branches if length % segment]:
-            raise InvalidInput(
-                f"like_fkodom needs a multiple of each segment length, {bad[0]} too, got {length} tokens"
-            )
+            raise InvalidInput(f"like_fkodom needs a multiple of each segment length, got {length} tokens and {bad[0]}")
         out = torch.zeros_like(query)
         for branch, (segment, rate) in enumerate(self.branches):
             size, start = heads // count + (branch < heads % count), branch % rate

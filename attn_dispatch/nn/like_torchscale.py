@@ -48,7 +48,10 @@ def attend_like_torchscale(
         return torch.cat([functional.pad(row, (0, 0, 0, 0, 0, q.shape[1] - row.shape[1])) for row in rows])
     parts = [_branch(q, k, v, w, r, pattern.is_causal, dropout_p, backend) for w, r in pattern.branches]
     weights = torch.stack([lse for _, lse in parts]).softmax(0).transpose(2, 3)[..., None]
-    return torch.stack([out * weight.to(out.dtype) for (out, _), weight in zip(parts, weights)]).sum(0)
+    merged = torch.zeros_like(parts[0][0])
+    for (out, _), weight in zip(parts, weights):
+        merged = merged + out * weight.to(out.dtype)
+    return merged
 
 
 def _branch(

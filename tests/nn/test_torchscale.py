@@ -95,7 +95,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, segments: Any, rates: Any, is
                     rows = torch.zeros(padded, head_dim, dtype=x.dtype)
                     there = x[start : start + segment, head]
                     cut.append(torch.cat((there, rows[len(there) :]))[offset::rate])
-                selected = softmax_of(*cut, is_causal)  # type: ignore[call-arg,misc]
+                selected = softmax_of(cut[0], cut[1], cut[2], is_causal)
                 places = torch.arange(offset, padded, rate)
                 out.append(torch.zeros(padded, head_dim, dtype=q.dtype).index_copy(0, places, selected[0]))
                 lse.append(torch.full((padded,), -1e8, dtype=q.dtype).index_copy(0, places, selected[1].detach()))
@@ -119,12 +119,12 @@ BRANCHES = {
 def test_its_numbers(branches: str, length: int, heads: int, is_causal: bool) -> None:
     """Results, and gradients of q, k and v: weights of the merge have none."""
     segments, rates = BRANCHES[branches]
-    given = [drawn(2, length, heads, 4, seed=seed).requires_grad_() for seed in range(3)]
+    q, k, v = (drawn(2, length, heads, 4, seed=seed).requires_grad_() for seed in range(3))
     grad = drawn(2, length, heads, 4, seed=3)
-    found = attend_like_torchscale(*given, Dilated(segments, rates, is_causal, "block"))  # type: ignore[call-arg,misc]
-    expected = torch.stack([by_definition(*row, segments, rates, is_causal) for row in zip(*given)])
+    found = attend_like_torchscale(q, k, v, Dilated(segments, rates, is_causal, "block"))
+    expected = torch.stack([by_definition(*each, segments, rates, is_causal) for each in zip(q, k, v)])
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    for a, b in zip(*(torch.autograd.grad((out * grad).sum(), given) for out in (found, expected))):
+    for a, b in zip(*(torch.autograd.grad((out * grad).sum(), (q, k, v)) for out in (found, expected))):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
@@ -137,7 +137,7 @@ def test_where_the_exact_pattern_differs(length: int, is_causal: bool, like: boo
     x = drawn(2, length, 32)
     found = module(x, x, x, is_causal=is_causal)[0]
     q, k, v = (torch.unflatten(each(x), -1, (4, 8)) for each in (module.q_proj, module.k_proj, module.v_proj))
-    rows = [by_definition(*row, [8, 16], [1, 2], is_causal) for row in zip(q, k, v)]
+    rows = [by_definition(*each, [8, 16], [1, 2], is_causal) for each in zip(q, k, v)]
     expected = module.out_proj(torch.stack(rows).flatten(2))
     apart = (found - expected).abs().amax((0, 2))
     if like or length == 16 or is_causal:
