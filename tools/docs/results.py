@@ -15,6 +15,7 @@ PAGES = {
         ("longnet", "kernels", "decode", "documents", "trust", "strikes", "routes", "dispatch", "prebuilt"),
     ),
     "choices": ("choices beside other programs and running calls, first calls", ("load", "first_call", "online")),
+    "examples": ("what the examples print", ("examples",)),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
     "ring": ("a sequence over many ranks", ("ring", "ring_reports")),
     "plan": ("an example of `attn-dispatch plan`; counted, not measured", ("plan",)),
