@@ -1,9 +1,9 @@
 """A LongNet language model of bytes, trained on text at hand: its loss curve, and what it writes.
 
-    python examples/byte_language_model.py [--steps 300] [--tokens 4096]
+    python examples/byte_language_model.py [--steps 250] [--tokens 2048]
 
 The text is Python's own help on its language, 460 KB; a tenth of it is kept for validation. Four causal layers with
-dilated attention read 4,096 bytes at once. Text is written byte by byte with a cache of keys and values.
+dilated attention read 2,048 bytes at once. Text is written byte by byte with a cache of keys and values.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def written(model: LanguageModel, prompt: str, count: int, temperature: float = 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=300)
-    options.add_argument("--tokens", type=int, default=4096, help="bytes that are read at once, a multiple of 16")
+    options.add_argument("--steps", type=int, default=250)
+    options.add_argument("--tokens", type=int, default=2048, help="bytes that are read at once, a multiple of 16")
     options.add_argument("--written", type=int, default=300, help="bytes to write")
     given = options.parse_args()
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -311,3 +312,31 @@ def test_a_cache_belongs_to_one_batch() -> None:
     with pytest.raises(InvalidInput, match=r"cache holds \(batch, kv_heads, head_dim\) \(2, 4, 8\), got \(3, 4, 8\)"):
         module(drawn(3, 1, DIM), cache=cache)
     assert len(cache) == 8
+
+
+def test_a_cache_is_written_in_place_and_copies_go_their_own_way() -> None:
+    """Under no_grad, in inference mode and after it; a shallow copy, as beam search makes, shares no new tokens."""
+    module, x = MultiheadAttention(DIM, HEADS, is_causal=True).eval(), drawn(2, 20, DIM)
+    with torch.no_grad():
+        exact = module(x)[0]
+        cache = KVCache()
+        for end in range(1, 9):
+            module(x[:, end - 1 : end], cache=cache)
+        assert cache.keys is not None
+        before = cache.keys.data_ptr()
+        other = copy.copy(cache)
+        module(x[:, 8:9], cache=cache)
+        assert cache.keys.data_ptr() == before, "a new token moves no other"
+        module(drawn(2, 1, DIM), cache=other)
+        assert torch.allclose(module(x[:, 9:10], cache=cache)[0], exact[:, 9:10], atol=1e-6)
+    with torch.inference_mode():
+        cache = KVCache()
+        module(x[:, :3], cache=cache)
+        module(x[:, 3:4], cache=cache)
+    with torch.no_grad():
+        assert torch.allclose(module(x[:, 4:5], cache=cache)[0], exact[:, 4:5], atol=1e-6)
+    with pytest.raises(InvalidInput, match=r"cache holds torch\.float32, got torch\.float64"):
+        copy.deepcopy(module).double()(x[:, 5:6].double(), cache=cache)
+    out = module(x[:, 5:6].requires_grad_(), cache=cache)[0]
+    assert torch.allclose(out, exact[:, 5:6], atol=1e-6)
+    out.sum().backward()
