@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -140,16 +140,7 @@ class Oracle:
             grad_lse = _grad_lse(example.problem, rows, heads, seed)
         sample = _Sample.of(example, rows, heads, grad_lse)
         yield 0.0
-        start_s = time.perf_counter()
-        exact = sample.evaluate(torch.float64)
-        took_s = time.perf_counter() - start_s
-        yield took_s
-        rounded = sample.evaluate(example.problem.dtype)
-        yield took_s * BOUNDS_FACTOR
-        bounds = sample.rounding_errors(exact)
-        expected = {
-            name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()
-        }
+        expected = yield from sample.expected()
         return cls(example, rows, heads, grad, grad_lse, expected, example.facts())
 
     def empty(self) -> None:
@@ -216,6 +207,18 @@ class Oracle:
             failures.append("dq is not zero where the gradient of out is")
         return CheckResult(errors["out"], tuple(failures))
 
+    def second_call_failures(self, run: Callable[[], dict[str, Tensor]]) -> list[str]:
+        """Call again on the same tensors with -v; failures where the first result changed or was returned."""
+        first = run()["out"]
+        known = first.clone()
+        v = self.example.v  # the memory itself: an expanded tensor cannot be written to
+        torch.empty(0, dtype=v.dtype, device=v.device).set_(v.untyped_storage()).neg_()
+        second = run()["out"]
+        if not torch.equal(first, known):
+            return ["a second call changed the result of the first"]
+        found = self.check({"out": -second})  # attention is linear in v
+        return [f"a second call on the same tensors: {each}" for each in found.failures if each.startswith("out")]
+
     def _drawn(self, name: str, tensor: Tensor) -> Tensor:
         if name == "lse":
             return tensor[:, self.heads[:, None], self.rows]
@@ -230,6 +233,19 @@ class Oracle:
         drawn = torch.zeros(dq.shape[1:3], dtype=torch.bool, device=dq.device)
         drawn[self.rows[:, None], self.heads] = True
         return not bool(dq[:, ~drawn].any())
+
+
+def expected_of(example: Example, grad_lse: Tensor | None = None) -> dict[str, Expected]:
+    """The expected results for every row and head, by name. Raises NoReference.
+
+    Args:
+        grad_lse: [batch, heads, q_len], the gradient of lse where the example has one of out; None: zero.
+    """
+    rows, heads = (
+        torch.arange(count, device=example.q.device) for count in (example.problem.q_len, example.problem.heads)
+    )
+    sample = _Sample.of(example.without_dropout(), rows, heads, grad_lse)
+    return exhausted(referenced(sample.expected(), example.problem))
 
 
 def _parts(result: object) -> tuple[Tensor, Tensor | None]:
@@ -328,6 +344,17 @@ class _Sample:
             finite = bias.masked_fill(bias == -math.inf, 0.0)
             added = finite if added is None else added + finite
         return formula.ScoreTerms(softcap, added)
+
+    def expected(self) -> Steps[dict[str, Expected]]:
+        """The exact results, and what a correct one may differ by."""
+        start_s = time.perf_counter()
+        exact = self.evaluate(torch.float64)
+        took_s = time.perf_counter() - start_s
+        yield took_s
+        rounded = self.evaluate(self.problem.dtype)
+        yield took_s * BOUNDS_FACTOR
+        bounds = self.rounding_errors(exact)
+        return {name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()}
 
     def rounding_errors(self, exact: dict[str, Tensor]) -> dict[str, float]:
         """Bounds of the absolute errors of each tensor that rounding alone may cause (`formula.rounding_errors`)."""

@@ -26,9 +26,10 @@ from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.cases import Case, gate
+from tests.support.cases import gate
 
 LONGNET = Dilated((64, 128, 256), (1, 2, 4), is_causal=True)
 

@@ -22,11 +22,12 @@ from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
-from tests.support.cases import CASES, Case, gate
+from tests.support.cases import gate
 from tests.support.pairwise import crossed
 
 FLASH = {variant.title: variant for variant in flash.BACKEND.variants}

@@ -21,10 +21,11 @@ from attn_dispatch.backends import flash, sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
+from attn_dispatch.testing.cases import Case
 from tests.backends.test_libraries import ADAPTERS, NEWEST, on_cpu
 from tests.kernels.test_limits import installed
 from tests.support import libraries, signatures
-from tests.support.cases import Case, gate
+from tests.support.cases import gate
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.tuning.example import make
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.cases import Case
+from attn_dispatch.testing.cases import Case
 
 device = torch.device("cpu")
 longnet = Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True)

@@ -38,6 +38,7 @@ ARROWS = {
     "integrations": ("api",),
     "nn": ("api",),
     "entry": ("cli", "compat", "nn"),
+    "testing": ("api",),
 }
 #: Of the rooms inside a room, "" are its own files.
 INNER: dict[str, dict[str, tuple[str, ...]]] = {
@@ -195,6 +196,7 @@ def test_rooms_say_what_they_are_for() -> None:
             "cli",
             "compat",
             "nn",
+            "testing",
         ):  # where the command itself stands, and what users import from there
             assert len(tree.body) == 1, f"{path} holds more than its docstring"
 

@@ -12,8 +12,8 @@ from attn_dispatch.kernels.flex.blocks import Blocks, blocks_of, distinct_heads
 from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from tests.backends.test_conformance import patterns
-from tests.support.cases import CASES, Case
+from attn_dispatch.testing.cases import CASES, Case
+from tests.support.definition import patterns
 from tests.support.pairwise import crossed
 
 

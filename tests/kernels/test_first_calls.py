@@ -17,12 +17,12 @@ from attn_dispatch.kernels.triton.support import COMPILE_MS
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.candidates import Request
 from attn_dispatch.tuning.gate import COMPILED_CASES, Gate
 from attn_dispatch.tuning.hard_cases import HardCase, hard_cases
 from tests.kernels.test_limits import installed
 from tests.support import libraries
-from tests.support.cases import Case
 
 LONGNET = Dilated((16, 32), (1, 2))
 

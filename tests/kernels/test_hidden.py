@@ -19,9 +19,9 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.testing.cases import Case, kind_of
 from attn_dispatch.tuning.example import Example, make
-from tests.backends.test_conformance import lengths, patterns
-from tests.support.cases import Case, kind_of
+from tests.support.definition import lengths, patterns
 from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import crossed
 

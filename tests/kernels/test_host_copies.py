@@ -14,7 +14,8 @@ from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CPU_FLASH, CpuFlash
 from attn_dispatch.kernels.heads import kv_head_index
 from attn_dispatch.kernels.tiles import tables
-from tests.support.cases import CASES, Case, gate
+from attn_dispatch.testing.cases import CASES, Case
+from tests.support.cases import gate
 
 IDS = (
     *("dense-grouped", "dense-key-mask", "longnet-grouped", "longnet-grouped-uneven", "longnet-odd-heads"),

@@ -13,8 +13,8 @@ from attn_dispatch.backends.sdpa_cudnn import Cudnn
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.dense import CpuFlash, CudaEfficient, CudaFlash, Kernel
 from attn_dispatch.spec.pattern import Dilated
-from tests.support.allocations import allocated_peak
-from tests.support.cases import Case
+from attn_dispatch.testing.allocations import allocated_peak
+from attn_dispatch.testing.cases import Case
 from tests.support.pairwise import thinned
 
 SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))

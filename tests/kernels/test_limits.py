@@ -22,7 +22,7 @@ from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
-from tests.support.cases import Case
+from attn_dispatch.testing.cases import Case
 
 PASCAL, TURING, AMPERE, HOPPER, BLACKWELL = (6, 1), (7, 5), (8, 0), (9, 0), (10, 0)
 HEAD_DIM = 64

@@ -21,9 +21,10 @@ from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, _made_once, native_
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.cases import CASES, CAUSAL, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.cases import CASES, CAUSAL, Case, gate
+from tests.support.cases import gate
 from tests.support.pairwise import crossed
 
 

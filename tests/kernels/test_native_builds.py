@@ -21,8 +21,9 @@ from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import library, run
 from attn_dispatch.kernels.native.tables import NativeTables
 from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, VARIANTS, build
+from attn_dispatch.testing.cases import CASES
 from tests.support.calls import forget_native_library
-from tests.support.cases import CASES, gate
+from tests.support.cases import gate
 
 ROOT = Path(__file__).parents[2]
 NAMES = {

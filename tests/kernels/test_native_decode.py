@@ -12,9 +12,9 @@ from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import run
 from attn_dispatch.kernels.native.run import WorkUnits, work_units
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.cases import Case
 
 pytestmark = pytest.mark.usefixtures("three_threads")
 

@@ -19,7 +19,8 @@ from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
-from tests.support.cases import Case, gate
+from attn_dispatch.testing.cases import Case
+from tests.support.cases import gate
 from tests.support.pairwise import crossed
 
 SHAPES = [

@@ -21,8 +21,9 @@ from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
-from tests.support.cases import CASES, Case, gate
+from tests.support.cases import gate
 
 HEADS = 5
 PATTERNS: tuple[tuple[Pattern, int, int], ...] = (

@@ -30,10 +30,10 @@ from attn_dispatch.kernels.triton.work_list import (
 )
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.backends.test_conformance import lengths, patterns
-from tests.support.cases import CASES, Case
+from tests.support.definition import lengths, patterns
 from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import thinned
 

@@ -10,10 +10,10 @@ import torch
 
 from attn_dispatch.backends import triton
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_triton import interpreted
-from tests.support.cases import Case
 from tests.support.compiling import compiled, run_alone
 
 FEW = (

@@ -24,12 +24,13 @@ from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered, positions
+from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_tiles import ESTIMATED, PATTERNS
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import fake_gpu, interpreted, problem_of
-from tests.support.cases import CASES, Case, gate
+from tests.support.cases import gate
 from tests.support.compiling import compiled, run_alone
 from tests.support.pairwise import thinned
 

@@ -28,8 +28,9 @@ from attn_dispatch.spec import orders as token_orders
 from attn_dispatch.spec.orders import GROUPED, HILBERT_VISITS, NATURAL, SAWTOOTH, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.cases import Case
 from tests.kernels.test_triton import SIDES, interpreted, problem_of, problems
-from tests.support.cases import Case, gate
+from tests.support.cases import gate
 from tests.support.pairwise import crossed, thinned
 
 MIB = 2**20

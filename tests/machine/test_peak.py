@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attn_dispatch.machine import memory
+from attn_dispatch.testing.allocations import allocated_peak
 from tests.support import processes
-from tests.support.allocations import allocated_peak
 
 CPU = torch.device("cpu")
 MIB = 2**20

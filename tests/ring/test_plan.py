@@ -31,8 +31,8 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
+from attn_dispatch.testing.allocations import allocated_peak
 from tests.support import ring_ranks
-from tests.support.allocations import allocated_peak
 from tests.support.pairwise import thinned
 from tests.support.ring_ranks import Ranks
 

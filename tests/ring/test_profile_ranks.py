@@ -19,8 +19,8 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
+from attn_dispatch.testing.cases import Case
 from tests.support import ring_ranks
-from tests.support.cases import Case
 from tests.support.ring_ranks import Ranks
 
 

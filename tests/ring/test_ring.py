@@ -22,11 +22,12 @@ from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import with_hidden
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
-from tests.support.cases import CASES, Case, gate
+from tests.support.cases import gate
 from tests.support.pairwise import crossed
 from tests.support.ring_calls import attended, attended_in_blocks, changed, part, shards, tensors, whole
 from tests.support.ring_ranks import Ranks

@@ -20,7 +20,7 @@ from attn_dispatch.spec.orders import GATHER, RING
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
-from tests.support.cases import Case
+from attn_dispatch.testing.cases import Case
 from tests.support.pairwise import crossed, thinned
 from tests.support.ring_calls import blocks_of
 

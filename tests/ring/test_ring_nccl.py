@@ -21,8 +21,8 @@ from attn_dispatch.ring.rows.layout import KINDS, Layout
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
+from attn_dispatch.testing.cases import Case
 from tests.support import ring_ranks
-from tests.support.cases import Case
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
 

@@ -20,7 +20,7 @@ import torch
 from attn_dispatch.kernels.triton.blocks import HALF, WGMMA
 from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
 from attn_dispatch.spec.pattern import Dense
-from tests.support.cases import Case
+from attn_dispatch.testing.cases import Case
 
 compiled = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.testing.drawn import LONGEST, random_pattern
 
 KINDS: dict[str, Callable[..., Pattern]] = {
     "Dense": Dense,
@@ -205,3 +206,12 @@ def masks(draw: st.DrawFn, spec: Spec) -> tuple[list[int] | None, list[list[bool
     seq_lens = draw(st.none() | lens) if spec.q_len == spec.k_len else None
     key_mask = draw(st.none() | st.lists(rows, min_size=batch, max_size=batch))
     return seq_lens, key_mask
+
+
+def lengths() -> st.SearchStrategy[int]:
+    return st.integers(1, LONGEST)
+
+
+def patterns(q_len: int, k_len: int) -> st.SearchStrategy[Pattern]:
+    """As `random_problems` draws them; hypothesis finds the smallest that fails."""
+    return st.randoms(use_true_random=False).map(lambda rng: random_pattern(rng, q_len, k_len))

@@ -20,6 +20,7 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning import tuner
 from attn_dispatch.tuning.candidates import Request
 from attn_dispatch.tuning.choice import Admitted
@@ -28,7 +29,6 @@ from attn_dispatch.tuning.hard_cases import hard_cases
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import Rounds
 from tests.support import virtual_clock
-from tests.support.cases import Case
 from tests.support.virtual_clock import VirtualClock
 
 PROBLEM = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)

@@ -19,10 +19,10 @@ from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.testing.cases import DTYPES, Case
 from attn_dispatch.tuning.hard_cases import EVEN, NAN_MARGIN, between_nans, class_key, fitted, hard_cases, nan_memory
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import with_hidden
-from tests.support.cases import DTYPES, Case
 from tests.support.fixtures import INTERPRETED
 from tests.support.flaws import FLAWS, Planted, all_but_the_last, changed, scored
 from tests.support.pairwise import crossed, thinned

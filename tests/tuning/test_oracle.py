@@ -18,10 +18,11 @@ from attn_dispatch.kernels.branches import run as branch_run
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning import oracle
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.cases import Case, gate
+from tests.support.cases import gate
 from tests.support.fixtures import INTERPRETED
 
 SMALL = (

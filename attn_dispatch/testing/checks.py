@@ -1,0 +1,287 @@
+"""`conformance`: every check that a trial makes of a backend, and more, on many small problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import gradients
+from attn_dispatch.kernels.contract import Backend, Refusal, forced_orders, refuse_score_terms, runner
+from attn_dispatch.machine.memory import peak_bytes
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.allocations import allocated_peak
+from attn_dispatch.testing.cases import problems as problems_of_all_kinds
+from attn_dispatch.testing.drawn import random_problems
+from attn_dispatch.text import gib, one_line, titled
+from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.guard import CUDA_SLACK
+from attn_dispatch.tuning.hard_cases import CaseSpec, MemorySnapshot, case_of, class_key, nan_memory
+from attn_dispatch.tuning.oracle import Oracle, expected_of
+from attn_dispatch.tuning.rounds import exhausted
+
+RANDOM = 40  #: random problems beside the fixed ones
+DEVIATIONS = 6.0  #: standard deviations that a mean with dropout may lie from its expectation; 1 in 5e8 by chance
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """The problems that a backend computed correctly, and those that it refused, with its reasons."""
+
+    computed: tuple[Problem, ...]
+    refused: dict[Problem, tuple[Refusal, ...]]
+
+
+def conformance(backend: Backend | str, problems: Iterable[Problem] | None = None) -> Conformance:
+    """Hold a backend to what attn_dispatch relies on; on small problems, in a minute at most for fast ones.
+
+    Of each problem that `refusals` accepts, in every order that the backend offers:
+
+    * out, lse, dq, dk, dv and dbias are within the derived tolerance of float64, have the right shapes and dtypes, and
+      depend on no memory that was not written;
+    * so are those of the hard cases of the problem's class: large scores, rows without keys, views with NaN around
+      them, NaN in what no query sees;
+    * inputs, and the memory beside them, are not written to, and a second call leaves the first one's result alone;
+    * no more is allocated than `workspace_bytes` declares;
+    * deterministic problems give the same bits twice;
+    * dropout has the right mean and variance, and drops the same weights forward and backward.
+
+    `refusals` raises nothing, says the same twice, and gives reasons. Not checked: time, and the optional members
+    `partial` and `run_documents`.
+
+    Args:
+        backend: an object or module as for `attn_dispatch.register`, or the name of one that is registered.
+        problems: to hold it to; by default those of `attn_dispatch.testing.problems()` and a few random ones on a CPU,
+            of which it must accept at least one.
+
+    Returns:
+        What it computed and refused.
+
+    Raises:
+        AssertionError: it does something wrong; the message lists each failing problem with all that is wrong. The
+            first exception of the backend is the cause.
+        InvalidInput: a problem is none, or no backend has this name.
+    """
+    tested = registry.load(backend) if isinstance(backend, str) else backend
+    chosen = [*problems_of_all_kinds(), *random_problems(0, RANDOM)] if problems is None else list(problems)
+    for problem in chosen:
+        if not isinstance(problem, Problem):
+            raise InvalidInput(f"problems must be Problems, got {problem!r}")
+    found = _Findings(tested)
+    found.check_members()
+    if not found.failures:
+        for problem in dict.fromkeys(chosen):
+            found.check_problem(problem)
+    if not found.failures and problems is None and not found.computed:
+        reasons = dict.fromkeys(str(each) for refused in found.refused.values() for each in refused)
+        found.failures["every problem"] = ["refused: a backend that accepts none is never chosen", *reasons]
+    if found.failures:
+        lines = (
+            line for where, texts in found.failures.items() for line in (f"  {where}", *(f"    {t}" for t in texts))
+        )
+        message = f"{found.name} fails {len(found.failures)} of {len(chosen)} problems:"
+        raise AssertionError("\n".join([message, *lines])) from found.cause
+    return Conformance(tuple(found.computed), found.refused)
+
+
+class _Findings:
+    """What was found of a backend so far; `failures` by problem."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.name = backend, str(getattr(backend, "name", backend))
+        self.failures: dict[str, list[str]] = {}
+        self.computed: list[Problem] = []
+        self.refused: dict[Problem, tuple[Refusal, ...]] = {}
+        self.cause: BaseException | None = None
+        self.checked: set[tuple[CaseSpec, str]] = set()
+
+    def check_members(self) -> None:
+        missing = [part for part in registry.REQUIRED if not hasattr(self.backend, part)]
+        if missing:
+            self.failures["the backend"] = [f"lacks {', '.join(missing)}; it needs {', '.join(registry.REQUIRED)}"]
+            return
+        if not isinstance(self.backend.name, str) or not self.backend.name.isidentifier():
+            self.failures["the backend"] = [f"name must be an identifier, got {self.backend.name!r}"]
+        with self.noting("version()"):
+            version = self.backend.version()
+            if not isinstance(version, str) or not version:
+                self.fail("version()", f"must be a text that is not empty, got {version!r}")
+
+    def check_problem(self, problem: Problem) -> None:
+        where = str(problem)
+        with self.noting(where), _determinism_of(problem):
+            refusals = [*refuse_score_terms(self.backend, problem), *self._refusals(problem)]
+            if refusals:
+                self.refused[problem] = tuple(refusals)
+                return
+            if problem.ranks > 1:
+                self.fail(
+                    where, f"accepted, but run() has the tensors of one rank of {problem.ranks}: see refuse_ranks"
+                )
+                return
+            declared = self.backend.workspace_bytes(problem)
+            if type(declared) is not int or declared < 0:
+                raise TypeError(f"workspace_bytes must be an integer >= 0, got {declared!r}")
+            for order in forced_orders(self.backend, problem):
+                check = _OrderCheck(self.backend, order, problem, self.checked)
+                prefix = "" if order == "natural" else f"{titled(self.name, order)}: "
+                for step in (check.results, partial(check.memory, declared), check.second_call, check.dropout):
+                    with self.noting(where, prefix):
+                        for failure in step():
+                            self.fail(where, prefix + failure)
+                for case in check.hard_cases():
+                    with self.noting(where, prefix + f"hard case: {case}: "):
+                        for failure in check.hard_case(case):
+                            self.fail(where, f"{prefix}hard case: {failure}")
+            if where not in self.failures:
+                self.computed.append(problem)
+
+    def _refusals(self, problem: Problem) -> list[Refusal]:
+        found, again = self.backend.refusals(problem), self.backend.refusals(problem)
+        for each in found:
+            if not isinstance(each, Refusal) or not each.code or not each.text.strip():
+                raise TypeError(f"refusals must be Refusals with a code and a text, got {each!r}")
+        if list(found) != list(again):
+            raise ValueError(f"refusals changed from {found} to {again}")
+        return list(found)
+
+    @contextmanager
+    def noting(self, where: str, prefix: str = "") -> Iterator[None]:
+        """Note an exception of the backend as a failure."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
+            self.cause = self.cause or error
+            self.fail(where, prefix + one_line(error))
+
+    def fail(self, where: str, text: str) -> None:
+        self.failures.setdefault(where, []).append(text)
+
+
+class _OrderCheck:
+    """The checks of a backend in one order on one problem; each gives texts of what is wrong.
+
+    `checked`: hard cases that were run before, for problems of the same class.
+    """
+
+    def __init__(self, backend: Backend, order: str, problem: Problem, checked: set[tuple[CaseSpec, str]]) -> None:
+        self.backend, self.order, self.problem, self.checked = backend, order, problem, checked
+        self.oracle = Oracle.of(make(problem))
+        self.found: dict[str, Tensor] = {}
+
+    def run(self) -> dict[str, Tensor]:
+        return self.oracle.run(self.backend, self.order)
+
+    def results(self) -> list[str]:
+        """Of the problem itself, in memory full of NaN."""
+        example = self.oracle.example
+        tensors = {"q": example.q, "k": example.k, "v": example.v, "the gradient": self.oracle.grad, **example.masks}
+        snapshots = [MemorySnapshot.of(name, x) for name, x in tensors.items() if x is not None]
+        try:
+            with nan_memory(self.problem, in_torch=not hasattr(self.backend, "first_call_ms")):
+                self.found = self.run()
+        finally:
+            changed = [each.name for each in snapshots if each.restore()]
+        if changed:
+            return [f"wrote into {', '.join(changed)}"]
+        return list(self.oracle.check(self.found).failures)
+
+    def memory(self, declared: int) -> list[str]:
+        """Of a second call, so that tables made once do not count; with the results, as `workspace_bytes` has it."""
+        if not self.found:
+            return []
+        if self.problem.device.type == "cpu":
+            again, peak = allocated_peak(self.run)
+        else:
+            again, measured = peak_bytes(self.run, self.problem.device)
+            peak = max(0, (measured or 0) - CUDA_SLACK)
+        results = self.problem.result_bytes + sum(x.nbytes for name, x in again.items() if name in ("lse", "dbias"))
+        failures = []
+        if peak > declared + results:
+            failures.append(f"allocated {gib(peak - results)} besides its results, workspace_bytes is {gib(declared)}")
+        if self.problem.deterministic and any(not torch.equal(x, again[name]) for name, x in self.found.items()):
+            failures.append("a second call gave other bits, though the problem is deterministic")
+        return failures
+
+    def second_call(self) -> list[str]:
+        return self.oracle.second_call_failures(self.run) if self.found else []
+
+    def hard_cases(self) -> Iterator[CaseSpec]:
+        for spec in class_key(self.problem):
+            if (spec, self.order) not in self.checked:
+                self.checked.add((spec, self.order))
+                yield spec
+
+    def hard_case(self, spec: CaseSpec) -> tuple[str, ...]:
+        case = exhausted(case_of(spec))
+        if case.refused_by(self.backend, self.order):
+            return ()
+        return case.check(case.run(self.backend, self.order)).failures
+
+    def dropout(self) -> list[str]:
+        """With values of 1, out is the sum of the weights that were not dropped: its mean is 1, its variance known."""
+        if not self.problem.dropout_p:
+            return []
+        example = make(self.problem)
+        ones = torch.ones_like(example.v, requires_grad=self.problem.needs_grad)
+        run = runner(self.backend, self.order)
+        with torch.set_grad_enabled(self.problem.needs_grad):
+            result = run(example.q, example.k, ones, self.problem, **example.masks)
+        out = result if isinstance(result, Tensor) else result[0]
+        failures = _dropout_failures(out.detach()[..., 0].double(), replace(example, v=ones))
+        if example.grad is not None:
+            (dv,) = gradients((out,), (ones,), (example.grad,))
+            # out is linear in v: <dv, v> is <grad, out> if both passes dropped the same weights.
+            products = dv.double().sum(), (example.grad.double() * out.detach().double()).sum()
+            allowed = (
+                torch.finfo(self.problem.dtype).eps
+                * float(example.grad.double().abs().sum())
+                * math.sqrt(self.problem.k_len)
+            )
+            if not abs(float(products[0] - products[1])) <= allowed:
+                failures.append("the backward pass dropped other weights than the forward pass")
+        return failures
+
+
+def _dropout_failures(kept: Tensor, example: Example) -> list[str]:
+    """What is wrong with sums of kept weights [batch, q_len, heads], each 1 without dropout."""
+    problem = example.problem
+    p = problem.dropout_p
+    # The sum of squared weights: the softmax of twice the scores, relative to that of the scores. As lse at scale s and
+    # 2 s: log(sum exp(2 s)) - 2 log(sum exp(s)).
+    plain = replace(problem, dropout_p=0.0, needs_grad=False, return_lse=True)
+    lse, twice = (
+        expected_of(replace(example, problem=replace(plain, scale=scale), grad=None))["lse"].value
+        for scale in (problem.scale, 2 * problem.scale)
+    )
+    seen = lse.isfinite()
+    variance = p / (1 - p) * (twice - 2 * lse)[seen].exp()
+    sums = kept.transpose(1, 2)[seen]
+    count = sums.numel()
+    if bool((kept.transpose(1, 2)[~seen] != 0).any()):
+        return ["with dropout, a query without keys has a result"]
+    spread, mean = float((variance.sum() / count**2).sqrt()), float(sums.mean())
+    if abs(mean - 1) > DEVIATIONS * spread:
+        return [f"with dropout {p:g} the kept weights sum up to {mean:.3f} in the mean, not to 1 +- {spread:.3f}"]
+    found, known = float((sums - 1).square().mean()), float(variance.mean())
+    if not 0.5 < found / known < 2:
+        return [f"with dropout {p:g} the sums of kept weights have a variance of {found:.2e}, not {known:.2e}"]
+    return []
+
+
+@contextmanager
+def _determinism_of(problem: Problem) -> Iterator[None]:
+    """PyTorch's own switch, as where such a problem is called."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(problem.deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,263 @@
+"""conformance(): a backend with a fault fails, and the fault is named; without one it passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import register
+from attn_dispatch.backends import manual
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result
+from attn_dispatch.spec.pattern import Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing import conformance, problems, random_problems
+from attn_dispatch.testing.cases import CASES
+from tests.support.flaws import Planted, changed, ignoring, wrong_lse
+
+pytestmark = pytest.mark.usefixtures("little_time")  # one thread
+
+SOME = ("dense", "dense-grouped", "causal-key-mask", "window-causal", "longnet-seq-lens", "neighborhood-2d")
+PROBLEMS = [case.problem(torch.float32, needs_grad=True) for case in CASES if case.id in SOME]
+MORE = [each for each in problems() if each.dropout_p or each.deterministic or each.score_terms or each.ranks > 1]
+
+
+@dataclass
+class Other(Planted):
+    """A backend as another package has it, which computes and refuses what `manual` does."""
+
+    score_terms = SCORE_TERMS
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return self.reasons or manual.refusals(problem)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        return 2 * manual.workspace_bytes(problem)
+
+
+def failing(backend: Any, some: list[Problem]) -> str:
+    with pytest.raises(AssertionError) as raised:
+        conformance(backend, some)
+    return str(raised.value)
+
+
+def with_problem(**changes: Any) -> Callable[..., Result]:
+    """Computes another problem than it was asked for."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        return manual.run(q, k, v, replace(problem, **changes), **tensors)
+
+    return run
+
+
+def one_key_more(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    pattern = problem.pattern
+    if isinstance(pattern, Window) and pattern.left is not None:
+        problem = replace(problem, pattern=replace(pattern, left=pattern.left + 1))
+    return manual.run(q, k, v, problem, **tensors)
+
+
+def scaling_in_place(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    q.detach().mul_(problem.scale)
+    return manual.run(q, k, v, replace(problem, scale=1.0), **tensors)
+
+
+def writing_by_address(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    result = manual.run(q, k, v, problem, **tensors)
+    torch.empty(0, dtype=k.dtype).set_(k.untyped_storage()).add_(1.0)  # no version counter sees it
+    return result
+
+
+def without_gradient(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    return manual.run(q, k.detach(), v, problem, **tensors)
+
+
+class OneBuffer:
+    """Gives out the same memory at each call of a size."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[Any, Tensor] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        out, lse = manual.run(q, k, v, problem, **tensors)
+        if problem.needs_grad:
+            return out, lse
+        return self.buffers.setdefault(out.shape, out.clone()).copy_(out), lse
+
+
+FAULTS: dict[str, tuple[Callable[..., Result], str, str]] = {
+    "drops the key mask": (ignoring("key_mask"), "causal-key-mask", "out is off by"),
+    "drops seq_lens": (ignoring("seq_lens"), "longnet-seq-lens", "out is off by"),
+    "another scale": (with_problem(scale=0.3), "dense", "out is off by"),
+    "window off by one": (one_key_more, "window-causal", "out is off by"),
+    "scales q in place": (scaling_in_place, "dense", "wrote into"),
+    "writes into k by its address": (writing_by_address, "dense", "wrote into k"),
+    "another lse": (changed(wrong_lse), "dense", "lse is off by"),
+    "lse in base 2": (changed(lambda out, lse, _: (out, lse / math.log(2))), "dense", "lse is off by"),
+    "no lse": (changed(lambda out, lse, _: out), "dense", "lse was asked for and not returned"),
+    "no gradient of k": (without_gradient, "dense", "appears to not have been used in the graph"),
+    "another dtype of lse": (changed(lambda out, lse, _: (out, lse.double())), "dense", "lse is torch.float64, not"),
+}
+
+
+@pytest.mark.parametrize(("run", "case", "named"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found_and_named(run: Callable[..., Result], case: str, named: str) -> None:
+    (problem,) = (each.problem(torch.float32, needs_grad=True) for each in CASES if each.id == case)
+    text = failing(Other(run), [problem])
+    assert text.startswith("planted fails 1 of 1 problems:\n")
+    assert str(problem) in text
+    assert named in text
+
+
+def test_what_has_no_fault_passes() -> None:
+    found = conformance(Other(manual.run), [*PROBLEMS, *MORE])
+    assert set(found.computed) | found.refused.keys() == {*PROBLEMS, *MORE}
+    assert {problem.ranks for problem in found.refused} == {2}
+
+
+@pytest.mark.parametrize(
+    ("run", "named"),
+    [
+        (with_problem(dropout_p=0.0), "the sums of kept weights have a variance of"),
+        (changed(lambda out, lse, problem: (out * (1 - problem.dropout_p), lse)), "in the mean, not to 1"),
+    ],
+    ids=["no dropout", "weights that are not scaled up"],
+)
+def test_dropout(run: Callable[..., Result], named: str) -> None:
+    assert named in failing(Other(run), [each for each in MORE if each.dropout_p])
+
+
+def test_another_mask_in_the_backward_pass() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Any:
+            ctx.save_for_backward(q, k, v)
+            ctx.problem = problem
+            return manual.run(q, k, v, problem)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            inputs: list[Any] = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            with torch.enable_grad():
+                result: Any = manual.run(inputs[0], inputs[1], inputs[2], ctx.problem)
+            return *torch.autograd.grad(result[0], inputs, grads[0]), None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        return Twice.apply(q, k, v, problem)  # type: ignore[no-untyped-call]
+
+    some = [each for each in MORE if each.dropout_p and each.needs_grad and not each.masked]
+    text = failing(Other(run), [replace(each, return_lse=False) for each in some])
+    assert "the backward pass dropped other weights than the forward pass" in text
+
+
+def test_a_result_that_the_next_call_changes() -> None:
+    inference = replace(PROBLEMS[0], needs_grad=False)
+    assert "a second call changed the result of the first" in failing(Other(OneBuffer()), [inference])
+
+
+def test_more_memory_than_declared() -> None:
+    text = failing(Planted(manual.run), PROBLEMS[:1])
+    assert "besides its results, workspace_bytes is 0 B" in text
+
+
+def test_results_that_differ_from_call_to_call() -> None:
+    calls = iter(range(10**6))
+
+    def run(out: Tensor, lse: Tensor, problem: Problem) -> Result:
+        return out * (1 + 1e-7 * (next(calls) % 2)), lse
+
+    some = [each for each in MORE if each.deterministic]
+    assert "other bits, though the problem is deterministic" in failing(Other(changed(run)), some)
+    conformance(Other(changed(run)), [replace(each, deterministic=False) for each in some])
+
+
+# --- members and refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reasons", "named"),
+    [
+        ([Refusal("pattern", " ")], "TypeError: refusals must be Refusals with a code and a text"),
+        (["no"], "TypeError: refusals must be Refusals with a code and a text, got 'no'"),
+    ],
+    ids=["empty", "a text"],
+)
+def test_refusals_give_reasons(reasons: list[Any], named: str) -> None:
+    assert named in failing(Other(manual.run, reasons=reasons), PROBLEMS[:1])
+
+
+def test_refusals_that_raise() -> None:
+    class Raising(Other):
+        def refusals(self, problem: Problem) -> list[Refusal]:
+            raise KeyError(problem.q_len)
+
+    with pytest.raises(AssertionError, match="KeyError") as raised:
+        conformance(Raising(manual.run), PROBLEMS)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert f"fails {len(PROBLEMS)} of {len(PROBLEMS)} problems" in str(raised.value)
+
+
+def test_one_rank_of_several() -> None:
+    class Alone(Other):
+        def refusals(self, problem: Problem) -> list[Refusal]:
+            return []
+
+    assert "run() has the tensors of one rank of 2" in failing(Alone(manual.run), MORE)
+
+
+def test_a_backend_that_refuses_everything() -> None:
+    nothing = Other(manual.run, reasons=[Refusal("device", "runs on the moon")])
+    with pytest.raises(AssertionError, match="a backend that accepts none is never chosen\n    runs on the moon"):
+        conformance(nothing)
+    assert conformance(nothing, PROBLEMS).refused.keys() == set(PROBLEMS)
+
+
+def test_members() -> None:
+    backend: Any = object()
+    with pytest.raises(AssertionError, match="lacks name, version, refusals, workspace_bytes, run"):
+        conformance(backend)
+    assert "name must be an identifier, got 'two words'" in failing(Other(manual.run, name="two words"), [])
+    names: list[Any] = ["x"]
+    with pytest.raises(InvalidInput, match="problems must be Problems, got 'x'"):
+        conformance(Other(manual.run), names)
+
+
+def test_by_name() -> None:
+    register(Other(manual.run))
+    assert conformance("planted", PROBLEMS[:1]).computed == tuple(PROBLEMS[:1])
+    with pytest.raises(InvalidInput, match="backend must be one of"):
+        conformance("nowhere", [])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["manual", "sdpa", "sdpa_mask", "tiles", "native", "sdpa_float32"])
+def test_backends_of_this_package(name: str) -> None:
+    found = conformance(registry.load(name))
+    assert len(found.computed) >= 20
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+def test_problems_of_all_kinds() -> None:
+    found = problems()
+    assert len(set(found)) == len(found) > 200
+    for field in ("needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic", "bias_needs_grad"):
+        assert {getattr(each, field) for each in found} == {False, True}
+    assert {type(each.pattern).__name__ for each in found} == {"Dense", "Window", "Dilated", "Neighborhood"}
+    assert {each.dtype for each in found} == {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    assert {name for each in found for name in each.score_terms} == set(SCORE_TERMS)
+    assert all(Problem.from_dict(each.to_dict()) == each for each in found)
+
+
+def test_random_problems_are_those_of_their_seed() -> None:
+    assert random_problems(3, 50) == random_problems(3, 60)[:50] != random_problems(4, 50)
+    assert {each.dtype for each in random_problems(0, 30, dtypes=(torch.float16,))} == {torch.float16}
+    assert all(Problem.from_dict(each.to_dict()) == each for each in random_problems(5, 200))
