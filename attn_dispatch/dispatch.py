@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from attn_dispatch import packing, process_state, widths
+from attn_dispatch import packing, process_state, recording, widths
 from attn_dispatch.decisions import decide, unmeasured
 from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, notify, run_function
 from attn_dispatch.decisions.decide import lock
@@ -418,3 +418,4 @@ def _compiled(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sink: Any, **arg
 
 
 operators.eager_attend = attend
+recording.record_by_environment()

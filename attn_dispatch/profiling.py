@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,11 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.problem_files import read_record
+from attn_dispatch.store.problem_files import Use, read_record
 from attn_dispatch.tuning.candidates import Request
 
 MIN_SECONDS = 0.05  #: least budget of a problem
+BACKWARD = 2.5  #: operations of a backward pass, relative to the forward pass: five matrix products to two
 BUDGET_USED = 0.5  #: share of its budget that a trial which could not settle its choice takes at least
 
 Report = Callable[[int, Explanation], None]
@@ -48,16 +49,20 @@ def profile(
     progress: bool = True,
     force: bool = False,
     report: Report | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[Explanation]:
     """Measure problems and store each decision as soon as it is made, so that an interruption loses none.
 
     Args:
         problems: `Problem`s, or a file that `record` wrote. Of few queries and many keys, the next power of two of
             keys is measured, which decides for all below it.
-        budget_s: seconds for all problems, shared evenly among the remaining ones; None for no limit.
+        budget_s: seconds for all problems; None for no limit. What one leaves goes to the remaining ones.
         progress: show a bar with the remaining time on stderr.
         force: measure again problems that have a valid decision.
         report: called with each problem's index and explanation as soon as it is decided.
+        weights: of the problems, in whose proportion the budget is shared; those with the largest are measured first.
+            By default, of a file, the time that each problem took in the recorded run (`weights_of_uses`); else all
+            are equal.
 
     Returns:
         One explanation for each problem; its `choice` is None if no backend can run the problem.
@@ -69,21 +74,42 @@ def profile(
         raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which touches no disk: profile cannot store decisions")
     if budget_s is not None and not budget_s > 0:
         raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
-    problem_list = read_record(problems) if isinstance(problems, str | os.PathLike) else list(problems)
+    if isinstance(problems, str | os.PathLike):
+        uses = read_record(problems)
+        problems, weights = list(uses), weights_of_uses(uses) if weights is None else weights
+    problem_list = list(problems)
+    shares = _checked_weights(weights, len(problem_list))
     for problem in problem_list:
         if not isinstance(problem, Problem):
             raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
     end = None if budget_s is None else time.monotonic() + budget_s
-    found = []
+    found: Explanations = {}
+    left = math.fsum(shares)
     with reused(), _bar(len(problem_list), progress) as advance:
-        for index, problem in enumerate(problem_list):
-            each_s = _seconds_each(end, len(problem_list) - index)
-            explanation = _measure_problem(measured_for(problem), each_s, force)
-            found.append(explanation)
+        for index in sorted(range(len(problem_list)), key=lambda index: -shares[index]):
+            problem, share = problem_list[index], shares[index]
+            each_s = _share_of(end, share / left if left > 0 else 1 / (len(problem_list) - len(found)))
+            left -= share
+            found[index] = _measure_problem(measured_for(problem), each_s, force)
             advance(str(problem))
             if report is not None:
-                report(index, explanation)
-    return found
+                report(index, found[index])
+    return [found[index] for index in range(len(problem_list))]
+
+
+def weights_of_uses(uses: Mapping[Problem, Use]) -> list[float]:
+    """The time that each problem of a recorded run took: of its calls, and of their backward passes, which are not
+    recorded and take `BACKWARD` times as long.
+    """
+    return [use.seconds * (1 + BACKWARD * problem.needs_grad) for problem, use in uses.items()]
+
+
+def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    if weights is None:
+        return [1.0] * count
+    if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
+        raise InvalidInput(f"weights must be a number >= 0 for each of the {count} problems, got {list(weights)!r}")
+    return list(weights)
 
 
 def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
@@ -115,8 +141,9 @@ def _is_open(decision: Decision, budget_ms: float) -> bool:
     return bool(decision.provisional) and decision.elapsed_ms < budget_ms * BUDGET_USED
 
 
-def _seconds_each(end: float | None, left: int) -> float | None:
-    return None if end is None else max(MIN_SECONDS, (end - time.monotonic()) / left)
+def _share_of(end: float | None, share: float) -> float | None:
+    """Seconds of a share of the time until `end`."""
+    return None if end is None else max(MIN_SECONDS, (end - time.monotonic()) * min(share, 1.0))
 
 
 @contextmanager

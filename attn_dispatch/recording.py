@@ -1,31 +1,166 @@
-"""`record`: writes the problems of a real run to a file, one JSON object per line, for `profile` to measure."""
+"""`record`: writes the problems of a real run to a file, with how often each was called and for how long.
+
+The file has one JSON object per line: a problem when it first occurs, and again with `calls` and `seconds` at the end
+of the block, and in growing intervals before it. Numbers of several lines, blocks and processes add up. `profile`
+reads it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
 
 from attn_dispatch.decisions.call import observing
+from attn_dispatch.decisions.trial_limits import capturing
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.settings import record_file
 from attn_dispatch.spec.problem import Problem
+
+FIRST_WRITE_S = 60.0  #: seconds until calls are first written; the next interval is twice as long, and so on
+CUDA_SAMPLES = 16  #: calls of a problem that are timed by events on a GPU
 
 
 @contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Append every distinct problem of `attend` calls inside the block to a file, as they occur.
+    """Append every problem of `attend` calls inside the block to a file, with its calls and their time.
+
+    Calls are those of the forward pass that are not traced into a graph; a call of a compiled function counts. Of few
+    queries and many keys, the next power of two of keys is recorded, which is what is decided.
 
     Args:
         path: a JSON Lines file, created if missing; `profile` and `attn-dispatch profile --from` read it.
     """
-    written: set[Problem] = set()
     with open(path, "a", encoding="utf-8") as file:
+        recorder = _Recorder(file)
+        with observing(recorder.note, recorder.around):
+            try:
+                yield
+            finally:
+                recorder.write_uses()
 
-        def note(problem: Problem) -> None:
-            if problem not in written:
-                written.add(problem)
-                file.write(json.dumps(problem.to_dict()) + "\n")
-                file.flush()  # so that a crashed run leaves its problems
 
-        with observing(note):
-            yield
+def record_by_environment() -> None:
+    """Record all calls of this process where $ATTN_DISPATCH_RECORD names a file.
+
+    Raises:
+        InvalidInput: the file cannot be written.
+    """
+    path = record_file()
+    if path is None:
+        return
+    recording = record(path)
+    try:
+        recording.__enter__()
+    except OSError as error:
+        raise InvalidInput(f"$ATTN_DISPATCH_RECORD: {path} cannot be written ({error.strerror or error})") from error
+    atexit.register(recording.__exit__, None, None, None)
+
+
+@dataclass
+class _Use:
+    """Calls of a problem; the seconds of the first, which may plan or compile, and of the others that were timed."""
+
+    calls: int = 0
+    first_s: float = 0.0
+    timed: int = 0
+    timed_s: float = 0.0
+    written_calls: int = 0
+    written_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all calls, as long as those that were timed are in the mean."""
+        return self.calls * (self.timed_s / self.timed if self.timed else self.first_s)
+
+    def add(self, seconds: float, *, first: bool) -> None:
+        if first:
+            self.first_s = seconds
+        else:
+            self.timed += 1
+            self.timed_s += seconds
+
+
+class _Recorder:
+    def __init__(self, file: TextIO) -> None:
+        self.file, self.process, self.lock = file, os.getpid(), threading.Lock()
+        self.uses: dict[Problem, _Use] = {}
+        self.interval_s = FIRST_WRITE_S
+        self.next_write_s = time.monotonic() + self.interval_s
+        self.events: list[tuple[_Use, bool, Any, Any]] = []  # CUDA events whose times are not read yet
+
+    def note(self, problem: Problem) -> None:
+        with self.lock:
+            if problem not in self.uses:
+                self.uses[problem] = _Use()
+                self._write(problem.to_dict())  # at once, so that a crashed run leaves its problems
+
+    def around(self, run: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
+        self.note(problem)
+        use, cuda = self.uses[problem], problem.device.type == "cuda"
+
+        def counted(*args: Any, **tensors: Any) -> Any:
+            if capturing(problem.device):
+                return run(*args, **tensors)
+            first = use.calls == 0
+            if cuda and use.calls <= CUDA_SAMPLES:
+                events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+                events[0].record()
+                result = run(*args, **tensors)
+                events[1].record()
+                self._count(use, first, None, events)
+            elif cuda:
+                result = run(*args, **tensors)
+                self._count(use, first, None, None)
+            else:
+                start_s = time.perf_counter()
+                result = run(*args, **tensors)
+                self._count(use, first, time.perf_counter() - start_s, None)
+            return result
+
+        return counted
+
+    def _count(self, use: _Use, first: bool, seconds: float | None, events: list[Any] | None) -> None:
+        with self.lock:
+            use.calls += 1
+            if seconds is not None:
+                use.add(seconds, first=first)
+            if events is not None:
+                self.events.append((use, first, *events))
+        if time.monotonic() >= self.next_write_s:
+            self.interval_s *= 2
+            self.next_write_s = time.monotonic() + self.interval_s
+            self.write_uses()
+
+    def write_uses(self) -> None:
+        """Append what was counted since the last time."""
+        with self.lock:
+            self._read_events()
+            for problem, use in self.uses.items():
+                calls, seconds = use.calls - use.written_calls, max(0.0, use.seconds - use.written_s)
+                if calls:
+                    self._write({**problem.to_dict(), "calls": calls, "seconds": seconds})
+                    use.written_calls, use.written_s = use.calls, use.written_s + seconds
+
+    def _read_events(self) -> None:
+        """The times of calls that the GPU has done; others are left for later."""
+        left = []
+        for use, first, start, end in self.events:
+            if end.query():
+                use.add(start.elapsed_time(end) / 1e3, first=first)
+            else:
+                left.append((use, first, start, end))
+        self.events = left
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if os.getpid() == self.process:  # a forked process has this one's counts, and the same file
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()

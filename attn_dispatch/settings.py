@@ -63,6 +63,11 @@ def mode() -> str:
     return found
 
 
+def record_file() -> str | None:
+    """$ATTN_DISPATCH_RECORD: the file to which this process writes its problems; None: to none."""
+    return os.environ.get("ATTN_DISPATCH_RECORD") or None
+
+
 def measures() -> bool:
     """Whether calls measure, now or beside later ones. Raises as `mode`."""
     return mode() in ("tune", "online")

@@ -96,6 +96,7 @@ def run_function(
     run = runner(registry.load(decision.choice), decision.order)
     if traced:
         return run
+    run = observed(run, measured_for(problem))
     for each in {problem: None, measured_for(problem): None}:
         if (decision.silicon, each) in decide.on_trial and decision.source != "forced":
             from attn_dispatch.decisions import online  # mode `online` alone
@@ -164,23 +165,39 @@ def _drop_calls(problem: Problem) -> None:
 
 # --- observers --------------------------------------------------------------------------------------------------------
 
-_observers: list[Callable[[Problem], None]] = []
+Observer = Callable[[Problem], object]
+Around = Callable[[Callable[..., Any], Problem], Callable[..., Any]]
+
+_observers: list[tuple[Observer, Around | None]] = []
 
 
 def notify(problem: Problem) -> None:
     """Call every observer with a problem."""
-    for observer in tuple(_observers):
+    for observer, _ in tuple(_observers):
         observer(problem)
 
 
+def observed(run: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
+    """The function that runs a problem, as observers have it called."""
+    for _, around in tuple(_observers):
+        run = run if around is None else around(run, problem)
+    return run
+
+
 @contextmanager
-def observing(observer: Callable[[Problem], None]) -> Iterator[None]:
-    """Call `observer` with each problem of a call inside the block, at least once per problem; `record` uses it."""
+def observing(observer: Observer, around: Around | None = None) -> Iterator[None]:
+    """Call `observer` with each problem of a call inside the block, at least once per problem; `record` uses it.
+
+    Args:
+        around: takes the function that runs a problem, and returns what to call in its place inside the block.
+    """
+    entry = observer, around
     with decide.lock:
-        _observers.append(observer)
+        _observers.append(entry)
         process_state.forget(process_state.ROUTES)
     try:
         yield
     finally:
         with decide.lock:
-            _observers.remove(observer)
+            _observers.remove(entry)
+            process_state.forget(process_state.ROUTES)  # they hold what observers put around them

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.decisions.call import notify
+from attn_dispatch.decisions.call import notify, observed
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
@@ -252,7 +252,8 @@ def _run(
     try:
         with torch.autocast(tensors[0].device.type, enabled=False):
             q, k, v = _inputs(sharded, tensors, arguments)
-            out, lse = sharded.run(decision.order, q, k, v, arguments.get("seq_lens"), arguments.get("key_mask"))
+            run = observed(sharded.run, sharded.problem)
+            out, lse = run(decision.order, q, k, v, arguments.get("seq_lens"), arguments.get("key_mask"))
     except (AttnDispatchError, CHECKPOINT_STOP):
         raise
     except Exception as error:

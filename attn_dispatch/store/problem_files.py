@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -44,8 +45,15 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
     _noted.add(mark)
 
 
-def read_record(path: str | os.PathLike[str], device: torch.device | str | None = None) -> list[Problem]:
-    """Read the distinct problems of a file that `record` wrote, in order.
+class Use(NamedTuple):
+    """How often a recorded problem was called, and the seconds that its calls took; 0 where a file has no counts."""
+
+    calls: int = 0
+    seconds: float = 0.0
+
+
+def read_record(path: str | os.PathLike[str], device: torch.device | str | None = None) -> dict[Problem, Use]:
+    """Read the distinct problems of a file that `record` wrote, in order, with the sum of their uses.
 
     Args:
         device: where to measure them; by default the kind of device they were recorded on.
@@ -56,12 +64,26 @@ def read_record(path: str | os.PathLike[str], device: torch.device | str | None 
     return parse_record(Path(path).read_text(encoding="utf-8"), path, device)
 
 
-def parse_record(text: str, path: str | os.PathLike[str], device: torch.device | str | None = None) -> list[Problem]:
+def parse_record(
+    text: str, path: str | os.PathLike[str], device: torch.device | str | None = None
+) -> dict[Problem, Use]:
     """Parse the text of a recorded file; `path` is for messages. See `read_record`."""
-    found: dict[Problem, None] = {}
+    found: dict[Problem, Use] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            found[Problem.from_dict(json.loads(line), device)] = None
+            plain = json.loads(line)
+            calls, seconds = _taken(plain, "calls", int), _taken(plain, "seconds", float)
+            problem = Problem.from_dict(plain, device)
         except (json.JSONDecodeError, RecursionError, InvalidInput) as error:
             raise InvalidInput(f"{path}, line {number}: {error}") from error
-    return list(found)
+        before = found.get(problem, Use())
+        found[problem] = Use(before.calls + int(calls), before.seconds + seconds)
+    return found
+
+
+def _taken(plain: Any, name: str, kind: type[int] | type[float]) -> float:
+    """Take a number >= 0 out of a line, 0 where it has none. Raises InvalidInput for another value."""
+    value = plain.pop(name, 0) if isinstance(plain, dict) else 0
+    if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 <= value < math.inf:
+        raise InvalidInput(f"{name} must be a number >= 0, got {value!r}")
+    return float(value)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from attn_dispatch import attend, counters, explain, profile, record
+from attn_dispatch import attend, counters, explain, profile, profiling, record, recording, register
 from attn_dispatch.errors import InvalidInput, NotDecided
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.problem_files import read_record
-from tests.support.calls import counted, forget, qkv
+from attn_dispatch.store.problem_files import Use, read_record
+from tests.support.calls import Plugin, counted, forget, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -41,8 +47,11 @@ def test_each_distinct_problem_is_recorded_once(tmp_path: Path, set_mode: Callab
         Problem.of(q, k, v, is_causal=True),
         Problem.of(q, k, v, return_lse=True),
     ]
-    assert read_record(path) == expected
-    assert len(path.read_text().splitlines()) == 3
+    found = read_record(path)
+    assert list(found) == expected
+    assert [use.calls for use in found.values()] == [3, 3, 1]  # a window over everything is causal
+    assert all(use.seconds > 0 for use in found.values())
+    assert len(path.read_text().splitlines()) == 2 * 3
 
 
 def test_a_second_record_appends(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
@@ -58,7 +67,7 @@ def test_a_problem_is_recorded_before_it_fails(tmp_path: Path, set_mode: Callabl
     set_mode("locked")
     with record(tmp_path / "met.jsonl"), pytest.raises(NotDecided):
         attend(*qkv())
-    assert read_record(tmp_path / "met.jsonl") == [Problem.of(*qkv())]
+    assert read_record(tmp_path / "met.jsonl") == {Problem.of(*qkv()): Use(0, 0.0)}
 
 
 def test_nested_records(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
@@ -68,7 +77,105 @@ def test_nested_records(tmp_path: Path, set_mode: Callable[[str], None]) -> None
         attend(q, k, v)
         with record(tmp_path / "inner"):
             attend(q, k, v)
-    assert read_record(tmp_path / "outer") == read_record(tmp_path / "inner") == [Problem.of(q, k, v)]
+    (outer, inner) = (read_record(tmp_path / name)[Problem.of(q, k, v)] for name in ("outer", "inner"))
+    assert (outer.calls, inner.calls) == (2, 1)
+
+
+def test_calls_and_seconds_add_up(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+    """Over blocks, lines and intervals; those of other problems and of calls outside the block are not counted."""
+    set_mode("predict")
+    path, (q, k, v) = tmp_path / "met.jsonl", qkv()
+    for _ in range(2):
+        with record(path):
+            for _ in range(5):
+                attend(q, k, v)
+        attend(q, k, v)
+    with path.open("a") as file:
+        file.write(json.dumps({**Problem.of(q, k, v).to_dict(), "calls": 90, "seconds": 7}) + "\n")
+    (use,) = read_record(path).values()
+    assert use.calls == 100
+    assert 7 < use.seconds < 8
+
+
+def test_the_time_of_calls_is_that_of_their_runs(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+    """Without a first call, which may plan or compile, and without the trial of a new problem."""
+    waits = iter([0.2, *[0.02] * 9])
+
+    def slow(out: Any, lse: Any) -> Any:
+        time.sleep(next(waits))
+        return out, lse
+
+    set_mode("predict")
+    register(Plugin(slow))
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with record(tmp_path / "met.jsonl"):
+        for _ in range(10):
+            attend(q, k, v, backend="planted")
+    (use,) = read_record(tmp_path / "met.jsonl").values()
+    assert use.calls == 10
+    assert 0.2 <= use.seconds < 0.38
+
+
+def test_counts_are_written_in_growing_intervals(
+    tmp_path: Path, set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run that is killed leaves most of them."""
+    set_mode("predict")
+    monkeypatch.setattr(recording, "FIRST_WRITE_S", 0.0)
+    with record(tmp_path / "met.jsonl"):
+        for _ in range(3):
+            attend(*qkv())
+        (use,) = read_record(tmp_path / "met.jsonl").values()
+        assert use.calls == 3
+
+
+def test_few_queries_are_those_of_a_power_of_two_of_keys(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+    set_mode("predict")
+    q, k, v = qkv(64)
+    with record(tmp_path / "met.jsonl"):
+        for length in range(33, 65):
+            attend(q[:, :1], k[:, :length], v[:, :length], is_causal=True)
+    ((problem, use),) = read_record(tmp_path / "met.jsonl").items()
+    assert (problem.k_len, use.calls) == (64, 32)
+
+
+def test_documents_and_compiled_calls_are_counted(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+    set_mode("predict")
+    q, k, v = qkv(24)
+    with record(tmp_path / "met.jsonl"):
+        for _ in range(4):
+            attend(q, k, v, cu_seqlens=torch.tensor([0, 16, 24]), is_causal=True)
+    assert sum(use.calls for use in read_record(tmp_path / "met.jsonl").values()) >= 4
+    compiled: Any = torch.compile(lambda *x: attend(*x), backend="eager", fullgraph=True)
+    with record(tmp_path / "compiled.jsonl"):
+        for _ in range(3):
+            compiled(q, k, v)
+    ((problem, use),) = read_record(tmp_path / "compiled.jsonl").items()
+    assert (replace(problem, return_lse=False), use.calls) == (Problem.of(q, k, v), 3)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("text", ["-1", "true", '"5"', "1e999"])
+def test_wrong_counts_are_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "met.jsonl"
+    path.write_text(json.dumps(Problem.of(*qkv()).to_dict())[:-1] + f', "seconds": {text}}}\n')
+    with pytest.raises(InvalidInput, match="line 1: seconds must be a number >= 0"):
+        read_record(path)
+
+
+def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
+    code = (
+        "import torch, attn_dispatch\nx = torch.ones(1, 16, 2, 8)\nfor _ in range(3): attn_dispatch.attend(x, x, x)\n"
+    )
+    path = tmp_path / "met.jsonl"
+    environment = {**os.environ, "ATTN_DISPATCH_MODE": "predict", "ATTN_DISPATCH_RECORD": str(path)}
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=environment, check=True)
+    ((problem, use),) = read_record(path).items()
+    assert (problem.q_len, use.calls) == (16, 3)
+    environment["ATTN_DISPATCH_RECORD"] = str(tmp_path)
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert f"InvalidInput: $ATTN_DISPATCH_RECORD: {tmp_path} cannot be written" in done.stderr
 
 
 # --- profile ----------------------------------------------------------------------------------------------------------
@@ -84,7 +191,8 @@ def test_profile_measures_recorded_problems(tmp_path: Path, set_mode: Callable[[
     seen = []
     found = profile(tmp_path / "met.jsonl", budget_s=0.6, progress=False, report=lambda i, each: seen.append((i, each)))
     assert [each.source for each in found] == ["measured", "measured"]
-    assert seen == list(enumerate(found))
+    assert sorted(index for index, _ in seen) == [0, 1]
+    assert all(each is found[index] for index, each in seen)
     assert found[0] == explain(q, k, v)
     assert found[1] == explain(q, k, v, Window(3, 0))
     forget()
@@ -92,6 +200,32 @@ def test_profile_measures_recorded_problems(tmp_path: Path, set_mode: Callable[[
     attend(q, k, v)
     attend(q, k, v, Window(3, 0))
     assert counted(loaded=2)
+
+
+def test_the_budget_goes_where_the_time_went(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In proportion, largest first; what one leaves goes to the others. Calls with gradients have a backward pass."""
+    plain = Problem.of(*qkv())
+    problems = [plain, replace(plain, pattern=Window(3, 0)), replace(plain, needs_grad=True)]
+    uses = zip((30, 5, 2), (3.0, 10.0, 2.0))
+    lines = ({**each.to_dict(), "calls": n, "seconds": s} for each, (n, s) in zip(problems, uses))
+    (tmp_path / "met.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    given: list[tuple[Problem, float]] = []
+
+    def measured(problem: Problem, share_s: float, force: bool) -> Any:
+        given.append((problem, share_s))
+        return problem
+
+    monkeypatch.setattr(profiling, "_measure_problem", measured)
+    found: Any = profile(tmp_path / "met.jsonl", budget_s=200.0, progress=False)
+    assert found == problems
+    assert [problem for problem, _ in given] == [problems[1], problems[2], problems[0]]
+    expected = [100.0, 200 * 7 / 10, 200.0]  # of 10, 7 and 3 seconds; the first problems took no time of the budget
+    assert [seconds for _, seconds in given] == pytest.approx(expected, abs=0.5)
+    profile(problems, budget_s=30.0, progress=False, weights=[0.0, 0.0, 0.0])
+    assert [seconds for _, seconds in given[3:]] == pytest.approx([10.0, 15.0, 30.0], abs=0.5)
+    for wrong in ([1.0], [1.0, 1.0, -1.0], [1.0, 1.0, math.inf]):
+        with pytest.raises(InvalidInput, match="weights must be a number >= 0 for each of the 3 problems"):
+            profile(problems, progress=False, weights=wrong)
 
 
 def test_profile_measures_again_only_if_forced() -> None:

@@ -12,6 +12,7 @@ OTHERS = {
     "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
     "ATTN_DISPATCH_CACHE_DIR": ("the user's cache folder", "a folder"),
     "ATTN_DISPATCH_CACHE_MB": (f"{settings.DEFAULT_MB:g}", "a number > 0"),
+    "ATTN_DISPATCH_RECORD": ("-", "a file"),
     "CXX": ("g++", "a command"),
     "CUDA_HOME": ("-", "a folder"),
     "TRITON_INTERPRET": ("-", "1"),
@@ -35,6 +36,8 @@ MEANING = {
     "ATTN_DISPATCH_SENTINEL": "share of calls that are timed and compared with the stored measurement, see Drift",
     "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored",
     "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",
+    "ATTN_DISPATCH_RECORD": "where the process writes the problems of all its calls, as `record` does; read once, when "
+    "`attend` is imported",
     "CXX": "the C++ compiler of `native`, and of `flex` on a CPU",
     "CUDA_HOME": "read by CUDA packages; after a change versions are compared again",
     "TRITON_INTERPRET": "Triton's interpreter: the `triton` backends then take CPU tensors",

@@ -40,7 +40,8 @@ EXAMPLE = """examples:
   attn-dispatch profile --standard --share FILE
       what a profile for all machines of this kind needs, in about 20 minutes; CONTRIBUTING.md says where to send it
   attn-dispatch profile --from problems.jsonl
-      the problems that attn_dispatch.record("problems.jsonl") wrote in a run
+      the problems that attn_dispatch.record("problems.jsonl") wrote in a run; most of the budget goes to those that
+      took most of its time
 
 Ctrl-C prints the decisions so far; they stay stored."""
 
@@ -123,8 +124,13 @@ def _measured(
 ) -> None:
     from attn_dispatch.profiling import profile  # here, so that usage errors do not wait for torch
 
+    weights = None if args.record is None else [args.weights[problem] for problem in problems]
     profile(
-        problems, budget_s=budget_s, force=args.force, report=lambda _, explanation: explanations.append(explanation)
+        problems,
+        budget_s=budget_s,
+        force=args.force,
+        report=lambda _, explanation: explanations.append(explanation),
+        weights=weights,
     )
 
 
@@ -192,7 +198,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     if args.record is not None:
         if used:
             raise InvalidInput(f"--from reads the problems from a file: remove {', '.join(used)}")
-        return _recorded(args.record, args.device)
+        return _recorded(args)
     if (args.quick or args.full) and not used:
         from attn_dispatch.spec.shapes import quick_problems
 
@@ -221,17 +227,21 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
     return found
 
 
-def _recorded(path: str, device: str | None) -> list[Problem]:
+def _recorded(args: argparse.Namespace) -> list[Problem]:
+    """The recorded problems, those first that took most time; `args.weights` then has that of each."""
     from attn_dispatch.machine.devices import resolve
+    from attn_dispatch.profiling import weights_of_uses
     from attn_dispatch.store.problem_files import read_record
 
+    path, device = args.record, args.device
     try:
-        problems = read_record(path, None if device is None else resolve(device))
+        uses = read_record(path, None if device is None else resolve(device))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"--from {path}: cannot be read ({error})") from error
-    if not problems:
+    if not uses:
         raise InvalidInput(f"--from {path}: contains no problem")
-    return problems
+    args.weights = dict(zip(uses, weights_of_uses(uses)))
+    return sorted(uses, key=lambda problem: -args.weights[problem])
 
 
 def _budget(args: argparse.Namespace, count: int) -> float | None:
