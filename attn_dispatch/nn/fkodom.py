@@ -5,6 +5,7 @@ Trained weights load strictly. Source of the interface: fkodom/dilated-attention
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -294,6 +295,57 @@ class LongNet(nn.Module):
         for layer in self.decoder.layers:
             x = layer(x, memory, is_causal, is_causal)
         return x
+
+
+class LongNetLM(nn.Module):
+    """dilated_attention_pytorch.long_net.LongNetLM: `LongNet` between an embedding of tokens and logits.
+
+    Args:
+        num_tokens: size of the vocabulary. Others: as for `LongNet`.
+    """
+
+    def __init__(self, num_tokens: int, d_model: int = 768, *sizes: Any, **settings: Any) -> None:
+        super().__init__()
+        given = inspect.signature(LongNet).bind(d_model, *sizes, **settings)
+        given.apply_defaults()
+        made = {name: given.arguments[name] for name in ("device", "dtype")}
+        self.token_embedding = nn.Embedding(num_tokens, d_model, **made)
+        self.pos_embedding = _XPos(d_model, **made)
+        self.long_net = LongNet(d_model, *sizes, **settings)
+        self.norm = nn.LayerNorm(d_model, eps=given.arguments["layer_norm_eps"], **made)
+        self.out = nn.Linear(d_model, num_tokens, **made)
+
+    def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
+        """x: [batch, len], integers. The result: [batch, len, num_tokens]."""
+        x = self.token_embedding(x)
+        x = x + self.pos_embedding(x)
+        return self.out(self.norm(self.long_net(x, is_causal)))  # type: ignore[no-any-return]
+
+
+class _XPos(nn.Module):
+    """xPos embeddings of whole tokens, with the buffer that torchscale stores.
+
+    Features 2i and 2i + 1 are turned as in RoFormer, and scaled by a power of the distance from the middle.
+
+    Source: Sun et al. 2022, A Length-Extrapolatable Transformer, section 3.
+    """
+
+    def __init__(self, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        scale = (torch.arange(0, dim, 2) + 0.4 * dim) / (1.4 * dim)
+        self.scale: Tensor
+        self.register_buffer("scale", scale.to(device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result: [batch, len, dim]."""
+        length, half = x.shape[1], x.shape[2] // 2
+        places = torch.arange(length, device=x.device)[:, None]
+        # Angles are rounded to the model's dtype, as there.
+        angles = (places * (1 / 10000 ** (torch.arange(half, device=x.device) / half))).to(self.scale)
+        growth = self.scale ** ((places - (length + 1) // 2).to(self.scale) / 512)
+        cos, sin = angles.cos() * growth, angles.sin() * growth
+        even, odd = x[..., ::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(2)
 
 
 def _segments(x: Tensor, length: int) -> Tensor:

@@ -46,7 +46,7 @@ def heads_first(query: Tensor, key: Tensor, value: Tensor, op: object = None, at
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """A module of the library, with a stand-in for xformers.ops."""
-    for name in ("dilated_attention_pytorch", "einops"):
+    for name in ("dilated_attention_pytorch", "einops", "torchscale"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install --no-deps dilated-attention-pytorch torchscale einops")
     package: Any = ModuleType("xformers")
@@ -153,13 +153,14 @@ def test_attention_is_equal(theirs: Any, heads: int, branches: Any, is_causal: b
 
 def test_layers_and_models_are_equal(theirs: Any) -> None:
     """With its weights, loaded strictly."""
-    x, memory = drawn(2, 32, 32), drawn(2, 32, 32, seed=1)
+    x, memory, tokens = drawn(2, 32, 32), drawn(2, 32, 32, seed=1), torch.arange(64).reshape(2, 32) % 50
     made: dict[str, Any] = {"dtype": torch.float64}
     pairs: list[tuple[str, str, tuple[Any, ...], tuple[Tensor, ...]]] = [
         ("dilated_attention", "MultiheadDilatedAttention", (32, 4, RATES, SEGMENTS), (x, memory, x)),
         ("transformer", "DilatedTransformerEncoderLayer", (32, 4, SEGMENTS, RATES, 48), (x,)),
         ("transformer", "DilatedTransformerDecoderLayer", (32, 4, SEGMENTS, RATES, 48), (x, memory)),
         ("long_net", "LongNet", (32, 4, 2, 1, 48, SEGMENTS, RATES), (x,)),
+        ("long_net", "LongNetLM", (50, 32, 4, 1, 1, 48, SEGMENTS, RATES), (tokens,)),
     ]
     for module, name, sizes, given in pairs:
         reference: nn.Module = getattr(theirs(module), name)(*sizes, **made).eval()
