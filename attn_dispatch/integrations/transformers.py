@@ -12,6 +12,7 @@ causal attention become `Dilated`.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.integrations.attention_interface import refuse_models_without_it
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.log import say_once
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
@@ -36,12 +38,14 @@ NAME = "attn_dispatch"
 #: Keywords of an attention function that change no result, or whose meaning the mask has already.
 WITHOUT_EFFECT = frozenset(
     {
-        "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "logits_to_keep",
-        "num_items_in_batch", "input_ids", "labels", "deterministic", "attention_interface", "layer_idx",
-        "past_key_values", "past_key_value", "sliding_window", "max_length_q", "max_length_k", "cu_seq_lens_q",
-        "cu_seq_lens_k", "target_dtype", "is_training", "training", "token_type_ids", "mm_token_type_ids",
+        "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
+        "logits_to_keep", "num_items_in_batch", "input_ids", "labels", "attention_interface", "layer_idx",
+        "past_key_values", "past_key_value", "sliding_window", "max_length_q", "max_length_k", "target_dtype",
+        "is_training", "training", "token_type_ids", "mm_token_type_ids",
     }
 )  # fmt: skip
+#: Keywords that tell of documents in packed rows.
+DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 class Keys(BlockMask):
@@ -53,6 +57,7 @@ class Keys(BlockMask):
         key_mask: bool [batch, keys], or None.
         stop: keys from here on are not written yet; None: all are.
         documents: ids [batch, len], or None.
+        refusal: why no layer can use it: some models make masks that none of their layers uses.
     """
 
     def __init__(
@@ -62,8 +67,11 @@ class Keys(BlockMask):
         key_mask: Tensor | None = None,
         stop: int | None = None,
         documents: Tensor | None = None,
+        refusal: str | None = None,
     ) -> None:
         self.pattern, self.size, self.key_mask, self.stop, self.documents = pattern, size, key_mask, stop, documents
+        self.refusal = refusal
+        self.is_checked = False  #: whether positions were compared with it
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -76,7 +84,23 @@ class Keys(BlockMask):
         masks = [
             None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.documents)
         ]
-        return Keys(self.pattern, self.size, masks[0], self.stop, masks[1])
+        return Keys(self.pattern, self.size, masks[0], self.stop, masks[1], self.refusal)
+
+    def __getitem__(self, index: Any) -> Keys:
+        """The mask of the last queries, `[:, :, -n:, :]`: Gemma 4 drops the others while it generates."""
+        whole, at = slice(None), index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or at.start >= 0:
+            return self._refuse()
+        size = (*self.size[:2], min(-at.start, self.size[2]), self.size[3])
+        return Keys(self.pattern, size, self.key_mask, self.stop, self.documents, self.refusal)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise InvalidInput(
+            "the model computes with its mask, which attn_dispatch does not build: "
+            "use attn_implementation='sdpa' or 'eager'"
+        )
+
+    __add__ = __radd__ = __and__ = __rand__ = __invert__ = _refuse
 
     def __repr__(self) -> str:
         return f"Keys({self.pattern}, {list(self.size)})"
@@ -105,75 +129,99 @@ def mask(
     fallback: bool = False,
     **given: Any,
 ) -> Any:
-    """What transformers asks for once per forward pass and kind of layer.
+    """What transformers asks for once per forward pass and kind of layer: Keys, or with `fallback` PyTorch's mask.
 
     Raises:
-        InvalidInput: the mask is none that attend() has.
+        InvalidInput: dilated attention cannot be had with this padding or cache.
     """
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
+    size = (batch_size, 1, q_length, kv_length)
+    spread = getattr(given.get("config"), NAME, None)
     try:
-        facts, stop = read(mask_function), None
-        if facts.low is not None or facts.high is not None:
-            facts, key_mask, stop = _aligned(
-                facts, key_mask, q_length, kv_length, q_offset, kv_offset, batch_size, given.get("device")
-            )
-        pattern = _pattern(facts, key_mask, getattr(given.get("config"), NAME, None), kv_offset)
+        keys = _translated(read(mask_function), size, key_mask, q_offset, kv_offset, given.get("device"), spread)
     except Unreadable as error:
         if not fallback:
             name = getattr(mask_function, "__qualname__", repr(mask_function))
-            raise InvalidInput(
+            refusal = (
                 f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error}); "
                 "attn_dispatch.integrations.transformers.register(fallback=True) hands such to PyTorch's attention"
-            ) from error
+            )
+            return Keys(Dense(), size, refusal=refusal)
+        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
         common = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
         return masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, attention_mask=attention_mask, **common, **given
         )
-    if key_mask is not None and not is_tracing(key_mask) and bool(key_mask.all()):
-        key_mask = None  # one look at data for each forward pass, as sdpa's masks take; none while a graph is traced
-    return Keys(pattern, (batch_size, 1, q_length, kv_length), key_mask, stop, facts.documents)
+    if keys.key_mask is not None and not is_tracing(keys.key_mask) and bool(keys.key_mask.all()):
+        keys.key_mask = None  # one look at data for each forward pass, as sdpa's masks take; none while tracing
+    return keys
 
 
-def _aligned(
-    facts: Facts, key_mask: Tensor | None, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any,
-    batch_size: int, device: Any,
-) -> tuple[Facts, Tensor | None, int | None]:  # fmt: skip
-    """Facts and key mask for queries at the end of the keys, and where the written keys of a static cache stop."""
-    if q_length == 1:
-        if not isinstance(q_offset, Tensor) and q_offset + 1 == kv_offset + kv_length:
-            return facts, key_mask, None
+def _translated(
+    facts: Facts,
+    size: tuple[int, int, int, int],
+    key_mask: Tensor | None,
+    q_offset: Any,
+    kv_offset: Any,
+    device: Any,
+    spread: Any,
+) -> Keys:
+    """The facts of a mask, for queries at the end of the keys. Raises Unreadable."""
+    q_len, k_len, stop = size[2], size[3], None
+    if facts.low is not None or facts.high is not None:
         # In a graph the length of a static cache is data, and so is which key is the last.
-        if facts.chunk is not None or facts.documents is not None:
-            raise Unreadable("chunks or documents in a static cache")
-        at, seen = torch.arange(kv_length, device=device) + kv_offset, None
-        if facts.high is not None:
-            seen = at <= q_offset + facts.high
-        if facts.low is not None:
-            later = at >= q_offset + facts.low
-            seen = later if seen is None else seen & later
-        assert seen is not None
-        seen = seen[None].expand(batch_size, -1)
-        return Facts(), seen if key_mask is None else key_mask & seen, None
-    if q_offset + q_length == kv_offset + kv_length:
-        return facts, key_mask, None
-    stop = int(q_offset) + q_length - int(kv_offset)
-    return facts, None if key_mask is None else key_mask[:, :stop], stop
+        is_data = isinstance(q_offset, Tensor) and q_len == 1
+        if is_data or q_offset + q_len != kv_offset + k_len:
+            if q_len == 1 and not (spread and _is_causal(facts)):
+                return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
+            if isinstance(q_offset, Tensor) and is_tracing(q_offset):
+                raise InvalidInput("dilated attention needs a cache that is not static where generation is compiled")
+            stop = int(q_offset) + q_len - int(kv_offset)
+            key_mask = None if key_mask is None else key_mask[:, :stop]
+    if facts.chunk is None:
+        return Keys(_pattern(facts, key_mask, spread), size, key_mask, stop, facts.documents)
+    if not _is_causal(facts) or facts.documents is not None:
+        raise Unreadable("chunks that are not plainly causal")
+    if q_len == 1:
+        return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
+    chunk, left = facts.chunk[0], torch.as_tensor(facts.chunk[1], device=device).reshape(-1, 1)
+    if kv_offset == 0 and not bool(left.any()):
+        return Keys(Dilated((chunk,), (1,), is_causal=True), size, key_mask, stop)
+    if kv_offset or q_len != (k_len if stop is None else stop):
+        raise Unreadable("chunks that do not start at the first key, of queries that are not the first")
+    numbers = (torch.arange(q_len, device=device) - left).div(chunk, rounding_mode="floor")  # chunks start by row
+    return Keys(Dense(True), size, key_mask, stop, numbers.expand(size[0], -1))
 
 
-def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any, kv_offset: Any) -> Pattern:
-    """The pattern of these facts, made dilated by `spread` where it is causal. Raises Unreadable."""
-    causal = facts.high == 0
+def _is_causal(facts: Facts) -> bool:
+    return facts.high == 0 and facts.low is None
+
+
+def _seen_by_one(
+    facts: Facts, size: tuple[int, int, int, int], key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any
+) -> Tensor:
+    """The key mask [batch, keys] of a single query. Raises Unreadable."""
+    if facts.documents is not None:
+        raise Unreadable("documents in a static cache")
+    at = torch.arange(size[3], device=device)[None] + kv_offset
+    seen = torch.ones_like(at, dtype=torch.bool)
+    if facts.high is not None:
+        seen = seen & (at <= q_offset + facts.high)
+    if facts.low is not None:
+        seen = seen & (at >= q_offset + facts.low)
     if facts.chunk is not None:
-        size, left = facts.chunk
-        if not causal or facts.low is not None or facts.documents is not None:
-            raise Unreadable("chunks that are not plainly causal")
-        if bool(torch.as_tensor(left).any()) or kv_offset:
-            raise Unreadable("chunks that do not start at the first key: pad on the right")
-        return Dilated((size,), (1,), is_causal=True)
+        chunk, left = facts.chunk[0], torch.as_tensor(facts.chunk[1], device=device).reshape(-1, 1)
+        seen = seen & ((at - left) // chunk == (q_offset - left) // chunk)
+    seen = seen.expand(size[0], -1)
+    return seen if key_mask is None else key_mask & seen
+
+
+def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
+    """The pattern of these facts, made dilated by `spread` where it is causal. Raises Unreadable."""
     if facts.low is None and facts.high in (None, 0):
-        if not (spread and causal):
-            return Dense(causal)
+        if not (spread and _is_causal(facts)):
+            return Dense(_is_causal(facts))
         if key_mask is not None and not bool(key_mask[:, 0].all()):
             raise InvalidInput("segments are counted from the first token: pad on the right for dilated attention")
         return Dilated(tuple(spread["segment_lengths"]), tuple(spread["dilation_rates"]), is_causal=True)
@@ -201,31 +249,30 @@ def attention(
     """What a layer calls: q, k and v [batch, heads, len, head_dim] to [batch, len, heads, head_dim].
 
     Raises:
-        InvalidInput: an argument that attend() has not.
+        InvalidInput: an argument or a mask that attend() has not.
     """
     for name, x in given.items():
-        if x is not None and x is not False and name not in WITHOUT_EFFECT:
+        if x is not None and x is not False and name not in WITHOUT_EFFECT and name not in DOCUMENTS:
             raise InvalidInput(f"attn_dispatch has no {name}: use attn_implementation='sdpa' or 'eager' for this model")
-    if fallback and isinstance(attention_mask, Tensor):
-        common: dict[str, Any] = {
-            "dropout": dropout,
-            "scaling": scaling,
-            "is_causal": is_causal,
-            "position_bias": position_bias,
-        }
+    added = (softcap, s_aux, position_bias)  # which PyTorch's attention has not
+    if fallback and isinstance(attention_mask, Tensor) and all(x is None for x in added):
+        common = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **common)
         return found
     more: dict[str, Any] = {"softcap": softcap, "sink": s_aux, "bias": position_bias, "dropout_p": dropout}
     if isinstance(attention_mask, Keys):
+        if attention_mask.refusal is not None:
+            raise InvalidInput(attention_mask.refusal)
         if (query.shape[2], key.shape[2]) != tuple(attention_mask.shape[2:]):
             sizes = [query.shape[2], key.shape[2]]
             raise InvalidInput(
                 f"the mask is for {list(attention_mask.shape[2:])} queries and keys, the layer has {sizes}"
             )
-        key, value = key[:, :, : attention_mask.stop], value[:, :, : attention_mask.stop]
-        pattern = attention_mask.pattern
+        stop, pattern = attention_mask.stop, attention_mask.pattern
+        key, value = key[:, :, :stop], value[:, :, :stop]
+        more["bias"] = None if position_bias is None else position_bias[..., :stop]
         more |= {"key_mask": attention_mask.key_mask, "documents": attention_mask.documents}
-        _warn_of_packed_rows(attention_mask, given.get("position_ids"), query.shape[2], key.shape[2])
+        _warn_of_packed_rows(attention_mask, given)
     elif attention_mask is None:  # the layer leaves it to is_causal, as for PyTorch's attention
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal, window = bool(causal) and query.shape[2] > 1, given.get("sliding_window")
@@ -234,33 +281,63 @@ def attention(
         if window and (not causal or query.shape[2] != key.shape[2]):
             raise InvalidInput(f"a layer with a window of {window} tokens got no mask, which would say where it lies")
         more |= {"alignment": "upper_left"} if causal and query.shape[2] != key.shape[2] else {}
+    elif "BlockMask" in vars(sys.modules[type(module).__module__]):
+        raise InvalidInput(
+            f"{type(module).__name__} makes a mask of its own, and leaves out those of transformers where they are "
+            "block masks, as attn_dispatch's are: use attn_implementation='sdpa' or 'eager'"
+        )
     else:
-        pattern, more["bias"] = Dense(), _bias(attention_mask, query, key, position_bias)
+        pattern, more = Dense(), more | _of_tensor(attention_mask, query, position_bias)
+    if more.get("documents") is None:
+        more |= _documents(given)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q = q.expand(k.shape[0], -1, -1, -1) if q.shape[0] == 1 else q  # learned queries
     return attend(q, k, v, pattern, scale=scaling, **more), None
 
 
-def _bias(attention_mask: Tensor, query: Tensor, key: Tensor, position_bias: Tensor | None) -> Tensor:
-    """A mask [batch or 1, heads or 1, q_len, k_len] as a bias: what is added to scores, or True where keys are seen."""
-    found = attention_mask[..., : key.shape[2]]
-    if found.dtype == torch.bool:
-        found = torch.zeros_like(found, dtype=query.dtype).masked_fill(~found, -torch.inf)
-    return found if position_bias is None else found + position_bias
+def _of_tensor(attention_mask: Tensor, query: Tensor, position_bias: Tensor | None) -> dict[str, Tensor]:
+    """A mask [batch or 1, heads or 1, q_len or 1, k_len] of bools, True where keys are seen, or added to scores."""
+    if attention_mask.ndim != 4:
+        shape = list(attention_mask.shape)
+        raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {shape}")
+    if attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1) and position_bias is None:
+        return {"key_mask": attention_mask[:, 0, 0].expand(query.shape[0], -1)}
+    bias = attention_mask.expand(-1, -1, query.shape[2], -1)
+    if bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
+    return {"bias": bias if position_bias is None else bias + position_bias}
 
 
-def _warn_of_packed_rows(keys: Keys, positions: Any, q_len: int, k_len: int) -> None:
+def _documents(given: dict[str, Any]) -> dict[str, Tensor]:
+    """Documents that flash-attn's keywords or those of recurrent layers tell of, where the mask tells of none.
+
+    Raises:
+        InvalidInput: documents of keys are others than those of queries.
+    """
+    starts, of_keys, ids = (given.get(name) for name in DOCUMENTS)
+    if starts is None:
+        return {} if ids is None else {"documents": ids}
+    if of_keys is not None and of_keys is not starts and not torch.equal(of_keys, starts):
+        raise InvalidInput("cu_seq_lens_k must be cu_seq_lens_q: documents attend to themselves")
+    return {"cu_seqlens": starts}
+
+
+def _warn_of_packed_rows(keys: Keys, given: dict[str, Any]) -> None:
     """transformers keeps packed rows apart where there is neither a mask nor a cache."""
-    if (
-        keys.documents is not None
-        or q_len != k_len
-        or torch.compiler.is_compiling()
-        or not isinstance(positions, Tensor)
-    ):
+    positions = given.get("position_ids")
+    told = keys.documents is not None or any(given.get(name) is not None for name in DOCUMENTS)
+    if keys.is_checked or told or torch.compiler.is_compiling() or not isinstance(positions, Tensor):
         return
-    told = positions.ndim == 2 and positions.shape[1] == q_len > 1 and keys.key_mask is None
-    if told and bool((positions.diff(dim=-1) != 1).any()):
-        say_once("position_ids restart inside a row, but its sequences see each other: pass use_cache=False")
+    keys.is_checked = True  # one look at data for each mask, not for each layer
+    q_len, k_len = keys.shape[2:]
+    if q_len != k_len or keys.key_mask is not None or positions.ndim != 2 or positions.shape[1] != q_len:
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):
+        say_once(
+            "position_ids restart inside a row, but its sequences see each other: "
+            "pass use_cache=False and no attention_mask, or cu_seq_lens_q and cu_seq_lens_k"
+        )
 
 
+refuse_models_without_it(NAME)
 register()

@@ -1,0 +1,118 @@
+"""transformers' decoders by attend(): logits and gradients against its own attention, on random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+
+from attn_dispatch.errors import InvalidInput
+from tests.support.small_transformers import (
+    DECODERS,
+    LENGTH,
+    PADDINGS,
+    decoder,
+    decoder_case,
+    static_cache,
+    tokens,
+    using,
+)
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_equals_transformers(name: str, padding: str, asked: list[str]) -> None:
+    case = decoder_case(name, padding)
+    case.assert_equal()
+    assert len(asked) == case.model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_dropped_key_mask_is_seen(name: str, without_key_masks: None) -> None:
+    """After right padding nothing of a causal row is left that could show it."""
+    with pytest.raises(AssertionError):
+        decoder_case(name, "left").assert_equal()
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma2", "gemma3", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_a_wider_window_is_seen(name: str, padding: str, wider_windows: None) -> None:
+    with pytest.raises(AssertionError):
+        decoder_case(name, padding).assert_equal()
+
+
+def test_patterns_of_layers(asked: list[str]) -> None:
+    for name, patterns in {
+        "mistral": ["Window(left=5, right=0)"] * 2,
+        "qwen2": ["Window(left=4, right=0)", "Dense(causal)"],
+        "llama": ["Dense(causal)"] * 2,
+        "llama4": ["Dilated((8,), (1,), causal)", "Dense(causal)"],
+    }.items():
+        asked.clear()
+        using(decoder(name), "attn_dispatch")(input_ids=tokens())
+        assert asked == patterns
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*product(["llama", "mistral"], ["position_ids", "cu_seq_lens", "seq_idx"]), ("gpt_oss", "cu_seq_lens")],
+)
+def test_packed_rows(name: str, how: str, asked: list[str]) -> None:
+    """GPT-OSS does not use position_ids for its masks."""
+    model, ids = using(decoder(name), "attn_dispatch"), tokens()[:1]
+    starts = torch.tensor([0, 8, LENGTH], dtype=torch.int32)
+    told = {
+        "position_ids": {"use_cache": False},
+        "cu_seq_lens": {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12},
+        "seq_idx": {"seq_idx": torch.tensor([0] * 8 + [1] * 12, dtype=torch.int32)[None]},
+    }
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    packed = model(input_ids=ids, position_ids=positions, **told[how]).logits
+    assert len(asked) == 2
+    alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in (ids[:, :8], ids[:, 8:])], 1)
+    assert float((packed - alone).abs().max()) <= 2e-6 * float(alone.abs().max())
+
+
+@pytest.mark.parametrize("more", [{"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones(1, LENGTH)}])
+def test_packed_rows_that_see_each_other_are_said(
+    more: dict[str, object], warnings: Callable[[], list[str]], asked: list[str]
+) -> None:
+    """transformers keeps them apart where there is neither a cache nor a mask."""
+    model = using(decoder("llama"), "attn_dispatch")
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    model(input_ids=tokens()[:1], position_ids=torch.arange(LENGTH)[None], **more)
+    assert asked
+    assert not warnings()
+    model(input_ids=tokens()[:1], position_ids=positions, **more)
+    assert [text for text in warnings() if "use_cache=False and no attention_mask" in text]
+
+
+def test_documents_of_keys_that_are_not_those_of_queries(asked: list[str]) -> None:
+    model, starts = using(decoder("llama"), "attn_dispatch"), torch.tensor([0, 8, LENGTH], dtype=torch.int32)
+    with pytest.raises(InvalidInput, match="cu_seq_lens_k must be cu_seq_lens_q"):
+        model(input_ids=tokens()[:1], cu_seq_lens_q=starts, cu_seq_lens_k=starts.clone() + 1)
+
+
+def test_dilated_by_the_config(asked: list[str]) -> None:
+    model = decoder("llama")
+    model.config.attn_dispatch = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
+    using(model, "attn_dispatch")
+    ids = tokens()
+    whole = model(input_ids=ids).logits
+    assert asked == ["Dilated((8, 16), (1, 2), causal)"] * 2
+    for cache in (None, static_cache(model)):
+        steps = []
+        for at in range(LENGTH):
+            step = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            steps.append(step.logits)
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-6)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with pytest.raises(InvalidInput, match="pad on the right"):
+        model(input_ids=ids, attention_mask=mask)

@@ -1,0 +1,85 @@
+"""generate() of transformers by attend(): the same tokens and logits as by its own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.small_transformers import REFERENCE, decoder, padded, tokens, using
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+GENERATING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"},
+}
+#: Windows of 5 and 6 tokens, chunks of 8: all are passed.
+NAMES = ["llama", "mistral", "gemma3", "gpt_oss", "llama4", "deepseek_v3"]
+PROMPT, NEW = 9, 12  #: tokens
+
+
+def generated(model: Any, implementation: str, **options: Any) -> Any:
+    """Of two prompts, one with 7 tokens of padding before it."""
+    torch.manual_seed(3)
+    return using(model, implementation).generate(
+        tokens(PROMPT),
+        attention_mask=padded("left", PROMPT),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def assert_same(name: str, **options: Any) -> None:
+    model = decoder(name)
+    expected = generated(model, REFERENCE.get(name, "sdpa"), **options)
+    found = generated(model, "attn_dispatch", **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    for mine, other in zip(found.logits, expected.logits, strict=True):
+        assert float((mine - other).abs().max()) <= 2e-6 * float(other.abs().max())
+
+
+@pytest.mark.parametrize("how", GENERATING)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens(name: str, how: str, asked: list[str]) -> None:
+    assert_same(name, **GENERATING[how])
+    assert len(asked) == 2 * NEW
+
+
+@pytest.mark.parametrize("how", GENERATING)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dropped_key_mask_is_seen(name: str, how: str, without_key_masks: None) -> None:
+    with pytest.raises(AssertionError):
+        assert_same(name, **GENERATING[how])
+
+
+@pytest.mark.parametrize("how", GENERATING)
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
+def test_a_wider_window_is_seen(name: str, how: str, wider_windows: None) -> None:
+    with pytest.raises(AssertionError):
+        assert_same(name, **GENERATING[how])
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
+def test_sliding_caches_are_passed(name: str, asked: list[str]) -> None:
+    """They hold fewer keys than there are tokens."""
+    cache = generated(decoder(name), "attn_dispatch").past_key_values
+    assert asked
+    assert cache.layers[0].keys.shape[-2] < PROMPT + NEW - 1
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4"])
+def test_prefill_in_two_parts(name: str, asked: list[str]) -> None:
+    model, ids = using(decoder(name), "attn_dispatch"), tokens()
+    whole = using(model, "sdpa")(input_ids=ids).logits
+    asked.clear()
+    first = using(model, "attn_dispatch")(input_ids=ids[:, :7], use_cache=True)
+    second = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values, use_cache=True)
+    assert len(asked) == 4
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,139 @@
+"""Small models of Hugging Face transformers with random weights, compared by logits and gradients.
+
+Importing this module skips the tests that do so where transformers is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers: Any = pytest.importorskip(
+    "transformers",
+    minversion="5.4",
+    reason="transformers is not installed: pip install attn-dispatch[test-integrations]",
+)
+
+LENGTH = 20  #: tokens of each of two rows
+PADDINGS = ("none", "ones", "left", "right")
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 128,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+LATENT: dict[str, Any] = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}  #: values are narrower than keys
+CHUNKED = {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "num_local_experts": 2, "intermediate_size_mlp": 64}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 6}),
+    "qwen2": ("Qwen2", {**SIZES, **WINDOWED, "use_sliding_window": True}),
+    "qwen3": ("Qwen3", SIZES),
+    "gemma2": ("Gemma2", {**SIZES, "sliding_window": 5, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3Text", {**SIZES, **WINDOWED, "query_pre_attn_scalar": 8}),
+    "gpt_oss": ("GptOss", {**SIZES, **WINDOWED, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "llama4": ("Llama4Text", {**SIZES, **CHUNKED}),
+    "deepseek_v3": ("DeepseekV3", {**SIZES, **LATENT}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "pad_token_id": 0}),
+}
+REFERENCE = {"gpt_oss": "eager", "gemma2": "eager"}  #: sdpa has neither sinks nor softcap
+HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
+
+
+class Case(NamedTuple):
+    """A model, what it is called with, its output, and which of it counts, as padding does not."""
+
+    model: Any
+    inputs: dict[str, Any]
+    output: Callable[[Any], Tensor]
+    kept: Tensor | None
+    reference: str = "sdpa"
+
+    def run(self, implementation: str) -> tuple[Tensor, list[Tensor]]:
+        """The output, and the gradients of all weights."""
+        self.model.set_attn_implementation(implementation)
+        self.model.zero_grad()
+        found = self.output(self.model(**self.inputs))
+        found = found if self.kept is None else found[self.kept]
+        found.float().square().mean().backward()
+        return found.detach(), [x.grad.clone() for x in self.model.parameters() if x.grad is not None]
+
+    def assert_equal(self) -> None:
+        """By attn_dispatch as by the reference: outputs to 2e-6, gradients to 1e-5 of the largest."""
+        expected, exact = self.run(self.reference)
+        found, grads = self.run("attn_dispatch")
+        assert float((found - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+        largest = max(float(x.abs().max()) for x in exact)
+        for mine, other in zip(grads, exact, strict=True):
+            assert float((mine - other).abs().max()) <= 1e-5 * largest
+
+
+def made(kind: str, model: str, sizes: dict[str, Any]) -> Any:
+    """A model of random weights, without dropout."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return getattr(transformers, model)(config).eval()
+
+
+def decoder(name: str, **changes: Any) -> Any:
+    kind, sizes = DECODERS[name]
+    return made(kind, HEADS.get(kind, f"{kind}ForCausalLM"), {**sizes, **changes})
+
+
+def using(model: Any, name: str) -> Any:
+    model.set_attn_implementation(name)
+    return model
+
+
+def tokens(length: int = LENGTH, seed: int = 1) -> Tensor:
+    """Ids [2, length], none of which is special."""
+    return torch.randint(3, 98, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(kind: str, length: int = LENGTH) -> Tensor | None:
+    """The mask [2, length] of one row with 7 tokens of padding, and one without."""
+    if kind == "none":
+        return None
+    mask = torch.ones(2, length, dtype=torch.int64)
+    if kind == "left":
+        mask[0, :7] = 0
+    if kind == "right":
+        mask[1, -7:] = 0
+    return mask
+
+
+def decoder_case(name: str, padding: str) -> Case:
+    mask = padded(padding)
+    inputs = {"input_ids": tokens(), "attention_mask": mask, "use_cache": False}
+    kept = None if mask is None else mask.bool()
+    return Case(decoder(name), inputs, lambda found: found.logits, kept, REFERENCE.get(name, "sdpa"))
+
+
+def static_cache(model: Any, length: int = LENGTH) -> Any:
+    return transformers.StaticCache(config=model.config, max_cache_len=length)
