@@ -35,9 +35,9 @@ def _checked_setter(setter: Callable[..., None], name: str) -> Callable[..., Non
         models = [part for part in self.modules() if isinstance(part, transformers.PreTrainedModel)]
         if attn_implementation != name:
             models = [part for part in models if any(part.config is config for config in named)]
-        without = sorted({type(part).__name__ for part in models if not part._can_set_attn_implementation()})
-        if without:
-            raise InvalidInput(_message(without, name))
+        fixed = [type(part) for part in models if not part._can_set_attn_implementation()]
+        if fixed:
+            raise InvalidInput(_message(fixed, name))
         setter(self, attn_implementation, *args, **more)
 
     return set_attn_implementation
@@ -46,8 +46,8 @@ def _checked_setter(setter: Callable[..., None], name: str) -> Callable[..., Non
 def _checked_choice(choice: Callable[..., str], name: str) -> Callable[..., str]:
     @wraps(choice)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **more: Any) -> str:
-        if requested_attention == name and not _asks(type(self)):
-            raise InvalidInput(_message([type(self).__name__], name))
+        if requested_attention == name and not asks_for_attention(type(self)):
+            raise InvalidInput(_message([type(self)], name))
         return choice(self, requested_attention, *args, **more)
 
     return get_correct_attn_implementation
@@ -63,7 +63,7 @@ def _configs_of(config: Any, request: Request, name: str) -> Iterator[Any]:
             yield from _configs_of(getattr(config, key), part, name)
 
 
-def _asks(model: type) -> bool:
+def asks_for_attention(model: type) -> bool:
     """Whether the attention layers that stand beside a model's class, if any, can ask an AttentionInterface."""
     beside = [
         x
@@ -79,9 +79,15 @@ def _asks(model: type) -> bool:
     )
 
 
-def _message(models: list[str], name: str) -> str:
+def _message(models: list[type], name: str) -> str:
+    names = " and ".join(sorted({model.__name__ for model in models}))
+    if all(map(asks_for_attention, models)):
+        return (
+            f"transformers does not let {names} change the attention implementation later: "
+            f"load the model with attn_implementation={name!r}"
+        )
     return (
-        f"{' and '.join(models)} would ignore attn_implementation={name!r}: the attention layers there do not ask "
-        "transformers' AttentionInterface. Call the model under attn_dispatch.replacing_sdpa(), if it calls PyTorch's "
-        f"function; or name the parts of a model that have the interface: {{'text_config': {name!r}}}"
+        f"{names} would ignore attn_implementation={name!r}: the attention layers there do not ask transformers' "
+        "AttentionInterface. Call the model under attn_dispatch.replacing_sdpa(), if it calls PyTorch's function; "
+        f"or name parts that have the interface: set_attn_implementation({{'text_config': {name!r}}})"
     )

@@ -41,6 +41,22 @@ class Facts(NamedTuple):
         bounds = max(lows, default=None), min(highs, default=None)
         return Facts(*bounds, documents, self.chunk or other.chunk, self.within or other.within)
 
+    def either(self, other: Facts) -> Facts:
+        """Of two ranges of distances that meet, the whole. Raises Unreadable."""
+        if any(x.documents is not None or x.chunk for x in (self, other)) or self.within != other.within:
+            raise Unreadable("one of two conditions, of which one is on documents or chunks")
+        for one, another in ((self, other), (other, self)):
+            if one.low is not None and one.high is not None and one.low > one.high:
+                return another
+            if one.low is not None and another.high is not None and one.low > another.high + 1:
+                raise Unreadable("distances with a gap")
+        low = None if self.low is None or other.low is None else min(self.low, other.low)
+        high = None if self.high is None or other.high is None else max(self.high, other.high)
+        return Facts(low, high, within=self.within)
+
+
+NOTHING = Facts(low=1, high=0)  #: no distance
+
 
 def read(mask_function: Any) -> Facts:
     """The facts of a mask function.
@@ -72,6 +88,13 @@ class _All:
             raise Unreadable("a condition of another kind")
         return _All(self.facts.joined(other.facts))
 
+    def __or__(self, other: Any) -> _All:
+        if isinstance(other, Tensor) and other.ndim == 0 and other.dtype == torch.bool:
+            return _All(Facts()) if bool(other) else self
+        if not isinstance(other, _All):
+            raise Unreadable("a condition of another kind")
+        return _All(self.facts.either(other.facts))
+
     def to(self, *args: Any, **more: Any) -> _All:
         return self
 
@@ -89,6 +112,9 @@ class _Place:
 
     def new_ones(self, *args: Any, **more: Any) -> _All:
         return _All(Facts())
+
+    def new_zeros(self, *args: Any, **more: Any) -> _All:
+        return _All(NOTHING)
 
     def __add__(self, n: Any) -> _Place:
         return self._moved(n)
@@ -122,7 +148,7 @@ class _Place:
         return self._at_most(other, -1)
 
     def __ge__(self, other: Any) -> _All:
-        if isinstance(other, int) and other == 0 and self.by == 0 and self.left is None:
+        if isinstance(other, int) and other == 0 and (self.by, self.left, self.ids) == (0, None, None):
             return _All(Facts())  # a position is at least 0
         return _at_most(other, self, 0)
 
@@ -176,14 +202,27 @@ def _same(left: Any, other: Any) -> bool:
 
 
 class _Distance:
-    def __init__(self, place: _Place, other: _Place) -> None:
-        self.place, self.other = place, other
+    """One position minus another; or how far they lie apart."""
+
+    def __init__(self, place: _Place, other: _Place, is_absolute: bool = False) -> None:
+        self.place, self.other, self.is_absolute = place, other, is_absolute
 
     def __abs__(self) -> _Distance:
-        return self
+        return _Distance(self.place, self.other, True)
 
     def __le__(self, n: Any) -> _All:
-        place, other = self.place, self.other
-        if not isinstance(n, int) or place.of == other.of or place.by != other.by or place.ids is not other.ids:
+        if not isinstance(n, int):
             raise Unreadable("a distance compared with something else")
-        return _All(Facts(-n, n, within=place.ids is not None))
+        nearer = _at_most(self.place, self.other, n)
+        return nearer & _at_most(self.other, self.place, n) if self.is_absolute else nearer
+
+    def __lt__(self, n: Any) -> _All:
+        return self.__le__(n - 1)
+
+    def __ge__(self, n: Any) -> _All:
+        if self.is_absolute or not isinstance(n, int):
+            raise Unreadable("a distance compared with something else")
+        return _at_most(self.other, self.place, -n)
+
+    def __gt__(self, n: Any) -> _All:
+        return self.__ge__(n + 1)

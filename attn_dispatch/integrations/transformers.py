@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -90,11 +90,11 @@ class Keys(BlockMask):
         """The mask of the last queries, `[:, :, -n:, :]`: Gemma 4 drops the others while it generates."""
         whole, at = slice(None), index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or at.start >= 0:
-            return self._refuse()
+            self._refuse()
         size = (*self.size[:2], min(-at.start, self.size[2]), self.size[3])
         return Keys(self.pattern, size, self.key_mask, self.stop, self.documents, self.refusal)
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise InvalidInput(
             "the model computes with its mask, which attn_dispatch does not build: "
             "use attn_implementation='sdpa' or 'eager'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_packed_rows(name: str, how: str, asked: list[str]) -> None:
     """GPT-OSS does not use position_ids for its masks."""
     model, ids = using(decoder(name), "attn_dispatch"), tokens()[:1]
     starts = torch.tensor([0, 8, LENGTH], dtype=torch.int32)
-    told = {
+    told: dict[str, dict[str, Any]] = {
         "position_ids": {"use_cache": False},
         "cu_seq_lens": {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12},
         "seq_idx": {"seq_idx": torch.tensor([0] * 8 + [1] * 12, dtype=torch.int32)[None]},
@@ -80,7 +81,7 @@ def test_packed_rows(name: str, how: str, asked: list[str]) -> None:
 
 @pytest.mark.parametrize("more", [{"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones(1, LENGTH)}])
 def test_packed_rows_that_see_each_other_are_said(
-    more: dict[str, object], warnings: Callable[[], list[str]], asked: list[str]
+    more: dict[str, Any], warnings: Callable[[], list[str]], asked: list[str]
 ) -> None:
     """transformers keeps them apart where there is neither a cache nor a mask."""
     model = using(decoder("llama"), "attn_dispatch")

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.small_transformers import REFERENCE, decoder, padded, tokens, using
+from attn_dispatch.decisions.graphs import operators
+from tests.support.small_transformers import (
+    DECODERS,
+    REFERENCE,
+    decoder,
+    other,
+    padded,
+    skip_if_ignored,
+    tokens,
+    transformers,
+    using,
+)
+
+from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -18,7 +32,7 @@ GENERATING: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
 }
 #: Windows of 5 and 6 tokens, chunks of 8: all are passed.
-NAMES = ["llama", "mistral", "gemma3", "gpt_oss", "llama4", "deepseek_v3"]
+NAMES = ["llama", "mistral", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "bart", "t5"]
 PROMPT, NEW = 9, 12  #: tokens
 
 
@@ -36,20 +50,32 @@ def generated(model: Any, implementation: str, **options: Any) -> Any:
     )
 
 
+def skip_what_fails_by_itself(name: str, options: dict[str, Any]) -> None:
+    skip_if_ignored(name)
+    masks = integration.masking_utils
+    ahead, chunks = (
+        "block_sequence_ids" in signature(function).parameters
+        for function in (masks.create_masks_for_generate, masks.create_chunked_causal_mask)
+    )
+    if name == "llama4" and options.get("cache_implementation") == "static" and ahead and not chunks:
+        pytest.skip("this version of transformers makes no masks of chunks for static caches: a TypeError of its own")
+
+
 def assert_same(name: str, **options: Any) -> None:
-    model = decoder(name)
+    skip_what_fails_by_itself(name, options)
+    model = decoder(name) if name in DECODERS else other(name)
     expected = generated(model, REFERENCE.get(name, "sdpa"), **options)
     found = generated(model, "attn_dispatch", **options)
     assert torch.equal(found.sequences, expected.sequences)
-    for mine, other in zip(found.logits, expected.logits, strict=True):
-        assert float((mine - other).abs().max()) <= 2e-6 * float(other.abs().max())
+    for mine, exact in zip(found.logits, expected.logits, strict=True):
+        assert float((mine - exact).abs().max()) <= 2e-6 * float(exact.abs().max())
 
 
 @pytest.mark.parametrize("how", GENERATING)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_tokens(name: str, how: str, asked: list[str]) -> None:
     assert_same(name, **GENERATING[how])
-    assert len(asked) == 2 * NEW
+    assert len(asked) == (2 * NEW if name in DECODERS else 2 + 4 * NEW)
 
 
 @pytest.mark.parametrize("how", GENERATING)
@@ -83,3 +109,34 @@ def test_prefill_in_two_parts(name: str, asked: list[str]) -> None:
     second = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values, use_cache=True)
     assert len(asked) == 4
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, of inductor
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("mistral", "aot_eager"),
+        *(pytest.param(name, "aot_eager", marks=pytest.mark.full) for name in ("llama", "gemma3", "gpt_oss")),
+        pytest.param("mistral", "inductor", marks=pytest.mark.full),
+    ],
+)
+def test_a_static_cache_compiled(
+    name: str, backend: str, fresh_compiler: None, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fullgraph=True: each step after the prompt runs attend()'s operator in each layer."""
+    runs, computed = [], operators._computed
+
+    def noted(q: Any, *args: Any, **more: Any) -> Any:
+        runs.append(tuple(q.shape))
+        return computed(q, *args, **more)
+
+    monkeypatch.setattr(operators, "_computed", noted)
+    model = decoder(name)
+    options = {"cache_implementation": "static"}
+    expected = generated(model, REFERENCE.get(name, "sdpa"), **options)
+    compiling = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compiling._compile_all_devices = True  # not only GPUs
+    found = generated(model, "attn_dispatch", compile_config=compiling, **options)
+    assert len(asked) == 2  # of the prompt, which is not compiled
+    assert len(runs) == 2 * (NEW - 1)
+    assert torch.equal(found.sequences, expected.sequences)

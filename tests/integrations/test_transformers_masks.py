@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_dispatch.errors import InvalidInput
 from tests.support.small_transformers import (
-    DECODERS, LENGTH, SIZES, Case, decoder, padded, tokens, transformers, using,
+    LENGTH,
+    SIZES,
+    Case,
+    decoder,
+    padded,
+    tokens,
+    transformers,
+    using,
 )  # fmt: skip
 
 from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
@@ -18,28 +26,22 @@ from attn_dispatch.integrations import transformers as integration  # isort: ski
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 
-@pytest.fixture
-def fallback(asked: list[str]) -> None:
-    integration.register(fallback=True)
+def layer_and_tensors() -> tuple[Any, Tensor, Tensor, Tensor]:
+    """A layer of Llama, q, k and v of 2 heads and 6 tokens."""
+    config = transformers.LlamaConfig(**{**SIZES, "num_attention_heads": 2})
+    q, k, v = (torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    return transformers.models.llama.modeling_llama.LlamaAttention(config, 0).eval(), q, k, v
 
 
 def layer(**more: Any) -> Any:
-    """attention() of 2 heads and 6 tokens, as a layer of Llama calls it."""
-    module = transformers.models.llama.modeling_llama.LlamaAttention(transformers.LlamaConfig(**SIZES), 0)
-    q, k, v = (torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    return integration.attention(module, q, k, v, **{"attention_mask": None, **more})
+    """What is registered for layers, called as by one."""
+    attention = transformers.AttentionInterface._global_mapping[integration.NAME]
+    return attention(*layer_and_tensors(), **{"attention_mask": None, **more})
 
 
-def sees_the_first_key(batch: Any, head: Any, query: Any, key: Any) -> Any:
+def same_parity(batch: Any, head: Any, query: Any, key: Any) -> Any:
     """No mask of attend()."""
     return key % 2 == query % 2
-
-
-def image_mask() -> dict[str, Any]:
-    """Decoders see image tokens, here those of the first 9, from either side."""
-    kinds = torch.zeros(2, LENGTH, dtype=torch.int64)
-    kinds[:, 2:9] = 1
-    return {"token_type_ids": kinds}
 
 
 def causal_4d(dtype: torch.dtype) -> Tensor:
@@ -60,3 +62,127 @@ def test_masks_of_four_axes(name: str, dtype: torch.dtype, handed_on: bool, aske
         inputs["attention_mask"] = causal_4d(torch.float32)  # eager adds masks
     Case(decoder(name), inputs, lambda found: found.logits, None, reference).assert_equal()
     assert len(asked) == (0 if handed_on and name == "llama" else 2)
+
+
+def masked(function: Any, **more: Any) -> Any:
+    """What is registered for masks makes of 6 queries and keys, as transformers calls it."""
+    masks = transformers.AttentionMaskInterface._global_mapping[integration.NAME]
+    return masks(batch_size=1, q_length=6, kv_length=6, mask_function=function, use_vmap=False, **more)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.5, 1.0])}])
+def test_masks_that_are_not_translated(keywords: dict[str, Any], asked: list[str]) -> None:
+    """They are refused where a layer uses them, or reach it whole: sdpa, or attend() for what sdpa has not."""
+    keys = masked(same_parity)
+    with pytest.raises(InvalidInput, match=r"the mask same_parity is none of .*register\(fallback=True\)"):
+        layer(attention_mask=keys)
+    integration.register(fallback=True)
+    dense = masked(same_parity)
+    at = torch.arange(6)
+    assert torch.equal(dense[0, 0], at[:, None] % 2 == at % 2)
+    out = layer(attention_mask=dense, **keywords)[0]
+    expected = eager(dense, **keywords)
+    assert float((out - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+
+
+def eager(seen: Tensor, softcap: float | None = None, s_aux: Tensor | None = None) -> Tensor:
+    """attention() of layer(), by the library's formula for models that have softcap or sinks."""
+    module, q, k, v = layer_and_tensors()
+    added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    if s_aux is None:
+        function = transformers.models.gemma2.modeling_gemma2.eager_attention_forward
+        out: Tensor = function(module, q, k, v, added, scaling=8**-0.5, softcap=softcap)[0]
+        return out
+    module.sinks = s_aux
+    function = transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward
+    return function(module, q, k, v, added, scaling=8**-0.5)[0]  # type: ignore[no-any-return]
+
+
+def test_keywords_that_would_be_lost(asked: list[str]) -> None:
+    for name in ("indices", "cache", "sinks", "deterministic", "output_attentions"):
+        with pytest.raises(InvalidInput, match=f"attn_dispatch has no {name}: use attn_implementation='sdpa'"):
+            layer(**{name: torch.ones(1)})
+    assert not asked
+    layer(output_attentions=False, indices=None, output_router_logits=True, use_cache=True)
+    assert asked == ["Dense(causal)"]
+
+
+def test_a_layer_that_lost_its_mask(asked: list[str]) -> None:
+    """Wrappers of attention functions lose masks; the window is the layer's own."""
+    layer(sliding_window=3)
+    assert asked == ["Window(left=2, right=0)"]
+    with pytest.raises(InvalidInput, match="a window of 3 tokens got no mask"):
+        layer(sliding_window=3, is_causal=False)
+
+
+def test_masks_of_other_sizes(asked: list[str]) -> None:
+    keys = masked(integration.masking_utils.causal_mask_function)
+    with pytest.raises(InvalidInput, match=r"the mask is for \[4, 6\] queries and keys, the layer has \[6, 6\]"):
+        layer(attention_mask=keys[:, :, -4:, :])
+    computing: list[Any] = [
+        lambda: keys[:, 0],
+        lambda: keys[..., :3],
+        lambda: torch.zeros(6) + keys,
+        lambda: ~keys,
+    ]
+    for compute in computing:
+        with pytest.raises(InvalidInput, match="the model computes with its mask"):
+            compute()
+    with pytest.raises(InvalidInput, match="attention_mask must have shape"):
+        layer(attention_mask=torch.ones(6, 6, dtype=torch.bool))
+
+
+def test_a_model_that_leaves_out_block_masks(asked: list[str]) -> None:
+    sizes = {**SIZES, "keep_window_size": 8}
+    model = using(transformers.DogeForCausalLM(transformers.DogeConfig(**sizes)), "attn_dispatch")
+    with pytest.raises(InvalidInput, match="DogeAttention makes a mask of its own"):
+        model(input_ids=tokens())
+
+
+WITHOUT_THE_INTERFACE: dict[str, dict[str, Any]] = {
+    "Falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99},
+    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 99},
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_THE_INTERFACE)
+def test_models_without_the_interface(kind: str) -> None:
+    """Both ways to ask for an implementation raise, and change nothing."""
+    config = getattr(transformers, f"{kind}Config")(**WITHOUT_THE_INTERFACE[kind])
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    model = model_class(config)
+    before = config._attn_implementation
+    with pytest.raises(InvalidInput, match=f"{kind}ForCausalLM and {kind}Model would ignore attn_implementation"):
+        model.set_attn_implementation("attn_dispatch")
+    assert config._attn_implementation == before
+    model.set_attn_implementation("eager")
+    config._attn_implementation = "attn_dispatch"
+    with pytest.raises(InvalidInput, match=f"{kind}\\w+ would ignore attn_implementation"):
+        model_class(config)
+
+
+def test_a_part_without_the_interface(asked: list[str]) -> None:
+    """The other parts of the model can be named."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    encoder = transformers.MegatronBertConfig(vocab_size=99, **sizes)
+    with_cross_attention = {"is_decoder": True, "add_cross_attention": True}
+    decoder = transformers.BertConfig(vocab_size=99, **sizes, **with_cross_attention)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = transformers.EncoderDecoderModel(config)
+    for request in ("attn_dispatch", {"encoder": "attn_dispatch"}):
+        with pytest.raises(InvalidInput, match=r"^MegatronBertModel would ignore .*\{'text_config': 'attn_dispatch'\}"):
+            model.set_attn_implementation(request)
+    model.set_attn_implementation({"decoder": "attn_dispatch"})
+    model(input_ids=tokens(), decoder_input_ids=tokens())
+    assert asked == ["Dense(causal)", "Dense()"]
+
+
+def test_dilated_attention_with_a_static_cache_in_a_graph() -> None:
+    """There the number of keys is data, and segments could not be told."""
+    config = transformers.LlamaConfig(**SIZES, attn_dispatch={"segment_lengths": [4], "dilation_rates": [1]})
+    with FakeTensorMode():
+        keywords = {"q_offset": torch.tensor(3), "config": config, "device": "cpu"}
+        with pytest.raises(InvalidInput, match="dilated attention needs a cache that is not static"):
+            integration.mask(1, 1, 6, **keywords)
+    assert integration.mask(1, 1, 6, **{**keywords, "q_offset": 3}).stop == 4

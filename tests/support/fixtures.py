@@ -210,8 +210,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The patterns that models of transformers asked attend() for: they may ignore an attention implementation."""
-    from attn_dispatch.integrations import transformers as integration
-
+    integration: Any = importlib.import_module("attn_dispatch.integrations.transformers")
     found: list[str] = []
     attend = integration.attend
 

@@ -12,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_dispatch.errors import InvalidInput
+
 transformers: Any = pytest.importorskip(
     "transformers",
     minversion="5.4",
     reason="transformers is not installed: pip install attn-dispatch[test-integrations]",
 )
+
+from attn_dispatch.integrations.attention_interface import asks_for_attention  # noqa: E402 - it imports transformers
 
 LENGTH = 20  #: tokens of each of two rows
 PADDINGS = ("none", "ones", "left", "right")
@@ -63,6 +67,50 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "pad_token_id": 0}),
 }
 REFERENCE = {"gpt_oss": "eager", "gemma2": "eager"}  #: sdpa has neither sinks nor softcap
+FEW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TWO_SIDED: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "vocab_size": 99,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+SPEECH = {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64}
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+#: Of other than decoders: config, model, sizes.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("Bert", "BertForMaskedLM", {**FEW, "vocab_size": 99}),
+    "modernbert": (
+        "ModernBert",
+        "ModernBertForMaskedLM",
+        {**SIZES, "local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "embedding_gemma": (
+        "Gemma3Text",
+        "Gemma3TextModel",
+        {**DECODERS["gemma3"][1], "use_bidirectional_attention": True},
+    ),
+    "vit": ("ViT", "ViTModel", {**FEW, "image_size": 16, "patch_size": 4}),
+    "clip": (
+        "CLIP",
+        "CLIPModel",
+        {
+            "text_config": {**FEW, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 98},
+            "vision_config": {**FEW, "image_size": 16, "patch_size": 4},
+            "projection_dim": 16,
+        },
+    ),
+    "bart": ("Bart", "BartForConditionalGeneration", {**TWO_SIDED, "max_position_embeddings": 64}),
+    "whisper": ("Whisper", "WhisperForConditionalGeneration", {**TWO_SIDED, **SPEECH}),
+    "t5": ("T5", "T5ForConditionalGeneration", {**T5_SIZES, "decoder_start_token_id": 0, "dropout_rate": 0.0}),
+}
 HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
 
 
@@ -77,11 +125,10 @@ class Case(NamedTuple):
 
     def run(self, implementation: str) -> tuple[Tensor, list[Tensor]]:
         """The output, and the gradients of all weights."""
-        self.model.set_attn_implementation(implementation)
         self.model.zero_grad()
-        found = self.output(self.model(**self.inputs))
+        found = self.output(using(self.model, implementation)(**self.inputs))
         found = found if self.kept is None else found[self.kept]
-        found.float().square().mean().backward()
+        found.float().square().mean().backward()  # type: ignore[no-untyped-call]
         return found.detach(), [x.grad.clone() for x in self.model.parameters() if x.grad is not None]
 
     def assert_equal(self) -> None:
@@ -107,7 +154,10 @@ def decoder(name: str, **changes: Any) -> Any:
 
 
 def using(model: Any, name: str) -> Any:
-    model.set_attn_implementation(name)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+    else:
+        model.config._attn_implementation = name  # as when it is loaded: ModernBERT of 5.4 has no other way
     return model
 
 
@@ -133,6 +183,47 @@ def decoder_case(name: str, padding: str) -> Case:
     inputs = {"input_ids": tokens(), "attention_mask": mask, "use_cache": False}
     kept = None if mask is None else mask.bool()
     return Case(decoder(name), inputs, lambda found: found.logits, kept, REFERENCE.get(name, "sdpa"))
+
+
+def other(name: str) -> Any:
+    """A model that is not a decoder alone."""
+    return made(*OTHERS[name])
+
+
+def skip_if_ignored(name: str) -> None:
+    """T5 has asked for its attention function since a version after 5.12."""
+    if name in OTHERS and not asks_for_attention(type(model := other(name))):
+        with pytest.raises(InvalidInput, match="would ignore attn_implementation"):
+            model.set_attn_implementation("attn_dispatch")
+        pytest.skip(f"{name} ignores attention implementations in this version of transformers, and is refused")
+
+
+def other_case(name: str, padding: str) -> Case:
+    """Encoders; encoders with decoders, where both are padded; text and image."""
+    mask, logits = padded(padding), lambda found: found.logits
+    inputs: dict[str, Any] = {"input_ids": tokens(), "attention_mask": mask}
+    kept = None if mask is None else mask.bool()
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    if name == "vit":
+        inputs, kept = {"pixel_values": pixels}, None
+    if name in ("vit", "embedding_gemma"):
+        return Case(other(name), inputs, lambda found: found.last_hidden_state, kept)
+    if name == "clip":
+        inputs |= {"pixel_values": pixels}
+        return Case(other(name), inputs, lambda found: both_sides(found, kept), None)
+    if name in ("bart", "whisper", "t5"):
+        inputs |= {"decoder_input_ids": tokens(seed=2), "decoder_attention_mask": mask, "use_cache": False}
+    if name == "whisper":
+        del inputs["input_ids"], inputs["attention_mask"]
+        inputs["input_features"] = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(3))
+    return Case(other(name), inputs, logits, kept)
+
+
+def both_sides(found: Any, kept: Tensor | None) -> Tensor:
+    """What CLIP makes of tokens that are no padding, and of patches."""
+    text = found.text_model_output.last_hidden_state
+    text = text.flatten(0, 1) if kept is None else text[kept]
+    return torch.cat([text, found.vision_model_output.last_hidden_state.flatten(0, 1)])
 
 
 def static_cache(model: Any, length: int = LENGTH) -> Any:
