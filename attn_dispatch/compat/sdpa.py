@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     q, k, v = (_four_axes(x, batch) for x in (query, key, value))
     more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "layout": "bhnd"}
     if attn_mask is not None:
-        more |= _mask(attn_mask, batch, q, k)
+        more |= mask_arguments(attn_mask, batch, q, k)
     if is_causal and q.shape[2] != k.shape[2]:
         more["alignment"] = "upper_left"
     out = attend(q, k, v, is_causal=is_causal, **more)
@@ -69,7 +69,7 @@ def _four_axes(x: Tensor, batch: torch.Size) -> Tensor:
     return whole.expand(*batch, *whole.shape[-3:]).reshape(math.prod(batch), *whole.shape[-3:])
 
 
-def _mask(mask: object, batch: torch.Size, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+def mask_arguments(mask: object, batch: torch.Size, q: Tensor, k: Tensor) -> dict[str, Tensor]:
     """`key_mask` or `bias`. Raises InvalidInput."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

@@ -35,10 +35,10 @@ ARROWS = {
     "api": ("ring",),
     "cli": ("api",),
     "compat": ("api",),
-    "integrations": ("api",),
     "nn": ("api",),
     "entry": ("cli", "compat", "nn"),
     "testing": ("api",),
+    "integrations": ("compat",),
 }
 #: Of the rooms inside a room, "" are its own files.
 INNER: dict[str, dict[str, tuple[str, ...]]] = {

@@ -1,0 +1,232 @@
+"""neighborhood(): the image or video tokens of diffusers' Wan and Flux as a grid, each seeing its neighbours.
+
+Their processors hand `attention_mask` on to the attention backend as it is: inside neighborhood() they are given a
+GridMask in its place, which says what the tokens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.pattern import Dense, Neighborhood
+
+# By name: type checkers need not find the library.
+dispatch: Any = import_module("diffusers.models.attention_dispatch")
+
+NAME = "attn_dispatch"
+MODELS = "diffusers.models.transformers"
+
+
+class GridMask(NamedTuple):
+    """What a call's tokens are.
+
+    Args:
+        pattern: of the tokens that follow the text; None: all tokens see each other.
+        text: number of text tokens, which stand first and see all.
+        mask: the call's own attn_mask.
+    """
+
+    pattern: Neighborhood | None
+    text: int
+    mask: Any
+
+
+class _Setting:
+    """A neighborhood() that is entered. `lengths`: of sequences known to be text and then the grid."""
+
+    def __init__(self, pattern: Neighborhood) -> None:
+        self.pattern, self.lengths = pattern, set[int]()
+        self.tokens = 1
+        for size in pattern.grid:
+            self.tokens *= size
+
+
+_entered: _Setting | None = None
+_last: WeakKeyDictionary[Any, Neighborhood | None] = WeakKeyDictionary()  #: what a processor's last forward pass used
+
+
+@contextmanager
+def neighborhood(grid: Any, window: Any, **more: Any) -> Iterator[None]:
+    """Inside, image or video tokens of Wan and Flux see their neighbours among themselves.
+
+    with neighborhood((frames, rows, columns), (3, 7, 7)):
+        wan(latents, timestep, text)
+
+    Text tokens of Flux are seen by all and see all; cross-attention is as it was. Of all threads. Where activations are
+    recomputed (gradient checkpointing), the backward pass belongs inside, too.
+
+    Args:
+        grid: tokens per axis: of Wan frames, rows and columns, as its patches divide the latents; of Flux rows and
+            columns.
+        window: tokens per axis, or one number for all axes.
+        more: `dilation`, `is_causal`, `edges` and `stride` of `Neighborhood`.
+
+    Raises:
+        InvalidInput: an argument is wrong; in a model's forward pass, its tokens are not the grid's, its processors are
+            not known, or it does not use the backend `attn_dispatch`.
+    """
+    global _entered
+    setting = _Setting(Neighborhood(grid, window, **more))
+    _replace_processors()
+    before, _entered = _entered, setting
+    try:
+        yield
+    finally:
+        _entered = before
+
+
+def found_in(mask: Any, q: Tensor, k: Tensor) -> GridMask:
+    """What a call's tokens are, by its attn_mask.
+
+    Raises:
+        InvalidInput: inside neighborhood(), of a processor that is not known.
+    """
+    if isinstance(mask, GridMask):
+        return mask
+    if _entered is not None and q.shape[1] == k.shape[1]:
+        raise InvalidInput(f"neighborhood() knows the tokens of {', '.join(PROCESSORS)} only")
+    return GridMask(None, 0, mask)
+
+
+def attend_with_text(
+    attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, near: GridMask, more: dict[str, Any]
+) -> Any:
+    """Text tokens, then those of a grid: text sees all; the others see the text and their neighbours.
+
+    Args:
+        attend: takes the arguments of attn_dispatch.attend.
+        q, k, v: [batch, text + grid, heads, head_dim].
+        more: arguments of `attend`.
+
+    Raises:
+        InvalidInput: a mask that is not about keys alone.
+    """
+    if "bias" in more:
+        raise InvalidInput("inside neighborhood(), attn_mask beside text must be about keys alone")
+    with_lse = more.pop("return_lse")
+    mask = more.pop("key_mask", None)
+    masks: list[dict[str, Any]] = [{}, {}, {}]
+    if mask is not None:
+        masks = [{"key_mask": each} for each in (mask, mask[:, near.text :], mask[:, : near.text])]
+    written, own = ([x[:, : near.text] for x in (q, k, v)], [x[:, near.text :] for x in (q, k, v)])
+    text = attend(written[0], k, v, Dense(), return_lse=True, **masks[0], **more)
+    neighbors = attend(*own, near.pattern, return_lse=True, **masks[1], **more)
+    beside = attend(own[0], *written[1:], Dense(), return_lse=True, **masks[2], **more)
+    rest = _merged(*neighbors, *beside)
+    out = torch.cat([text[0], rest[0]], 1)
+    return (out, torch.cat([text[1], rest[1]], 2)) if with_lse else out
+
+
+def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join two partial attentions over disjoint sets of keys; differentiable.
+
+    Args:
+        out_a, out_b: [batch, len, heads, head_dim].
+        lse_a, lse_b: [batch, heads, len]; -inf where no key was seen.
+
+    Source: Milakov & Gimelshein 2018, online softmax.
+    """
+    # Results do not depend on what is subtracted. With -inf twice it is 0, so that no NaN arises.
+    most = torch.maximum(lse_a, lse_b).detach()
+    most = most.masked_fill(most == -torch.inf, 0.0)
+    a, b = (lse_a - most).exp(), (lse_b - most).exp()
+    total = a + b
+    empty = total == 0
+    share_a, share_b = ((x / total.masked_fill(empty, 1.0)).transpose(1, 2)[..., None] for x in (a, b))
+    lse = total.masked_fill(empty, 1.0).log().masked_fill(empty, -torch.inf) + most
+    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse
+
+
+def _of_wan(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:
+    return GridMask(setting.pattern if text is None else None, 0, mask)  # with text it is cross-attention
+
+
+def _of_flux(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:
+    if getattr(processor._parallel_config, "context_parallel_config", None) is not None:
+        raise InvalidInput(
+            "neighborhood() of Flux, whose image stands beside text, cannot run with context parallelism"
+        )
+    if text is not None:
+        if tokens != setting.tokens:
+            raise InvalidInput(f"the grid {setting.pattern.grid} holds {setting.tokens} tokens, Flux has {tokens}")
+        if text + tokens not in setting.lengths:
+            setting.lengths.add(text + tokens)
+    elif tokens in setting.lengths:
+        text = tokens - setting.tokens
+    else:
+        raise InvalidInput(
+            f"a single block of Flux has {tokens} tokens, and no double block before it said how many are text: "
+            f"double blocks inside this neighborhood() had {sorted(setting.lengths)}"
+        )
+    return GridMask(setting.pattern, text, mask)
+
+
+Described = Callable[[_Setting, Any, int, int | None, Any], GridMask]
+
+#: Processors with their module, and what their tokens are, by their number and that of the text, where it is given.
+PROCESSORS: dict[str, tuple[str, Described]] = {
+    "WanAttnProcessor": ("transformer_wan", _of_wan),
+    "FluxAttnProcessor": ("transformer_flux", _of_flux),
+}
+
+
+def _replace_processors() -> None:
+    for name, (module, described) in PROCESSORS.items():
+        kind = getattr(import_module(f"{MODELS}.{module}"), name)
+        if not hasattr(kind.__call__, "_of_diffusers"):
+            kind.__call__ = _told(kind.__call__, described)
+
+
+def _told(original: Any, described: Described) -> Any:
+    """A processor's __call__ that hands on a GridMask inside neighborhood()."""
+
+    @wraps(original)
+    def call(
+        self: Any,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Any = None,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
+        setting = _entered
+        if not torch.compiler.is_compiling():
+            _check_recomputed(self, None if setting is None else setting.pattern)
+        if setting is not None:
+            _check_backend(self)
+            text = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+            attention_mask = described(setting, self, hidden_states.shape[1], text, attention_mask)
+        return original(self, attn, hidden_states, encoder_hidden_states, attention_mask, *args, **more)
+
+    found: Any = call
+    found._of_diffusers = original
+    return found
+
+
+def _check_backend(processor: Any) -> None:
+    used = processor._attention_backend or dispatch._AttentionBackendRegistry._active_backend
+    if used != NAME:
+        raise InvalidInput(
+            f'neighborhood() needs model.set_attention_backend("{NAME}"), but {type(processor).__name__} uses {used!s}'
+        )
+
+
+def _check_recomputed(processor: Any, pattern: Neighborhood | None) -> None:
+    """A forward pass that is repeated in the backward pass must be what it was."""
+    if torch._C._current_graph_task_id() == -1:
+        _last[processor] = pattern
+    elif _last.get(processor) != pattern:
+        raise InvalidInput(
+            f"a forward pass with {_last.get(processor)} is recomputed in the backward pass with {pattern}: "
+            "run backward() inside the same neighborhood()"
+        )
