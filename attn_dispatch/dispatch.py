@@ -307,8 +307,7 @@ def _new_route(
             unmeasured.check_traceable(problem, decision)
     else:
         decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
-    cast = autocast_dtype(q.device.type)
-    cast = cast if cast is not None and q.dtype != torch.float64 else None
+    cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
     transposed = layout == "bhnd"
     with lock:
         if not (forced or traced):
