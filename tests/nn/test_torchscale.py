@@ -150,6 +150,8 @@ def test_names_of_parameters() -> None:
     module = ours.DilatedAttention(arguments(), 32, 4, self_attention=True, subln=True)
     names = {f"{each}.{kind}" for each in (*LINEAR, "inner_attn_ln") for kind in ("weight", "bias")}
     assert module.state_dict().keys() == names
+    cross = ours.DilatedAttention(arguments(), 32, 4, encoder_decoder_attention=True, subln=True)
+    assert cross.state_dict().keys() == {name for name in names if "inner_attn_ln" not in name}
     layer = {f"self_attn.{name}" for name in names}
     parts = ("self_attn_layer_norm", "final_layer_norm", "ffn.fc1", "ffn.fc2", "ffn.ffn_layernorm")
     layer |= {f"{each}.{kind}" for each in parts for kind in ("weight", "bias")}
@@ -165,8 +167,9 @@ def test_rows_with_padding_are_as_alone() -> None:
     encoder = ours.LongNetEncoder(arguments(), like_torchscale=True).eval().double()
     x, lengths = drawn(4, 30, 32), (30, 17, 1, 0)
     mask = torch.arange(30) >= torch.tensor(lengths)[:, None]
-    found = encoder(None, mask, token_embeddings=x)
+    found = encoder(None, mask, token_embeddings=x, return_all_hiddens=True)
     assert found["encoder_padding_mask"] is mask
+    assert torch.equal(found["encoder_states"][0], x.masked_fill(mask[..., None], 0.0))
     for row, length in enumerate(lengths[:3]):
         alone = encoder(token_embeddings=x[row : row + 1, :length])["encoder_out"]
         torch.testing.assert_close(found["encoder_out"][row : row + 1, :length], alone)
