@@ -87,11 +87,12 @@ class Keys(BlockMask):
         return Keys(self.pattern, self.size, masks[0], self.stop, masks[1], self.refusal)
 
     def __getitem__(self, index: Any) -> Keys:
-        """The mask of the last queries, `[:, :, -n:, :]`: Gemma 4 drops the others while it generates."""
+        """The mask of the last queries, `[:, :, -n:, :]`, of all for 0: Gemma 4 drops the others while it generates."""
         whole, at = slice(None), index[2] if isinstance(index, tuple) and len(index) == 4 else None
-        if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or at.start >= 0:
+        if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or (at.start or 0) > 0:
             self._refuse()
-        size = (*self.size[:2], min(-at.start, self.size[2]), self.size[3])
+        q_len = min(-at.start, self.size[2]) if at.start else self.size[2]
+        size = (*self.size[:2], q_len, self.size[3])
         return Keys(self.pattern, size, self.key_mask, self.stop, self.documents, self.refusal)
 
     def _refuse(self, *_: Any) -> NoReturn:

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from attn_dispatch.errors import InvalidInput
+from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     DECODERS,
     LENGTH,
     PADDINGS,
+    Case,
+    assert_close,
     decoder,
     decoder_case,
     static_cache,
@@ -21,7 +24,11 @@ from tests.support.small_transformers import (
     using,
 )
 
+from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
+
 pytestmark = pytest.mark.usefixtures("short_trials")
+
+WITH_WINDOWS = ("mistral", "qwen2", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4")  #: or chunks
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -39,8 +46,7 @@ def test_a_dropped_key_mask_is_seen(name: str, without_key_masks: None) -> None:
         decoder_case(name, "left").assert_equal()
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma2", "gemma3", "gpt_oss", "llama4"])
-@pytest.mark.parametrize("padding", PADDINGS)
+@thinned(("name", "padding"), product(WITH_WINDOWS, PADDINGS), 3)
 def test_a_wider_window_is_seen(name: str, padding: str, wider_windows: None) -> None:
     with pytest.raises(AssertionError):
         decoder_case(name, padding).assert_equal()
@@ -76,7 +82,20 @@ def test_packed_rows(name: str, how: str, asked: list[str]) -> None:
     packed = model(input_ids=ids, position_ids=positions, **told[how]).logits
     assert len(asked) == 2
     alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in (ids[:, :8], ids[:, 8:])], 1)
-    assert float((packed - alone).abs().max()) <= 2e-6 * float(alone.abs().max())
+    assert_close(packed, alone)
+
+
+def test_packed_rows_of_chunks_by_sdpa(asked: list[str]) -> None:
+    """Chunks inside documents are not translated; with fallback the layers that have them go to sdpa."""
+    positions = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
+    inputs = {"input_ids": tokens(), "position_ids": positions, "use_cache": False}
+    case = Case(decoder("llama4"), inputs, lambda found: found.logits, None)
+    with pytest.raises(InvalidInput, match=r"chunks that are not plainly causal.*register\(fallback=True\)"):
+        case.assert_equal()
+    integration.register(fallback=True)
+    asked.clear()
+    case.assert_equal()
+    assert asked == ["Dense(causal)"]
 
 
 @pytest.mark.parametrize("more", [{"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones(1, LENGTH)}])
