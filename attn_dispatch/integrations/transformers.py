@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.integrations import unmasked
 from attn_dispatch.integrations.attention_interface import refuse_models_without_it
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.log import say_once
@@ -282,6 +283,9 @@ def attention(
         if window and (not causal or query.shape[2] != key.shape[2]):
             raise InvalidInput(f"a layer with a window of {window} tokens got no mask, which would say where it lies")
         more |= {"alignment": "upper_left"} if causal and query.shape[2] != key.shape[2] else {}
+        if causal and query.shape[2] == key.shape[2]:
+            pattern = unmasked.pattern_of(module, pattern, getattr(getattr(module, "config", None), NAME, None))
+            more["documents"] = unmasked.documents_of(given.get("position_ids"), query.shape[2])
     elif "BlockMask" in vars(sys.modules[type(module).__module__]):
         raise InvalidInput(
             f"{type(module).__name__} makes a mask of its own, and leaves out those of transformers where they are "
@@ -291,6 +295,7 @@ def attention(
         pattern, more = Dense(), more | _of_tensor(attention_mask, query, position_bias)
     if more.get("documents") is None:
         more |= _documents(given)
+    more |= unmasked.heads_of(module, query.shape[1], pattern)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q = q.expand(k.shape[0], -1, -1, -1) if q.shape[0] == 1 else q  # learned queries
     return attend(q, k, v, pattern, scale=scaling, **more), None

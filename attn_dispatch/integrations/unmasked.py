@@ -1,0 +1,86 @@
+"""What a layer's call means where a wrapper of attention functions has dropped its mask.
+
+DeepSpeed's sequence parallelism for transformers (ALST) and accelerate's hooks for context_parallel do: then packed
+rows are told by positions alone, chunks and dilated segments by the config, and a layer may have a share of the heads.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
+
+SEQUENCE_PARALLEL = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+CHUNKS = "chunked_attention"  #: a layer type of transformers' configs
+
+
+def pattern_of(module: Any, pattern: Pattern, spread: Any) -> Pattern:
+    """The pattern of a causal layer without a mask: chunks and dilated segments as its config has them.
+
+    Args:
+        spread: the config's `attn_dispatch`, or None.
+    """
+    if pattern != Dense(is_causal=True):
+        return pattern
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and layer is not None and kinds[layer] == CHUNKS:
+        return Dilated((config.attention_chunk_size,), (1,), is_causal=True)
+    if spread:
+        return Dilated(tuple(spread["segment_lengths"]), tuple(spread["dilation_rates"]), is_causal=True)
+    return pattern
+
+
+def documents_of(positions: Any, length: int) -> Tensor | None:
+    """The documents [batch, length] of packed rows by their positions, which restart or jump; None where they do not.
+
+    Raises:
+        InvalidInput: positions jump inside torch's context_parallel, whose ranks hold parts of the rows.
+    """
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] != length or length < 2:
+        return None
+    over_ranks = tracing.context_parallel()
+    if over_ranks is not None:
+        parts = positions.chunk(2, dim=1) if over_ranks.balanced else (positions,)
+        if any(bool((part.diff(dim=1) != 1).any()) for part in parts):
+            raise InvalidInput(
+                "position_ids restart inside a row: inside context_parallel packed rows cannot be kept apart; "
+                "call attend() with mesh= and documents= of the whole sequence"
+            )
+        return None
+    jumps = positions.diff(dim=1) != 1
+    if not torch.compiler.is_compiling() and not bool(jumps.any()):
+        return None
+    return torch.nn.functional.pad(jumps.cumsum(1), (1, 0))
+
+
+def heads_of(module: Any, heads: int, pattern: Pattern) -> dict[str, int]:
+    """attend()'s `first_head` and `all_heads` of a layer that was handed a share of the heads, where the pattern
+    differs by head.
+
+    Raises:
+        InvalidInput: it is not known which heads these are.
+    """
+    total = getattr(getattr(module, "config", None), "num_attention_heads", heads)
+    if heads == total or not differs_by_head(pattern):
+        return {}
+    shares: Any = sys.modules.get(SEQUENCE_PARALLEL)
+    group = None if shares is None else shares._SEQUENCE_PARALLEL_GROUP
+    if group is None or shares.get_sequence_parallel_world_size() * heads != total:
+        raise InvalidInput(f"{pattern} differs by head, but the layer has {heads} of {total} heads, not known which")
+    return {"first_head": shares.get_sequence_parallel_rank() * heads, "all_heads": total}
+
+
+def differs_by_head(pattern: Pattern | None) -> bool:
+    """Whether heads may see different keys."""
+    natural = None if pattern is None else pattern.natural
+    if not isinstance(natural, Dilated):
+        return False
+    return max(natural.dilation_rates) > 1 or (natural.heads == "split" and len(natural.branches) > 1)

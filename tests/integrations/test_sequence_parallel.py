@@ -1,0 +1,234 @@
+"""DeepSpeed's sequence parallelism with attend(): on two ranks what one process computes, or refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_dispatch import Dense, Dilated, InvalidInput, Window, attend
+from attn_dispatch.integrations.deepspeed import LocalAttention
+from attn_dispatch.spec.pattern import Pattern
+from tests.support import ring_ranks
+
+REASON = "{0} is not installed: pip install {0}"
+pytest.importorskip("deepspeed", reason=REASON.format("deepspeed"), exc_type=ImportError)
+
+pytestmark = [pytest.mark.usefixtures("little_time", "_processes"), pytest.mark.filterwarnings("ignore")]
+
+WORLD, BATCH, LENGTH, HEAD_DIM = 2, 2, 32, 8
+PATTERNS: dict[str, Pattern] = {
+    "dense": Dense(),
+    "causal": Dense(is_causal=True),
+    "window": Window(5, 0),
+    "dilated": Dilated((8, 16), (1, 2), is_causal=True),
+    "dilated by rows": Dilated((8, 16), (1, 1), is_causal=True),
+    "split": Dilated((8, 16), (1, 2), is_causal=True, heads="split"),
+}
+HEADS = {"heads": (4, 4), "grouped": (4, 2), "few": (6, 2), "uneven": (6, 3)}
+
+
+@pytest.fixture(autouse=True)
+def _no_trials(set_mode: Callable[[str], None]) -> None:
+    set_mode("off")
+
+
+def everywhere(job: Callable[..., Any], *args: Any) -> list[Any]:
+    return ring_ranks.ranks_of(WORLD).everywhere(job, *args)
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def deepspeed(name: str) -> Any:
+    """A module of the library, which is initialised over the ranks."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # What its own launcher sets; the process group is there.
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(dist.get_rank()))
+    library = import_module("deepspeed")
+    for operator in library.ops.__compatible_ops__:
+        library.ops.__compatible_ops__[operator] = False  # it would compile some, for a minute
+    library.init_distributed("gloo", verbose=False)
+    return import_module(f"deepspeed.{name}")
+
+
+def whole(heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """q, k, v and a gradient, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(BATCH, LENGTH, count, HEAD_DIM) for count in (heads, kv_heads, kv_heads, heads)]
+    return tuple(torch.randn(size, generator=generator).double() for size in sizes)
+
+
+def exact(pattern: Pattern, heads: tuple[int, int], **arguments: Any) -> list[Tensor]:
+    """out and gradients of one process."""
+    *inputs, grad = whole(*heads)
+    q, k, v = (x.requires_grad_() for x in inputs)
+    out = attend(q, k, v, pattern, backend="manual", **arguments)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def errors_of(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """The largest of each on this rank's tokens."""
+    return [float((x - y.chunk(WORLD, 1)[dist.get_rank()]).abs().max()) for x, y in zip(found, expected, strict=True)]
+
+
+def by_deepspeed(pattern: Pattern, heads: tuple[int, int], first: bool, arguments: dict[str, Any]) -> list[float]:
+    """A job: errors of out, dq, dk and dv. `first`: the sequence is the first axis."""
+    layer = deepspeed("sequence.layer")
+    group = dist.group.WORLD
+    deepspeed("utils.groups")._get_sequence_parallel_rank = lambda: dist.get_rank(group)  # asked where heads are uneven
+    *inputs, grad = (x.chunk(WORLD, 1)[dist.get_rank()] for x in whole(*heads))
+    given = [(x.transpose(0, 1) if first else x).contiguous().requires_grad_() for x in inputs]
+    local = LocalAttention(pattern, group, int(first), **arguments)
+    attention = layer.DistributedAttention(local, group, scatter_idx=2, gather_idx=0 if first else 1)
+    out = attention(*given, int(first))
+    grads = torch.autograd.grad(out, given, (grad.transpose(0, 1) if first else grad).reshape(out.shape))
+    found = [x.transpose(0, 1) if first else x for x in (out.reshape(given[0].shape), *grads)]
+    return errors_of(found, exact(pattern, heads, **arguments))
+
+
+def refusal(pattern: Pattern | None, group: bool, args: tuple[Any, ...], arguments: dict[str, Any]) -> str:
+    """A job: the message with which a call is refused."""
+    q, k, v, _ = whole(2, 2)
+    try:
+        LocalAttention(pattern, dist.group.WORLD if group else None, **arguments)(q, k, v, *args)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+# --- DistributedAttention ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["batch first", "sequence first"])
+@pytest.mark.parametrize("heads", ["heads", "few"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_two_ranks_compute_what_one_does(pattern: str, heads: str, first: bool) -> None:
+    for errors in everywhere(by_deepspeed, PATTERNS[pattern], HEADS[heads], first, {}):
+        assert max(errors) < 1e-9
+
+
+def test_more_arguments() -> None:
+    """Masks of the whole sequence, and slopes of all heads."""
+    mask = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.8
+    slopes = torch.linspace(0.1, 0.7, 4, dtype=torch.float64)
+    documents = (torch.arange(LENGTH) >= 13).long().expand(BATCH, -1)
+    for pattern, arguments in (
+        (Dense(), {"key_mask": mask}),
+        (Dense(is_causal=True), {"alibi_slopes": slopes, "softcap": 3.0}),
+        (Dense(is_causal=True), {"documents": documents}),
+        (Window(4, 0), {"sink": torch.linspace(-1, 1, 4, dtype=torch.float64), "scale": 0.3}),
+    ):
+        for errors in everywhere(by_deepspeed, pattern, (4, 4), False, arguments):
+            assert max(errors) < 1e-9
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "a mask by position": (Dense(), True, (torch.ones(1, 1, 32, 32),), {}, "takes no mask by position, got Tensor"),
+    "heads that are not known": (PATTERNS["dilated"], False, (), {}, "differs by head: give LocalAttention the group"),
+    "rates as numbers": (None, False, (), {"segment_lengths": (8,), "dilation_rates": (2,)}, "differs by head"),
+    "slopes of some heads": (Dense(), True, (), {"alibi_slopes": torch.ones(3)}, "must have all 4 heads, got [3]"),
+    "a layout": (Dense(), True, (), {"layout": "bhnd"}, "layout cannot be given to LocalAttention"),
+    "another axis": (Dense(), True, (), {"batch_dim_idx": 2}, "batch_dim_idx must be 0 or 1, got 2"),
+}
+
+
+@pytest.mark.parametrize(("pattern", "group", "args", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(pattern: Any, group: bool, args: Any, arguments: dict[str, Any], message: str) -> None:
+    for found in everywhere(refusal, pattern, group, args, arguments):
+        assert message in found
+
+
+# --- transformers' models: ALST, context_parallel, FSDP2 --------------------------------------------------------------
+
+TOKENS = 40
+NAME = "attn_dispatch"
+
+
+@cache
+def transformers() -> Any:
+    import_module("attn_dispatch.integrations.transformers")
+    found = import_module("transformers")
+    found.logging.set_verbosity_error()
+    return found
+
+
+def model_of(kind: str, **more: Any) -> Any:
+    """A decoder with the same random weights on every rank."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    config = getattr(transformers(), f"{kind}Config")(**sizes, **heads, **more)
+    model = getattr(transformers(), f"{kind}ForCausalLM")(config).double()
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def ids_of(batch: int) -> Tensor:
+    return torch.randint(3, 99, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def logits_and_grads(model: Any, ids: Tensor, **given: Any) -> tuple[Tensor, list[Tensor]]:
+    """Of a loss that is a sum over tokens, so that ranks' gradients add up."""
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False, **given).logits
+    logits.square().sum().backward()
+    return logits.detach(), [x.grad.clone() for x in model.parameters()]
+
+
+def summed(grads: list[Tensor]) -> list[Tensor]:
+    for each in grads:
+        dist.all_reduce(each)
+    return grads
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error, relative to the largest entry of all."""
+    most = max(float(x.abs().max()) for x in expected)
+    return max(float((x - y).abs().max()) for x, y in zip(found, expected, strict=True)) / most
+
+
+def by_alst(kind: str, more: dict[str, Any], spread: Any, cuts: tuple[int, ...]) -> tuple[float, float]:
+    """A job: errors of logits and gradients. `cuts`: the lengths of documents in a row."""
+    model, ids = model_of(kind, **more), ids_of(1)
+    if spread is not None:
+        model.config.attn_dispatch = spread
+    positions = torch.cat([torch.arange(count) for count in cuts])[None]
+    expected, exact_grads = logits_and_grads(model, ids, position_ids=positions)
+    functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    ulysses = deepspeed("runtime.sequence_parallel.ulysses_sp")
+    shares = deepspeed("runtime.sequence_parallel.parallel_state_sp")
+    try:
+        ulysses.UlyssesSPAttentionHF.register_with_transformers(model, NAME, WORLD, 1)
+        own = [x.chunk(WORLD, 1)[dist.get_rank()].contiguous() for x in (ids, positions)]
+        logits, grads = logits_and_grads(model, own[0], position_ids=own[1])
+    finally:
+        functions._local_mapping.pop(NAME, None)
+        shares._release_sequence_parallel_groups()
+    return worst([logits], [expected.chunk(WORLD, 1)[dist.get_rank()]]), worst(summed(grads), exact_grads)
+
+
+SPREAD = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
+WHOLE, PACKED = (TOKENS,), (27, 13)
+MODELS: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...]]] = {
+    "llama": ("Llama", {}, None, WHOLE),
+    "llama, packed": ("Llama", {}, None, PACKED),
+    "mistral with a window": ("Mistral", {"sliding_window": 6}, None, WHOLE),
+    "mistral with a window, packed": ("Mistral", {"sliding_window": 6}, None, PACKED),
+    "llama, dilated": ("Llama", {}, SPREAD, WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_alst(name: str) -> None:
+    pytest.importorskip("transformers", minversion="5.4", reason=REASON.format("transformers"))
+    for logits, grads in everywhere(by_alst, *MODELS[name]):
+        assert max(logits, grads) < 1e-9
