@@ -180,6 +180,8 @@ def _translated(
             if isinstance(q_offset, Tensor) and is_tracing(q_offset):
                 raise InvalidInput("dilated attention needs a cache that is not static where generation is compiled")
             stop = int(q_offset) + q_len - int(kv_offset)
+            if stop > k_len:
+                raise Unreadable("queries after the last key")
             key_mask = None if key_mask is None else key_mask[:, :stop]
     if facts.chunk is None:
         return Keys(_pattern(facts, key_mask, spread), size, key_mask, stop, facts.documents)
@@ -226,7 +228,14 @@ def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
             return Dense(_is_causal(facts))
         if key_mask is not None and not bool(key_mask[:, 0].all()):
             raise InvalidInput("segments are counted from the first token: pad on the right for dilated attention")
-        return Dilated(tuple(spread["segment_lengths"]), tuple(spread["dilation_rates"]), is_causal=True)
+        try:
+            fields: dict[str, Any] = spread
+            return Dilated(**fields, is_causal=True)
+        except TypeError as error:
+            raise InvalidInput(
+                f"config.{NAME} must be a dict of segment_lengths and dilation_rates, and of offsets and heads where "
+                f"they are not the usual ones, got {spread!r}"
+            ) from error
     if (facts.low is not None and facts.low > 0) or (facts.high is not None and facts.high < 0):
         raise Unreadable("a window that leaves out the query's own position")
     return Window(None if facts.low is None else -facts.low, facts.high)
@@ -256,7 +265,8 @@ def attention(
     for name, x in given.items():
         if x is not None and x is not False and name not in WITHOUT_EFFECT and name not in DOCUMENTS:
             raise InvalidInput(f"attn_dispatch has no {name}: use attn_implementation='sdpa' or 'eager' for this model")
-    added = (softcap, s_aux, position_bias)  # which PyTorch's attention has not
+    # What PyTorch's attention has not, in some versions of transformers.
+    added = (softcap, s_aux, position_bias, *(given.get(name) for name in DOCUMENTS))
     if fallback and isinstance(attention_mask, Tensor) and all(x is None for x in added):
         common = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **common)
@@ -292,7 +302,7 @@ def attention(
             "block masks, as attn_dispatch's are: use attn_implementation='sdpa' or 'eager'"
         )
     else:
-        pattern, more = Dense(), more | _of_tensor(attention_mask, query, position_bias)
+        pattern, more = Dense(), more | _of_tensor(attention_mask, query, key, position_bias)
     if more.get("documents") is None:
         more |= _documents(given)
     more |= unmasked.heads_of(module, query.shape[1], pattern)
@@ -301,14 +311,15 @@ def attention(
     return attend(q, k, v, pattern, scale=scaling, **more), None
 
 
-def _of_tensor(attention_mask: Tensor, query: Tensor, position_bias: Tensor | None) -> dict[str, Tensor]:
+def _of_tensor(attention_mask: Tensor, query: Tensor, key: Tensor, position_bias: Tensor | None) -> dict[str, Tensor]:
     """A mask [batch or 1, heads or 1, q_len or 1, k_len] of bools, True where keys are seen, or added to scores."""
     if attention_mask.ndim != 4:
         shape = list(attention_mask.shape)
         raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {shape}")
     if attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1) and position_bias is None:
-        return {"key_mask": attention_mask[:, 0, 0].expand(query.shape[0], -1)}
-    bias = attention_mask.expand(-1, -1, query.shape[2], -1)
+        key_mask = attention_mask[:, 0, 0]
+        return {"key_mask": key_mask.expand(key.shape[0], -1) if len(key_mask) == 1 else key_mask}
+    bias = attention_mask.expand(-1, -1, query.shape[2], -1) if attention_mask.shape[2] == 1 else attention_mask
     if bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
     return {"bias": bias if position_bias is None else bias + position_bias}

@@ -136,3 +136,10 @@ def test_dilated_by_the_config(asked: list[str]) -> None:
     mask[0, :3] = 0
     with pytest.raises(InvalidInput, match="pad on the right"):
         model(input_ids=ids, attention_mask=mask)
+    asked.clear()
+    model.config.attn_dispatch |= {"offsets": "block"}
+    model(input_ids=ids)
+    assert all("block" in pattern for pattern in asked)
+    model.config.attn_dispatch = {"segments": [8]}
+    with pytest.raises(InvalidInput, match=r"config.attn_dispatch must be a dict of segment_lengths .*'segments'"):
+        model(input_ids=ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -69,6 +70,33 @@ def masked(function: Any, **more: Any) -> Any:
     """What is registered for masks makes of 6 queries and keys, as transformers calls it."""
     masks = transformers.AttentionMaskInterface._global_mapping[integration.NAME]
     return masks(batch_size=1, q_length=6, kv_length=6, mask_function=function, use_vmap=False, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 6), (1, 2, 1, 6), (1, 1, 6, 6), (1, 2, 6, 6)])
+def test_shapes_of_masks(shape: tuple[int, ...], dtype: torch.dtype, asked: list[str]) -> None:
+    seen = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.7
+    seen[..., 0] = True
+    mask = seen if dtype == torch.bool else torch.zeros(shape).masked_fill(~seen, -1.5)
+    expected = integration.sdpa_attention_forward(*layer_and_tensors(), mask)[0]
+    assert_close(layer(attention_mask=mask)[0], expected)
+    assert asked == ["Dense()"]
+
+
+def test_queries_after_the_last_key(asked: list[str]) -> None:
+    keys = integration.mask(1, 3, 6, q_offset=5)
+    with pytest.raises(InvalidInput, match="queries after the last key"):
+        layer(attention_mask=keys)
+
+
+def test_a_causal_layer_without_a_mask_has_the_first_tokens_aligned(asked: list[str]) -> None:
+    """As for sdpa; with a position bias too, where that takes one."""
+    module, q, k, v = layer_and_tensors()
+    biases = [None, torch.randn(1, 2, 4, 6, generator=torch.Generator().manual_seed(4))]
+    for bias in biases if "position_bias" in signature(integration.sdpa_attention_forward).parameters else biases[:1]:
+        expected = integration.sdpa_attention_forward(module, q[:, :, :4], k, v, None, position_bias=bias)[0]
+        found = integration.attention(module, q[:, :, :4], k, v, None, position_bias=bias)[0]
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.5, 1.0])}])
