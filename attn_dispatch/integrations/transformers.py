@@ -284,7 +284,8 @@ def attention(
         key, value = key[:, :, :stop], value[:, :, :stop]
         more["bias"] = None if position_bias is None else position_bias[..., :stop]
         more |= {"key_mask": attention_mask.key_mask, "documents": attention_mask.documents}
-        _warn_of_packed_rows(attention_mask, given)
+        if not unmasked.is_checked_over_ranks(given.get("position_ids"), query.shape[2]):
+            _warn_of_packed_rows(attention_mask, given)
     elif attention_mask is None:  # the layer leaves it to is_causal, as for PyTorch's attention
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal, window = bool(causal) and query.shape[2] > 1, given.get("sliding_window")

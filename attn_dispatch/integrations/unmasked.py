@@ -42,23 +42,41 @@ def documents_of(positions: Any, length: int) -> Tensor | None:
     """The documents [batch, length] of packed rows by their positions, which restart or jump; None where they do not.
 
     Raises:
-        InvalidInput: positions jump inside torch's context_parallel, whose ranks hold parts of the rows.
+        InvalidInput: as `is_checked_over_ranks`.
     """
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] != length or length < 2:
-        return None
-    over_ranks = tracing.context_parallel()
-    if over_ranks is not None:
-        parts = positions.chunk(2, dim=1) if over_ranks.balanced else (positions,)
-        if any(bool((part.diff(dim=1) != 1).any()) for part in parts):
-            raise InvalidInput(
-                "position_ids restart inside a row: inside context_parallel packed rows cannot be kept apart; "
-                "call attend() with mesh= and documents= of the whole sequence"
-            )
+    if is_checked_over_ranks(positions, length) or not _is_of_rows(positions, length):
         return None
     jumps = positions.diff(dim=1) != 1
     if not torch.compiler.is_compiling() and not bool(jumps.any()):
         return None
     return torch.nn.functional.pad(jumps.cumsum(1), (1, 0))
+
+
+def is_checked_over_ranks(positions: Any, length: int) -> bool:
+    """Whether a call is inside torch's context_parallel; then the positions are those of this rank's tokens.
+
+    Raises:
+        InvalidInput: they are others: those of packed rows, which cannot be kept apart there, or counted by each rank
+            from 0, so that the model's own embedding of positions is wrong.
+    """
+    over_ranks = tracing.context_parallel()
+    if over_ranks is None:
+        return False
+    if _is_of_rows(positions, length):
+        rank, size = over_ranks.mesh.get_local_rank(), over_ranks.mesh.size()
+        parts = (rank, 2 * size - 1 - rank) if over_ranks.balanced else (rank,)
+        each = length // len(parts)
+        here = torch.cat([torch.arange(part * each, (part + 1) * each) for part in parts]).to(positions.device)
+        if not bool((positions == here).all()):
+            raise InvalidInput(
+                "inside context_parallel position_ids must be those of this rank's tokens in one whole sequence: pass "
+                "them to the model, and to context_parallel as a buffer; packed rows cannot be kept apart there"
+            )
+    return True
+
+
+def _is_of_rows(positions: Any, length: int) -> bool:
+    return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length > 1
 
 
 def heads_of(module: Any, heads: int, pattern: Pattern) -> dict[str, int]:
@@ -72,8 +90,8 @@ def heads_of(module: Any, heads: int, pattern: Pattern) -> dict[str, int]:
     if heads == total or not differs_by_head(pattern):
         return {}
     shares: Any = sys.modules.get(SEQUENCE_PARALLEL)
-    group = None if shares is None else shares._SEQUENCE_PARALLEL_GROUP
-    if group is None or shares.get_sequence_parallel_world_size() * heads != total:
+    group = getattr(shares, "_SEQUENCE_PARALLEL_GROUP", None)
+    if shares is None or group is None or shares.get_sequence_parallel_world_size() * heads != total:
         raise InvalidInput(f"{pattern} differs by head, but the layer has {heads} of {total} heads, not known which")
     return {"first_head": shares.get_sequence_parallel_rank() * heads, "all_heads": total}
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's sequence parallelism with attend(): on two ranks what one process computes, or refused."""
+"""DeepSpeed, context_parallel and FSDP2 with attend(): on two ranks what one process computes, or refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,9 +18,6 @@ from attn_dispatch import Dense, Dilated, InvalidInput, Window, attend
 from attn_dispatch.integrations.deepspeed import LocalAttention
 from attn_dispatch.spec.pattern import Pattern
 from tests.support import ring_ranks
-
-REASON = "{0} is not installed: pip install {0}"
-pytest.importorskip("deepspeed", reason=REASON.format("deepspeed"), exc_type=ImportError)
 
 pytestmark = [pytest.mark.usefixtures("little_time", "_processes"), pytest.mark.filterwarnings("ignore")]
 
@@ -38,6 +36,13 @@ HEADS = {"heads": (4, 4), "grouped": (4, 2), "few": (6, 2), "uneven": (6, 3)}
 @pytest.fixture(autouse=True)
 def _no_trials(set_mode: Callable[[str], None]) -> None:
     set_mode("off")
+
+
+def needs(*names: str) -> None:
+    """Skip where a library is missing; without importing it, which takes seconds and warns."""
+    for name in names:
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install {name}")
 
 
 def everywhere(job: Callable[..., Any], *args: Any) -> list[Any]:
@@ -109,15 +114,17 @@ def refusal(pattern: Pattern | None, group: bool, args: tuple[Any, ...], argumen
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["batch first", "sequence first"])
-@pytest.mark.parametrize("heads", ["heads", "few"])
+@pytest.mark.parametrize("heads", ["heads", "grouped", "few", "uneven"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_two_ranks_compute_what_one_does(pattern: str, heads: str, first: bool) -> None:
+    needs("deepspeed")
     for errors in everywhere(by_deepspeed, PATTERNS[pattern], HEADS[heads], first, {}):
         assert max(errors) < 1e-9
 
 
 def test_more_arguments() -> None:
     """Masks of the whole sequence, and slopes of all heads."""
+    needs("deepspeed")
     mask = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.8
     slopes = torch.linspace(0.1, 0.7, 4, dtype=torch.float64)
     documents = (torch.arange(LENGTH) >= 13).long().expand(BATCH, -1)
@@ -166,7 +173,7 @@ def model_of(kind: str, **more: Any) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
     torch.manual_seed(0)
-    config = getattr(transformers(), f"{kind}Config")(**sizes, **heads, **more)
+    config = getattr(transformers(), f"{kind}Config")(**{**sizes, **heads, **more})
     model = getattr(transformers(), f"{kind}ForCausalLM")(config).double()
     model.set_attn_implementation(NAME)
     return model
@@ -203,6 +210,9 @@ def by_alst(kind: str, more: dict[str, Any], spread: Any, cuts: tuple[int, ...])
         model.config.attn_dispatch = spread
     positions = torch.cat([torch.arange(count) for count in cuts])[None]
     expected, exact_grads = logits_and_grads(model, ids, position_ids=positions)
+    if len(cuts) > 1:  # the reference itself keeps them apart
+        first, rest = (model(input_ids=x, use_cache=False).logits for x in torch.split(ids, list(cuts), 1))
+        assert worst([expected], [torch.cat([first, rest], 1).detach()]) < 1e-9
     functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     ulysses = deepspeed("runtime.sequence_parallel.ulysses_sp")
     shares = deepspeed("runtime.sequence_parallel.parallel_state_sp")
@@ -223,12 +233,94 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...]]] = {
     "llama, packed": ("Llama", {}, None, PACKED),
     "mistral with a window": ("Mistral", {"sliding_window": 6}, None, WHOLE),
     "mistral with a window, packed": ("Mistral", {"sliding_window": 6}, None, PACKED),
-    "llama, dilated": ("Llama", {}, SPREAD, WHOLE),
+    "llama, dilated": ("Llama", {"num_attention_heads": 6, "hidden_size": 48}, SPREAD, WHOLE),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_alst(name: str) -> None:
-    pytest.importorskip("transformers", minversion="5.4", reason=REASON.format("transformers"))
+    needs("transformers", "deepspeed")
     for logits, grads in everywhere(by_alst, *MODELS[name]):
+        assert max(logits, grads) < 1e-9
+
+
+def in_context_parallel(
+    kind: str, more: dict[str, Any], hooked: bool, cuts: tuple[int, ...]
+) -> tuple[float, float] | str:
+    """A job: errors of logits and gradients inside torch's context_parallel, or the message of a refusal.
+
+    `hooked`: with accelerate's hooks, which drop masks; its own context manager is torch's, and does not run on CPUs.
+    """
+    experimental = import_module("torch.distributed.tensor.experimental")
+    model, ids, rank = model_of(kind, **more), ids_of(2), dist.get_rank()
+    expected, exact_grads = logits_and_grads(model, ids)
+    if hooked:
+        import_module("accelerate.big_modeling")._attach_context_parallel_hooks(model)
+    positions = torch.cat([torch.arange(count) for count in cuts])[None].repeat(2, 1)
+    own, mask = ids.clone(), torch.ones_like(ids)
+    mesh = mesh_of_ranks()
+    try:
+        with experimental.context_parallel(
+            mesh, buffers=[own, positions, mask], buffer_seq_dims=[1, 1, 1], no_restore_buffers={own, positions, mask}
+        ):
+            logits, grads = logits_and_grads(model, own, position_ids=positions, attention_mask=mask)
+    except InvalidInput as error:
+        return str(error)
+    chunks = expected.chunk(2 * WORLD, 1)  # an early and a late one for each rank
+    here = torch.cat([chunks[rank], chunks[2 * WORLD - 1 - rank]], 1)
+    return worst([logits], [here]), worst(summed(grads), exact_grads)
+
+
+@cache
+def mesh_of_ranks() -> Any:
+    return import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (WORLD,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "hooked"),
+    [("Llama", {}, False), ("Llama", {}, True), ("Mistral", {"sliding_window": 6}, False)],
+    ids=["llama", "llama with accelerate's hooks", "mistral with a window"],
+)
+def test_context_parallel(kind: str, more: dict[str, Any], hooked: bool) -> None:
+    needs("transformers")
+    if hooked:
+        needs("accelerate")
+    for errors in everywhere(in_context_parallel, kind, more, hooked, WHOLE):
+        assert max(errors) < 1e-9
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["masks", "accelerate's hooks"])
+@pytest.mark.parametrize("cuts", [(20, 20), (27, 13), (10, 10, 10, 10)], ids=str)
+def test_packed_rows_are_refused_in_context_parallel(cuts: tuple[int, ...], hooked: bool) -> None:
+    """Also where documents end with ranks' parts; positions that each rank counts from 0 are refused so, too."""
+    needs("transformers")
+    if hooked:
+        needs("accelerate")
+    found = everywhere(in_context_parallel, "Llama", {}, hooked, cuts)
+    assert any("position_ids must be those of this rank's tokens in one whole sequence" in each for each in found)
+
+
+def in_fsdp(checkpointed: bool) -> tuple[float, float]:
+    """A job: errors of logits and gradients of a model whose parameters are sharded."""
+    fsdp = import_module("torch.distributed.fsdp")
+    ids = ids_of(2)
+    expected, exact_grads = logits_and_grads(model_of("Llama").train(), ids)
+    model = model_of("Llama").train()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in (*model.model.layers, model):
+        fsdp.fully_shard(layer, mesh=mesh_of_ranks())
+    logits, grads = logits_and_grads(model, ids)
+    whole_grads = [x.full_tensor() for x in map(as_any, grads)]  # the mean over ranks, of the same batch
+    return worst([logits], [expected]), worst(whole_grads, exact_grads)
+
+
+def as_any(x: Any) -> Any:
+    return x
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_fsdp2(checkpointed: bool) -> None:
+    needs("transformers")
+    for logits, grads in everywhere(in_fsdp, checkpointed):
         assert max(logits, grads) < 1e-9
