@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from attn_dispatch import Dense, Dilated, InvalidInput, Window, attend
 from attn_dispatch.integrations.deepspeed import LocalAttention
+from attn_dispatch.integrations.unmasked import heads_of
 from attn_dispatch.spec.pattern import Pattern
 from tests.support import ring_ranks
 
@@ -324,3 +326,11 @@ def test_fsdp2(checkpointed: bool) -> None:
     needs("transformers")
     for logits, grads in everywhere(in_fsdp, checkpointed):
         assert max(logits, grads) < 1e-9
+
+
+def test_a_share_of_the_heads_of_an_unknown_rank_is_refused() -> None:
+    """As in a tensor parallel model, where patterns that differ by head would silently go by the wrong heads."""
+    module = SimpleNamespace(config=SimpleNamespace(num_attention_heads=6))
+    assert heads_of(module, 3, PATTERNS["dilated by rows"]) == heads_of(module, 6, PATTERNS["dilated"]) == {}
+    with pytest.raises(InvalidInput, match="differs by head, but the layer has 3 of 6 heads, not known which"):
+        heads_of(module, 3, PATTERNS["dilated"])
