@@ -209,10 +209,11 @@ class Oracle:
 
     def second_call_failures(self, run: Callable[[], dict[str, Tensor]]) -> list[str]:
         """Call again on the same tensors with -v; failures where the first result changed or was returned."""
-        first = run()["out"]
-        known = first.clone()
-        v = self.example.v  # the memory itself: an expanded tensor cannot be written to
-        torch.empty(0, dtype=v.dtype, device=v.device).set_(v.untyped_storage()).neg_()
+        known = (first := run()["out"]).clone()
+        v = self.example.v
+        with torch.no_grad():  # an expanded tensor cannot be written to, but its memory, once
+            sizes = [1 if stride == 0 else size for size, stride in zip(v.shape, v.stride(), strict=True)]
+            v.as_strided(sizes, v.stride()).neg_()
         second = run()["out"]
         if not torch.equal(first, known):
             return ["a second call changed the result of the first"]
