@@ -4,7 +4,8 @@ Imports the functions that users call, and what they import.
 Public: AttentionConfig, DilatedAttention, KVCache, LongNetDecoderLayer, LongNetEncoderLayer, MultiheadAttention.
 """
 
-from attn_dispatch.nn.attention import DilatedAttention, KVCache, MultiheadAttention
+from attn_dispatch.nn.attention import DilatedAttention, MultiheadAttention
+from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig
 from attn_dispatch.nn.longnet import LongNetDecoderLayer, LongNetEncoderLayer
 

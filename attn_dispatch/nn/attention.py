@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig
 from attn_dispatch.nn.embedding import rotated
 from attn_dispatch.nn.like_torchscale import attend_like_torchscale
@@ -18,67 +19,6 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 
 #: Arguments of torch.nn.MultiheadAttention that have no counterpart here, with the values that ask for nothing.
 NOT_TAKEN = {"add_bias_kv": (False,), "add_zero_attn": (False,), "kdim": (None,), "vdim": (None,)}
-
-
-class KVCache:
-    """Keys and values of the tokens that a module has seen, for decoding: one for each module and sequence.
-
-    Pass it as `cache=` with the next tokens only. Keys are held after their rotary embeddings. `keys` and `values` are
-    [batch, len, kv_heads, head_dim], None before the first tokens. Without gradients they lie in memory that doubles
-    when it is full, so that a new token copies nothing but itself.
-    """
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self._space: tuple[Tensor, Tensor] | None = None  # what `keys` and `values` are the first tokens of
-
-    def __len__(self) -> int:
-        """Tokens held."""
-        return 0 if self.keys is None else self.keys.shape[1]
-
-    def __copy__(self) -> KVCache:
-        """A cache of the same tokens that goes on alone."""
-        other = KVCache()
-        other.keys, other.values = self.keys, self.values
-        return other
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v, [batch, len, kv_heads, head_dim], and return all that is held."""
-        if self.keys is not None and self.values is not None:
-            held, got = ((x.shape[0], *x.shape[2:]) for x in (self.keys, k))
-            if got != held:
-                raise InvalidInput(
-                    f"cache holds (batch, kv_heads, head_dim) {held}, got {got}: "
-                    "a KVCache belongs to one module and one batch"
-                )
-            if (k.dtype, v.dtype) != (self.keys.dtype, self.values.dtype):
-                raise InvalidInput(
-                    f"cache holds {self.keys.dtype}, got {k.dtype}: decode as the first tokens were read"
-                )
-            k, v = self._extended(self.keys, self.values, k, v)
-        self.keys, self.values = k, v
-        return k, v
-
-    def _extended(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (keys, values, k, v)):
-            self._space = None  # autograd may need the tensors of earlier steps
-            return torch.cat((keys, k), 1), torch.cat((values, v), 1)
-        held, total = keys.shape[1], keys.shape[1] + k.shape[1]
-        space = self._space
-        # Outside of inference mode, tensors made in it cannot be written.
-        if space is None or space[0].shape[1] < total or space[0].is_inference() > torch.is_inference_mode_enabled():
-            space = self._space = _doubled(keys, 2 * total), _doubled(values, 2 * total)
-        for whole, x in zip(space, (k, v), strict=True):
-            whole[:, held:total] = x
-        return space[0][:, :total], space[1][:, :total]
-
-
-def _doubled(x: Tensor, length: int) -> Tensor:
-    """x at the beginning of uninitialised memory for `length` tokens."""
-    whole = x.new_empty(x.shape[0], length, *x.shape[2:])
-    whole[:, : x.shape[1]] = x
-    return whole
 
 
 class _Attention(nn.Module):
@@ -205,6 +145,9 @@ class MultiheadAttention(_Attention):
     Raises:
         InvalidInput: an argument is wrong, unknown, or asks for what is not supported.
     """
+
+    # torch.nn.TransformerEncoderLayer would else compute attention itself, from the weights, in inference.
+    _qkv_same_embed_dim = False
 
     def __init__(
         self,
@@ -403,6 +346,11 @@ def draw(layer: nn.Linear, gain: float) -> None:
 
 
 def _visible(key_padding_mask: Tensor, batch: int, k_len: int) -> Tensor:
+    if key_padding_mask.is_floating_point():  # as torch.nn.TransformerEncoderLayer hands masks on
+        ignored = key_padding_mask == -torch.inf
+        if not bool((ignored | (key_padding_mask == 0)).all()):
+            raise InvalidInput("a floating-point key_padding_mask must be 0 or -inf: give other biases as attn_mask")
+        key_padding_mask = ignored
     if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, k_len):
         raise InvalidInput(
             f"key_padding_mask must be bool [batch, k_len] {[batch, k_len]}, True for keys to ignore, "

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.nn.attention import DilatedAttention, KVCache, draw
+from attn_dispatch.nn.attention import DilatedAttention, draw
+from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig
 from attn_dispatch.spec.checks import integer
 

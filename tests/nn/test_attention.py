@@ -278,8 +278,8 @@ def test_what_asks_for_nothing_is_taken() -> None:
     [
         ({"need_weights": True}, "need_weights must be False"),
         (
-            {"key_padding_mask": torch.zeros(2, 8)},
-            r"must be bool \[batch, k_len\] \[2, 8\], .* got torch.float32 \[2, 8\]",
+            {"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)},
+            r"must be bool \[batch, k_len\] \[2, 8\], .* got torch.int64 \[2, 8\]",
         ),
         ({"key_padding_mask": torch.zeros(2, 7).bool()}, r"got torch.bool \[2, 7\]"),
         ({"attn_mask": torch.zeros(2, 8, 8)}, r"attn_mask must be .*\[8, 8, 8\], got \[2, 8, 8\]"),
@@ -340,3 +340,29 @@ def test_a_cache_is_written_in_place_and_copies_go_their_own_way() -> None:
     out = module(x[:, 5:6].requires_grad_(), cache=cache)[0]
     assert torch.allclose(out, exact[:, 5:6], atol=1e-6)
     out.sum().backward()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+def test_it_takes_its_place_in_torchs_layers(training: bool, padded: bool) -> None:
+    """In inference too, where torch's layer may compute attention itself; with the mask that it hands on."""
+    torch.manual_seed(0)
+    layer: Any = torch.nn.TransformerEncoderLayer(DIM, HEADS, dropout=0.0, batch_first=True).train(training)
+    x = drawn(2, 12, DIM)
+    padding = torch.arange(12) >= torch.tensor([[12], [7]]) if padded else None
+    kept = slice(None) if padding is None else ~padding
+    theirs = layer(x, src_key_padding_mask=padding)[kept]
+    module = MultiheadAttention(DIM, HEADS).train(training)
+    module.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = module
+    calls = []
+    module.register_forward_hook(lambda *given: calls.append(1))
+    found = layer(x, src_key_padding_mask=padding)[kept]
+    assert torch.allclose(found, theirs, atol=1e-5)
+    assert calls == [1]
+
+
+def test_a_floating_point_padding_mask_is_read_exactly() -> None:
+    module, x = MultiheadAttention(DIM, HEADS), drawn(2, 8, DIM)
+    with pytest.raises(InvalidInput, match="key_padding_mask must be 0 or -inf"):
+        module(x, key_padding_mask=torch.full((2, 8), -1.0))
