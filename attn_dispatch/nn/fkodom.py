@@ -139,8 +139,8 @@ class _Layer(nn.Module):
     """A feed-forward network, and the settings that both kinds of layers share."""
 
     def __init__(
-        self, d_model: int, dim_feedforward: int, dropout: float, activation: Activation, layer_norm_eps: float,
-        gamma_init: float, made: dict[str, Any],
+        self, d_model: int, dim_feedforward: int, dropout: float, activation: Activation, gamma_init: float,
+        made: dict[str, Any],
     ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(activation, str):
@@ -179,7 +179,7 @@ class DilatedTransformerEncoderLayer(_Layer):
         like_fkodom: bool = False,
     ) -> None:
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, gamma_init, made)
+        super().__init__(d_model, dim_feedforward, dropout, activation, gamma_init, made)
         self.self_attn = MultiheadDilatedAttention(
             d_model, nhead, dilation_rates, segment_lengths, dropout, layer_norm_eps=layer_norm_eps,
             gamma_init=gamma_init, like_fkodom=like_fkodom, **made,
@@ -214,7 +214,7 @@ class DilatedTransformerDecoderLayer(_Layer):
         like_fkodom: bool = False,
     ) -> None:
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, gamma_init, made)
+        super().__init__(d_model, dim_feedforward, dropout, activation, gamma_init, made)
         self.self_attn, self.multihead_attn = (
             MultiheadDilatedAttention(
                 d_model, nhead, dilation_rates, segment_lengths, dropout, layer_norm=layer_norm,

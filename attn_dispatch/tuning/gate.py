@@ -326,11 +326,9 @@ class Gate:
             return []
         with reference():
             oracle = Oracle.of(make(cases[min(1, len(cases) - 1)].problem))
-        run, limit_s = (
-            partial(oracle.run, *candidate.backend_and_order),
-            self._limit_s(candidate, oracle.example.problem),
-        )
-        return oracle.second_call_failures(lambda: self._guarded(run, limit_s))
+        limit_s = self._limit_s(candidate, oracle.example.problem)
+        run = partial(oracle.run, *candidate.backend_and_order)
+        return oracle.second_call_failures(partial(self._guarded, run, limit_s))
 
     def _checked_run(self, candidate: Candidate, limit_s: float) -> CheckedRun:
         """Run the candidate once; its tensors for the oracle, the peak of memory in bytes, and milliseconds."""
