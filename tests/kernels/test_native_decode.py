@@ -37,6 +37,18 @@ FEW = {
     "heads with other offsets": Case(
         "", Dilated((64, 512), (2, 4), is_causal=True), (1, 3, 8, 16), k_len=LONG, kv_heads=2
     ),
+    "more queries of heads with other offsets": Case(
+        "", Dilated((64, 512), (2, 4), is_causal=True), (1, 5, 8, 16), k_len=LONG, kv_heads=2
+    ),
+    "groups with other offsets": Case(
+        "", Dilated((64, 96, 512), (2, 3, 8)), (2, 4, 16, 32), k_len=LONG, kv_heads=8, key_mask=True
+    ),
+    "branches with the same keys": Case("", Dilated((64, 64), (2, 2)), (1, 2, 4, 16), k_len=128, kv_heads=2),
+    "queries of no branch": Case("", Dilated((512,), (8,), is_causal=True), (1, 2, 4, 16), k_len=LONG, kv_heads=1),
+    "across a segment's border": Case(
+        "", Dilated((64, 1024), (1, 4), is_causal=True), (1, 16, 2, 64), k_len=1024 + 70, kv_heads=2
+    ),
+    "two groups of lanes": Case("", CAUSAL, (1, 2, 8, 96), k_len=LONG, kv_heads=2, key_mask=True),
     "equal lengths": Case("", Dense(), (2, 6, 4, 16), kv_heads=2),
     "hidden keys": Case("", CAUSAL, (2, 2, 4, 16), k_len=LONG, kv_heads=2, key_mask=True),
     "lengths of rows": Case("", CAUSAL, (3, 12, 6, 16), kv_heads=2, seq_lens=True),
@@ -64,7 +76,8 @@ def test_gradients_are_those_of_the_shared_tiles(name: str) -> None:
         ("one query", 4),
         ("as many lanes as a tile has", 4),
         ("more than a tile has", 1),
-        ("heads with other offsets", 1),
+        ("heads with other offsets", 4),
+        ("more queries of heads with other offsets", 1),
     ],
 )
 def test_heads_share_a_tile_where_they_fit_and_see_the_same(name: str, packed_heads: int) -> None:

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include <pthread.h> // and not <thread>, <chrono>: the library needs no C++ library, see variants.py
 #include <time.h>
@@ -38,15 +39,18 @@ using u64 = std::uint64_t;
 // other: as many independent sums as registers hold, with few loads for each.
 #if defined(__AVX512F__)
 constexpr int W = 16, NV = 4, MR = 6;
+struct Tall { static constexpr int ROWS = 8, SUMS = 16; }; // of a register tile of one vector: see Dot, Mix
 #elif defined(__AVX2__)
 constexpr int W = 8, NV = 2, MR = 6;
+struct Tall { static constexpr int ROWS = 6, SUMS = 12; };
 #else
 constexpr int W = 4, NV = 4, MR = 4;
+struct Tall { static constexpr int ROWS = 6, SUMS = 12; };
 #endif
 constexpr int T = 64;    // queries per tile: enough work per key that reading keys takes little of the time
 constexpr int KEYS = 192; // keys per block, between rescalings: their scores fit the L2 cache; must be even
-constexpr int FEW = 16; // queries in a tile up to which keys are read row by row; at least W
-constexpr int FEW_KEYS = 32; // the same for a few queries: rows of V are read for each group of four, from the L1 cache
+constexpr int FEW = 16; // queries in a tile up to which a call is bound by memory; at least W
+constexpr int FEW_KEYS = 32; // keys per block then: their rows of one head fit the L1 cache
 constexpr int PARTIAL = 64; // keys per block where not every lane sees every key
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -221,18 +225,38 @@ inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bi
 #endif
 
 // Without unrolling, the compiler stores the sums on the stack.
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
+
+// The rows that are read next, fetched from memory line by line, one at each step of a product: all at once, the processor
+// would wait for them. Past the end of the rows there is nothing to fetch, and fetching does no harm.
+struct Fetch {
+    const char* row;
+    i64 stride;
+    int rows, lines, line = 0;
+
+    void fetch() {
+        if (rows <= 0) return;
+        __builtin_prefetch(row + line * CACHE_LINE, 0, 2);
+        if (++line < lines) return;
+        line = 0;
+        row += stride;
+        rows--;
+    }
+};
+struct NoFetch { void fetch() const {} };
 
 // Three matrix products. `lanes` is [., pitch] with queries along the lanes; rows are `stride` bytes apart; multiply()
 // computes the vectors [from, to) of the tile.
 
 // scores[i][lane] = sum_d rows[i][d] * lanes[d][lane]
-template <class Op> struct Dot {
+template <class Op, class Ahead = NoFetch> struct Dot {
     const char* rows;
     i64 stride;
     int depth, pitch;
     const void* lanes;
     float* scores;
+    mutable Ahead ahead = {};
+    static constexpr int TALL = Tall::ROWS;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N] = {};
@@ -249,15 +273,41 @@ template <class Op> struct Dot {
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
     }
+    // TALL rows for one vector of lanes; even and odd entries have sums of their own. More rows that lie a power of two
+    // apart would share one set of the L1 cache.
+    void tall(int i0, int n0) const {
+        constexpr int EACH = 2;
+        vec sum[EACH][TALL] = {};
+        const i64 step = stride, size = pitch;
+        const char* row[(TALL + 2) / 3]; // every third: an address has a register and up to twice another one
+        UNROLL for (int i = 0; i < TALL; i += 3) row[i / 3] = rows + (i0 + i) * step;
+        const float* x = (const float*)lanes + n0 * W;
+        Ahead next = ahead; // in registers
+        for (int d = 0; d < depth; d += EACH) {
+            UNROLL for (int e = 0; e < EACH; e++) {
+                if (e > 0 && d + e == depth) break;
+                next.fetch();
+                vec lane = load(x);
+                x += size;
+                UNROLL for (int i = 0; i < TALL; i++)
+                    sum[e][i] = Op::add(sum[e][i], Op::spread(row[i / 3] + i % 3 * step + e * 4), lane);
+            }
+            UNROLL for (int i = 0; i < TALL; i += 3) row[i / 3] += EACH * 4;
+        }
+        ahead = next;
+        UNROLL for (int i = 0; i < TALL; i++) store(scores + (i0 + i) * size + n0 * W, sum[0][i] + sum[1][i]);
+    }
 };
 
 // sums[i][lane] += sum_t rows[t][i] * lanes[t][lane]
-template <class Op> struct Mix {
+template <class Op, class Ahead = NoFetch> struct Mix {
     const char* rows;
     i64 stride;
     int keys, pitch;
     const void* lanes;
     float* sums;
+    mutable Ahead ahead = {};
+    static constexpr int TALL = Tall::SUMS;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -277,6 +327,25 @@ template <class Op> struct Mix {
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) store(to + i * pitch + n * W, sum[i][n]);
     }
+    // The same for one vector of lanes.
+    void tall(int i0, int n0) const {
+        vec sum[TALL];
+        const i64 step = stride, size = pitch;
+        float* to = sums + i0 * size + n0 * W;
+        UNROLL for (int i = 0; i < TALL; i++) sum[i] = load(to + i * size);
+        const char* row = rows + i0 * 4;
+        const float* x = (const float*)lanes + n0 * W;
+        Ahead next = ahead;
+        for (int t = 0; t < keys; t++) {
+            next.fetch();
+            vec lane = load(x);
+            UNROLL for (int i = 0; i < TALL; i++) sum[i] = Op::add(sum[i], Op::spread(row + i * 4), lane);
+            x += size;
+            row += step;
+        }
+        ahead = next;
+        UNROLL for (int i = 0; i < TALL; i++) store(to + i * size, sum[i]);
+    }
 };
 
 // rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], with vectors along d; `first` and `last` count lanes, or pairs
@@ -288,6 +357,7 @@ template <class Op> struct Spread {
     int first, last;
     const float* others;
     i64 width;
+    static constexpr int TALL = 0;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -319,6 +389,8 @@ template <int M, class P> inline void row_of_tiles(const P& product, int i, int 
 
 template <class P> void multiply(const P& product, int count, int from, int to) {
     int i = 0;
+    if constexpr (P::TALL > 0)
+        for (; to - from == 1 && i + P::TALL <= count; i += P::TALL) product.tall(i, from);
     for (; i + MR <= count; i += MR) row_of_tiles<MR>(product, i, from, to);
     if (count - i >= 4) { row_of_tiles<4>(product, i, from, to); i += 4; }
     if (count - i >= 2) { row_of_tiles<2>(product, i, from, to); i += 2; }
@@ -350,6 +422,7 @@ struct Args {
     const i32* order;    // positions of queries, or null
     const i32* listed;   // positions of keys, or null
     const u64* lanes;    // per listed key, a bit mask of the lanes that see it, or null
+    const u64* run_lanes; // per run with steps, a bit mask of the lanes that see its keys, or null
     i64 batch, heads, group, q_len, k_len, head_dim, dtype, threads, parts, part_stride;
     // Forward: heads in a tile, which share keys; tiles of neighbouring key heads that read their blocks in turns; splits of
     // each run, each a unit of work.
@@ -413,13 +486,14 @@ struct Block {
     const u8* seen;        // by position, or null
     const i32* positions;  // of the keys, or null where they are an arithmetic progression
     const u64* lanes;      // bit mask of the lanes that see each key, or null
+    u64 run_lanes;         // bit mask of the lanes that see any key of the run
     i64 packed_heads;              // lanes per query
     int keys, from, to, pitch;
     bool partial, hidden;
 
     Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 end, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
-          packed_heads(a.packed_heads),
+          run_lanes(a.run_lanes ? a.run_lanes[&run - a.runs] : ~(u64)0), packed_heads(a.packed_heads),
           keys((int)std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS})), from(0),
           to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
         find_hidden();
@@ -430,7 +504,7 @@ struct Block {
     }
     Block(const Args& a, const Tile& tile, const Run& run, i64 t, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(a.listed + run.key + t),
-          lanes(run.is_masked() ? a.lanes + run.key + t : nullptr), packed_heads(1),
+          lanes(run.is_masked() ? a.lanes + run.key + t : nullptr), run_lanes(~(u64)0), packed_heads(1),
           keys((int)std::min<i64>(KEYS, run.count - t)), from((int)run.lo / W),
           to((int)(std::min(run.hi, tile.count) + W - 1) / W), pitch(pitch), partial(false), hidden(false) {
         find_hidden();
@@ -445,7 +519,7 @@ struct Block {
 
     void hide(float* scores) const {
         if (partial) hide_far(scores);
-        if (lanes) hide_unseen(scores);
+        if (lanes || ~run_lanes) hide_unseen(scores);
         fill_hidden(scores, NONE);
     }
     void fill_hidden(float* rows, float value) const {
@@ -471,7 +545,8 @@ struct Block {
         for (int i = 0; i < keys; i++)
             for (int n = from; n < to; n++) {
                 float* p = scores + i * pitch + n * W;
-                store(p, ((bit & (int)(lanes[i] >> n * W)) != 0) ? load(p) : splat(NONE));
+                u64 see = lanes ? lanes[i] : run_lanes;
+                store(p, ((bit & (int)(see >> n * W)) != 0) ? load(p) : splat(NONE));
             }
     }
 };
@@ -504,7 +579,7 @@ struct Scratch {
     float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *dk_rows, *dv_rows, *memory;
     float peaks[T], totals[T], delta[T];
     float *peak = peaks, *total = totals;
-    float *own = nullptr, *shared_sums; // `own`: of each of several heads, q_rows, sums, peak and total
+    float *own = nullptr, *shared_q, *shared_sums; // `own`: of each of several heads, q, sums, peak and total
     i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
     i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
@@ -521,6 +596,7 @@ struct Scratch {
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
         float* next = memory;
         for (int i = 0; i < 11; i++) { *parts[i] = next; next += sizes[i]; }
+        shared_q = q;
         shared_sums = sums;
     }
     Scratch(const Scratch&) = delete;
@@ -533,18 +609,19 @@ struct Scratch {
         }
     }
     i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
-    // Heads that read blocks in turns have a memory of their own for q_rows, sums, peak and total.
+    // Heads that read blocks in turns have a memory of their own for q, sums, peak and total.
     void separate(int heads, int depth) {
         if (!own) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
     }
     static i64 own_size(int depth) { return 2 * FEW * (depth + 1); }
     void select(int head, int depth) {
-        q_rows = own + head * own_size(depth);
-        sums = q_rows + FEW * depth;
+        q = own + head * own_size(depth);
+        sums = q + FEW * depth;
         peak = sums + FEW * depth;
         total = peak + FEW;
     }
-    void select_shared() { // q_rows are not used then
+    void select_shared() {
+        q = shared_q;
         sums = shared_sums;
         peak = peaks;
         total = totals;
@@ -758,171 +835,160 @@ template <class Form> void weigh(const Block& block, float unit, int depth, Scra
     }
 }
 
-// The products of a tile's forward pass in floats, for any input type.
-template <class E> struct Wide {
-    using Weights = Floats;
+// The key head whose products a forward pass computes.
+template <class E> struct KeyHead {
     const Args& a;
     Scratch& s;
     const E *k, *v;
-    float unit = 1.0f;
+    const int depth;
+    float unit = 1.0f; // scales scores to powers of 2
 
-    Wide(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
-        : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
-        pack(a.q, head_of<E>(a.q, b, h), s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+    KeyHead(const Args& a, Scratch& s) : a(a), s(s), depth((int)a.head_dim) {}
+    void select(i64 b, i64 h) {
+        k = head_of<E>(a.k, b, h / a.group);
+        v = head_of<E>(a.v, b, h / a.group);
     }
-    void score(const Block& block) {
-        int depth = (int)a.head_dim;
-        Rows rows = rows_of(a.k, k, block, depth, s.keys);
-        multiply(Dot<Single>{rows.data, rows.stride, depth, s.pitch, s.q, s.scores}, block.keys, block.from, block.to);
+    // Rows of the next block of the same run; other patterns than runs are not bound by memory.
+    Fetch next_rows(const View& x, const E* head, const Block& block) const {
+        const i64 size = (i64)sizeof(E), step = block.run.step * x.row;
+        const E* row = head + block.run.key * x.row + (block.t + block.keys) * step;
+        return {(const char*)row, step * size, block.positions ? 0 : FEW_KEYS, (int)(depth * size + CACHE_LINE - 1) / CACHE_LINE};
     }
+    template <class Op> void dot(const Block& block, Rows rows, int steps) const {
+        if (s.pitch > FEW) multiply(Dot<Op>{rows.data, rows.stride, steps, s.pitch, s.q, s.scores}, block.keys, block.from, block.to);
+        else multiply(Dot<Op, Fetch>{rows.data, rows.stride, steps, s.pitch, s.q, s.scores, next_rows(a.k, k, block)},
+                      block.keys, block.from, block.to);
+    }
+    template <class Op> void add(const Block& block, Rows rows, int steps, const float* weights) const {
+        if (s.pitch > FEW) multiply(Mix<Op>{rows.data, rows.stride, steps, s.pitch, weights, s.sums}, depth, block.from, block.to);
+        else multiply(Mix<Op, Fetch>{rows.data, rows.stride, steps, s.pitch, weights, s.sums, next_rows(a.v, v, block)},
+                      depth, block.from, block.to);
+    }
+};
+
+// The products of a tile's forward pass in floats, for any input type.
+template <class E> struct Wide : KeyHead<E> {
+    using Weights = Floats;
+    using KeyHead<E>::KeyHead, KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth;
+
+    void begin(i64 b, i64 h) { pack(a.q, head_of<E>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q); }
+    void score(const Block& block) { this->template dot<Single>(block, rows_of(a.k, k, block, depth, s.keys), depth); }
     void mix(const Block& block) {
-        int depth = (int)a.head_dim;
-        Rows rows = rows_of(a.v, v, block, depth, s.values);
-        multiply(Mix<Single>{rows.data, rows.stride, block.keys, s.pitch, s.scores, s.sums}, depth, block.from, block.to);
+        this->template add<Single>(block, rows_of(a.v, v, block, depth, s.values), block.keys, s.scores);
     }
 };
 
 #if defined(HAS_PAIRS)
 // The same with pairs of bfloat16, summed in floats: adjacent entries of a row of K, adjacent rows of V.
-struct Paired {
+struct Paired : KeyHead<Bf16> {
     using Weights = Pairs;
-    const Args& a;
-    Scratch& s;
-    const Bf16 *k, *v;
-    float unit;
+    using KeyHead<Bf16>::KeyHead;
 
-    Paired(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
-        : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
-        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q);
+    void begin(i64 b, i64 h) {
+        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q);
     }
-    void score(const Block& block) {
-        int depth = (int)a.head_dim;
-        Rows rows = pair_rows(a.k, k, block, depth, s.keys);
-        multiply(Dot<Pair>{rows.data, rows.stride, depth / 2, s.pitch, s.q, s.scores}, block.keys, block.from, block.to);
-    }
+    void score(const Block& block) { dot<Pair>(block, pair_rows(a.k, k, block, depth, s.keys), depth / 2); }
     void mix(const Block& block) {
-        int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
         key_pairs(a.v, v, block, depth, (u32*)s.values);
-        multiply(Mix<Pair>{(const char*)s.values, 4 * depth, pairs, s.pitch, s.other, s.sums}, depth, block.from, block.to);
+        add<Pair>(block, {(const char*)s.values, 4 * depth}, (block.keys + 1) / 2, s.other);
     }
 };
 #endif
 
-// The products of a few queries, at most FEW, with vectors along d: each row of K and V is read from memory once, in order,
-// for all of them. The memory of the next block is fetched meanwhile: rows of one head may lie far apart.
+// The products of very few queries, with vectors along d: of most lanes of a vector of queries, nothing would be used.
 constexpr int GROUP = 4; // queries and keys of a register tile, and its vectors of V
-template <class E> struct Rowwise {
-    const Args& a;
-    Scratch& s;
-    const E *k, *v;
-    float unit = 1.0f;
-    int depth, groups, head = 0; // the head of those that read in turns
-    const bool pairs;            // whether products are those of pairs of bfloat16
+template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
+    using Weights = std::conditional_t<PAIRS, RowPairs, FloatRows>;
+    using KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth, KeyHead<E>::unit;
+    const int groups;
 
-    static bool fits(const Args& a, const Scratch& s) { return s.lanes <= FEW && a.head_dim % W == 0 && !a.order; }
-    Rowwise(const Args& a, Scratch& s)
-        : a(a), s(s), depth((int)a.head_dim), groups((s.lanes + GROUP - 1) / GROUP),
-          pairs(HAS_ROW_PAIRS && a.dtype == 1 && depth % (2 * W) == 0) {
-        std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
-        s.separate((int)a.together, depth);
+    static bool fits(const Args& a, const Scratch& s) {
+        return s.lanes <= 2 * GROUP && a.head_dim % ((PAIRS ? 2 : 1) * W) == 0 && !a.order;
     }
-    void select(i64 b, i64 h, int which) {
-        head = which;
-        k = head_of<E>(a.k, b, (h + which * a.packed_heads) / a.group);
-        v = head_of<E>(a.v, b, (h + which * a.packed_heads) / a.group);
-        s.select(which, depth);
+    Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP) {
+        std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
     }
     void begin(i64 b, i64 h) {
-        const E* q = head_of<E>(a.q, b, h + head * a.packed_heads);
+        const E* q = head_of<E>(a.q, b, h);
         float factor = (float)(a.scale * LOG2_E);
-        if (pairs) { // as pack_pairs() has them
+        if (PAIRS) { // as pack_pairs() has them
             unit = factor == 0.0f ? 1.0f : std::fabs(factor);
             float sign = factor == 0.0f ? 0.0f : factor < 0.0f ? -1.0f : 1.0f;
             for (int i = 0; i < groups * GROUP; i++)
                 for (int d = 0; d < depth; d++)
-                    ((Bf16*)s.q_rows)[i * depth + d] = narrow<Bf16>(sign == 0.0f ? 0.0f : widen(q[s.row(a.q, i) + d]) * sign);
+                    ((Bf16*)s.q)[i * depth + d] = narrow<Bf16>(sign == 0.0f ? 0.0f : widen(q[s.row(a.q, i) + d]) * sign);
         } else
             for (int i = 0; i < groups * GROUP; i++)
-                for (int d = 0; d < depth; d++) s.q_rows[i * depth + d] = widen(q[s.row(a.q, i) + d]) * factor;
-        std::fill_n(s.peak, s.pitch, NONE);
-        std::fill_n(s.total, s.pitch, 0.0f);
-        std::memset(s.sums, 0, sizeof(float) * depth * s.pitch);
+                for (int d = 0; d < depth; d++) s.q[i * depth + d] = widen(q[s.row(a.q, i) + d]) * factor;
     }
-    static const E* row(const View& x, const E* head, const Block& block, int i) {
+    const E* row(const View& x, const E* head, const Block& block, int i) const {
         return head + (block.run.key + (block.t + i) * block.run.step) * x.row;
     }
-    // Rows of the next block, some at each step over the keys of this one: where heads take turns, each fetches its share
-    // of the rows, of all heads.
-    void fetch(const Block& block, int t0) const {
-        int heads = (int)a.together, from = (FEW_KEYS * head + t0) / heads, to = (FEW_KEYS * head + t0 + GROUP) / heads;
-        for (int t = from; t < to; t++)
-            for (int h = 0; h < heads; h++) {
-                const E* key = row(a.k, k, block, t + FEW_KEYS) + (h - head) * a.k.head;
-                const E* value = row(a.v, v, block, t + FEW_KEYS) + (h - head) * a.v.head;
-                for (int d = 0; d < depth; d += CACHE_LINE / (int)sizeof(E)) {
-                    __builtin_prefetch(key + d, 0, 2);
-                    __builtin_prefetch(value + d, 0, 2);
-                }
-            }
+    // Rows that both groups of queries read are converted once.
+    bool copies() const { return sizeof(E) < sizeof(float) && groups > 1 && !PAIRS; }
+    const float* copy(const E* from, float* to) const {
+        for (int d = 0; d < depth; d += W) store(to + d, wide(from + d));
+        return to;
     }
-    // Rows that several groups of queries read are converted once.
-    bool copies() const { return sizeof(E) < sizeof(float) && groups > 1 && !pairs; }
-    template <int M, class F> void dot(const F* const* rows, int t, int lane) const {
+
+    // Scores of M keys for the lanes from `lane` on.
+    template <int M, class F> void dot(const F* const* rows, int t, int lane, Fetch& ahead) const {
         vec sum[M][GROUP] = {};
-        const float* q = s.q_rows + lane * depth;
+        if constexpr (PAIRS) {
 #if defined(HAS_PAIRS)
-        if (pairs) {
-            const Bf16* halves = (const Bf16*)s.q_rows + lane * depth;
+            const Bf16* q = (const Bf16*)s.q + lane * depth;
             for (int d = 0; d < depth; d += 2 * W) {
+                for (int i = 0; i < GROUP; i += groups) ahead.fetch();
                 vec key[M];
                 UNROLL for (int i = 0; i < M; i++) key[i] = load(rows[i] + d);
                 UNROLL for (int n = 0; n < GROUP; n++) {
-                    vec one = load(halves + n * depth + d);
+                    vec one = load(q + n * depth + d);
                     UNROLL for (int i = 0; i < M; i++) sum[i][n] = Pair::add(sum[i][n], one, key[i]);
                 }
             }
-            return put_totals<M, GROUP>(sum, s.scores + t * s.pitch + lane, s.pitch);
-        }
 #endif
-        for (int d = 0; d < depth; d += W) {
-            vec key[M];
-            UNROLL for (int i = 0; i < M; i++) key[i] = wide(rows[i] + d);
-            UNROLL for (int n = 0; n < GROUP; n++) {
-                vec one = load(q + n * depth + d);
-                UNROLL for (int i = 0; i < M; i++) sum[i][n] += key[i] * one;
+        } else {
+            const float* q = s.q + lane * depth;
+            for (int d = 0; d < depth; d += W) {
+                for (int i = 0; i < GROUP; i += groups * (int)(sizeof(float) / sizeof(E))) ahead.fetch();
+                vec key[M];
+                UNROLL for (int i = 0; i < M; i++) key[i] = wide(rows[i] + d);
+                UNROLL for (int n = 0; n < GROUP; n++) {
+                    vec one = load(q + n * depth + d);
+                    UNROLL for (int i = 0; i < M; i++) sum[i][n] += key[i] * one;
+                }
             }
         }
         put_totals<M, GROUP>(sum, s.scores + t * s.pitch + lane, s.pitch);
     }
     void score(const Block& block) const {
+        Fetch ahead = this->next_rows(a.k, k, block);
         for (int t = 0; t < block.keys; t += GROUP) {
-            fetch(block, t);
             int keys = std::min(GROUP, block.keys - t);
             const E* rows[GROUP];
             for (int i = 0; i < keys; i++) rows[i] = row(a.k, k, block, t + i);
             if (copies()) {
                 const float* copied[GROUP];
                 for (int i = 0; i < keys; i++) copied[i] = copy(rows[i], s.keys + i * depth);
-                dots(copied, keys, t);
-            } else dots(rows, keys, t);
+                dots(copied, keys, t, ahead);
+            } else dots(rows, keys, t, ahead);
         }
     }
-    template <class F> void dots(const F* const* rows, int keys, int t) const {
+    template <class F> void dots(const F* const* rows, int keys, int t, Fetch& ahead) const {
         for (int lane = 0; lane < groups * GROUP; lane += GROUP)
-            if (keys == GROUP) dot<GROUP>(rows, t, lane);
-            else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane);
+            if (keys == GROUP) dot<GROUP>(rows, t, lane, ahead);
+            else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, ahead);
     }
-    const float* copy(const E* from, float* to) const {
-        for (int d = 0; d < depth; d += W) store(to + d, wide(from + d));
-        return to;
-    }
-    template <int N, class F> void add(const Block& block, const F* values, i64 stride, int lane, int d) const {
+
+    // Adds N vectors of the values at d, weighed, to the sums of the lanes from `lane` on.
+    template <int N, class F> void add(const Block& block, const F* values, i64 stride, int lane, int d, Fetch& ahead) const {
         vec sum[GROUP][N];
         float* to = s.sums + lane * depth + d;
         UNROLL for (int i = 0; i < GROUP; i++)
             UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * depth + n * W);
         const float* weights = s.scores + lane;
         for (int t = 0; t < block.keys; t++) {
+            for (int i = 0; i < N; i += groups * (int)(sizeof(float) / sizeof(E))) ahead.fetch();
             if (block.hidden && !block.sees(t)) continue; // it may hold NaN
             const F* from = values + t * stride + d;
             vec value[N];
@@ -936,8 +1002,8 @@ template <class E> struct Rowwise {
             UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
     }
 #if defined(HAS_PAIRS)
-    // The same by pairs of keys, N vectors of W entries of V at d. A hidden key may hold NaN: its weight is 0.
-    template <int N> void add_pairs(const Block& block, int lane, int d) const {
+    // The same by pairs of keys. A hidden key may hold NaN: its weight is 0.
+    template <int N> void add_pairs(const Block& block, int lane, int d, Fetch& ahead) const {
         vec sum[GROUP][N];
         float* to = s.sums + lane * depth + d;
         UNROLL for (int i = 0; i < GROUP; i++)
@@ -946,6 +1012,7 @@ template <class E> struct Rowwise {
         for (int i = 0; i < 32; i++) ((u16*)&low)[i] = (u16)(i / 2 + i % 2 * 32);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
         for (int t = 0; t < block.keys; t += 2) {
+            for (int i = 0; i < N; i += groups) ahead.fetch();
             const E *first = row(a.v, v, block, t) + d, *second = row(a.v, v, block, t + 1) + d;
             bool one = !block.hidden || block.sees(t), other = t + 1 < block.keys && (!block.hidden || block.sees(t + 1));
             vec value[N];
@@ -964,30 +1031,32 @@ template <class E> struct Rowwise {
         UNROLL for (int i = 0; i < GROUP; i++)
             UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
     }
-    void mix_pairs(const Block& block) const {
-        for (int lane = 0; lane < groups * GROUP; lane += GROUP) {
-            int d = 0;
-            for (; d + GROUP * W <= depth; d += GROUP * W) add_pairs<GROUP>(block, lane, d);
-            for (; d < depth; d += 2 * W) add_pairs<2>(block, lane, d);
-        }
-    }
 #else
-    void mix_pairs(const Block&) const {}
+    template <int N> void add_pairs(const Block&, int, int, Fetch&) const {}
 #endif
     void mix(const Block& block) const {
-        if (pairs) return mix_pairs(block);
-        if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row);
+        Fetch ahead = this->next_rows(a.v, v, block);
+        if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row, ahead);
         for (int t = 0; t < block.keys; t++) copy(row(a.v, v, block, t), s.values + t * depth);
-        mixed(block, s.values, depth);
+        mixed(block, s.values, depth, ahead);
     }
-    template <class F> void mixed(const Block& block, const F* values, i64 stride) const {
+    template <class F> void mixed(const Block& block, const F* values, i64 stride, Fetch& ahead) const {
         for (int lane = 0; lane < groups * GROUP; lane += GROUP) {
             int d = 0;
-            for (; d + GROUP * W <= depth; d += GROUP * W) add<GROUP>(block, values, stride, lane, d);
-            for (; d < depth; d += W) add<1>(block, values, stride, lane, d);
+            for (; d + GROUP * W <= depth; d += GROUP * W)
+                if constexpr (PAIRS) add_pairs<GROUP>(block, lane, d, ahead);
+                else add<GROUP>(block, values, stride, lane, d, ahead);
+            for (; d < depth; d += (PAIRS ? 2 : 1) * W)
+                if constexpr (PAIRS) add_pairs<2>(block, lane, d, ahead);
+                else add<1>(block, values, stride, lane, d, ahead);
         }
     }
 };
+// Of each element type: bfloat16 in pairs where the processor has them and rows are whole vectors of pairs.
+template <class E> bool is_rowwise(const Args& a, const Scratch& s) { return Rowwise<E>::fits(a, s); }
+template <class E> bool is_rowwise_pairs(const Args& a, const Scratch& s) {
+    return HAS_ROW_PAIRS && std::is_same_v<E, Bf16> && Rowwise<E, true>::fits(a, s);
+}
 
 // Results of queries without keys.
 template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, i64 h) {
@@ -1022,55 +1091,53 @@ template <class E> void end_split(const Args& a, i64 b, i64 h, float unit, bool 
     state[a.state_size() - 1] = unit;
 }
 
-// One split of the keys of `together` tiles: each has `packed_heads` heads, the first ones those from h on.
+// One split of the keys of `together` tiles, which read their blocks in turns: each has `packed_heads` heads, the first one
+// those from h on.
 template <class E, class Products>
-void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, float* state, Scratch& s) {
+void forward_turns(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, float* state, Scratch& s) {
     const int depth = (int)a.head_dim, heads = (int)a.together;
-    if (!tile.runs) {
-        for (i64 i = 0; i < a.packed_heads * heads && split == 0; i++) forward_nothing<E>(a, tile, b, h + i);
-        return;
-    }
-    s.place(a, tile, a.packed_heads);
-    s.pitch = (s.lanes + W - 1) / W * W;
-    auto state_of = [&](int i) { return state ? state + i * a.state_size() : nullptr; };
-    if (Rowwise<E>::fits(a, s)) {
-        Rowwise<E> products(a, s);
-        for (int i = 0; i < heads; i++) {
-            products.select(b, h, i);
-            products.begin(b, h);
-        }
-        each_block(a, tile, b, s.pitch, split, a.splits, [&](const Block& block) {
-            for (int i = 0; i < heads; i++) {
-                products.select(b, h, i);
-                products.score(block);
-                change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
-                block.hide(s.scores);
-                if (products.pairs) weigh<RowPairs>(block, products.unit, depth, s);
-                else weigh<FloatRows>(block, products.unit, depth, s);
-                products.mix(block);
-            }
-        });
-        for (int i = 0; i < heads; i++) {
-            products.select(b, h, i);
-            end_split<E>(a, b, h + i * a.packed_heads, products.unit, true, state_of(i), s);
-        }
-        return;
-    }
-    s.select_shared();
+    Products products(a, s);
+    auto select = [&](int i) {
+        if (heads > 1) s.select(i, depth);
+        products.select(b, h + i * a.packed_heads);
+    };
+    if (heads > 1) s.separate(heads, depth);
+    else s.select_shared();
     for (int i = 0; i < heads; i++) {
-        Products products(a, s, tile, b, h + i * a.packed_heads);
-        std::fill_n(s.peak, T, NONE);
-        std::fill_n(s.total, T, 0.0f);
+        select(i);
+        products.begin(b, h + i * a.packed_heads);
+        std::fill_n(s.peak, s.pitch, NONE);
+        std::fill_n(s.total, s.pitch, 0.0f);
         std::memset(s.sums, 0, sizeof(float) * depth * s.pitch);
-        each_block(a, tile, b, s.pitch, split, a.splits, [&](const Block& block) {
+    }
+    each_block(a, tile, b, s.pitch, split, a.splits, [&](const Block& block) {
+        for (int i = 0; i < heads; i++) {
+            select(i);
             products.score(block);
             change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
             block.hide(s.scores);
             weigh<typename Products::Weights>(block, products.unit, depth, s);
             products.mix(block);
-        });
-        end_split<E>(a, b, h + i * a.packed_heads, products.unit, false, state_of(i), s);
+        }
+    });
+    for (int i = 0; i < heads; i++) {
+        select(i);
+        float* own = state ? state + i * a.state_size() : nullptr;
+        end_split<E>(a, b, h + i * a.packed_heads, products.unit, is_rowwise<E>(a, s), own, s);
     }
+}
+
+template <class E, class Products>
+void forward_tile(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, float* state, Scratch& s) {
+    if (!tile.runs) {
+        for (i64 i = 0; i < a.packed_heads * a.together && split == 0; i++) forward_nothing<E>(a, tile, b, h + i);
+        return;
+    }
+    s.place(a, tile, a.packed_heads);
+    s.pitch = (s.lanes + W - 1) / W * W;
+    if (is_rowwise_pairs<E>(a, s)) forward_turns<E, Rowwise<E, HAS_ROW_PAIRS && std::is_same_v<E, Bf16>>>(a, tile, b, h, split, state, s);
+    else if (is_rowwise<E>(a, s)) forward_turns<E, Rowwise<E>>(a, tile, b, h, split, state, s);
+    else forward_turns<E, Products>(a, tile, b, h, split, state, s);
 }
 
 // The softmax over all keys, of the states of their splits, of which each is `step` floats after the one before.
@@ -1079,11 +1146,8 @@ void join_splits(const Args& a, const Tile& tile, i64 b, i64 h, const float* sta
     if (!tile.runs) return;
     s.place(a, tile, a.packed_heads);
     s.pitch = (s.lanes + W - 1) / W * W;
-    const bool rows = Rowwise<E>::fits(a, s);
-    if (rows) {
-        s.separate((int)a.together, (int)a.head_dim);
-        s.select(0, (int)a.head_dim);
-    } else s.select_shared();
+    const bool rows = is_rowwise<E>(a, s);
+    s.select_shared();
     const int size = (int)a.head_dim * s.pitch;
     const float unit = states[a.state_size() - 1];
     std::memset(s.sums, 0, sizeof(float) * size);

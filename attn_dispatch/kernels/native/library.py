@@ -50,7 +50,7 @@ class Args(ctypes.Structure):
     _fields_ = (
         *((name, View) for name in ("q", "k", "v", "out", "grad", "dq", "dk", "dv")),
         *((name, ctypes.c_void_p) for name in ("lse", "grad_lse", "tiles", "runs", "first_tile", "head_class")),
-        *((name, ctypes.c_void_p) for name in ("seen", "seq_lens", "order", "listed", "lanes")),
+        *((name, ctypes.c_void_p) for name in ("seen", "seq_lens", "order", "listed", "lanes", "run_lanes")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "q_len", "k_len", "head_dim", "dtype")),
         *((name, ctypes.c_int64) for name in ("threads", "parts", "part_stride", "packed_heads", "together", "splits")),
         ("states", ctypes.c_void_p),

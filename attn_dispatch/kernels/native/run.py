@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.steps import native_tables, neighborhood_and_order
+from attn_dispatch.kernels.native.steps import few_query_tables, native_tables, neighborhood_and_order
 from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.spec.problem import Problem
 
@@ -58,6 +58,7 @@ class NativePasses:
         args = self.args(q=q, k=k, v=v, out=out)
         args.lse = lse.data_ptr()
         if self.tables is native_tables(problem):
+            _set_tables(args, forward_tables(problem))
             args.packed_heads, args.together, args.splits, tiles = work_units(problem, args.threads)
             if args.splits > 1:
                 states = torch.empty(tiles * args.splits, state_floats(problem), dtype=torch.float32, device=q.device)
@@ -145,10 +146,17 @@ class WorkUnits(NamedTuple):
     tiles: int  #: of all heads
 
 
+@lru_cache(maxsize=64)
+def forward_tables(problem: Problem) -> NativeTables:
+    """The tables of a forward pass on the problem's own rows."""
+    return few_query_tables(problem) if few_lanes(problem) else native_tables(problem)
+
+
 @lru_cache(maxsize=4096)
 def work_units(problem: Problem, threads: int) -> WorkUnits:
     """The units of a forward pass on the problem's own tables."""
-    tables, group = native_tables(problem), problem.heads // problem.kv_heads
+    group = problem.heads // problem.kv_heads
+    tables = forward_tables(problem)
     if tables.order is not None:
         return WorkUnits(1, 1, 1, 0)
     classes = tables.head_class.view(-1, group)

@@ -7,6 +7,7 @@ branches. Tiles of such queries waste no lane, and sum all their branches in one
 from __future__ import annotations
 
 import math
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
@@ -141,6 +142,42 @@ def _dilated(pattern: Dilated, heads: int, ahead: int, borders: Tensor) -> Nativ
         runs.append(some_runs)
         first_tile.append(first_tile[-1] + len(some_tiles))
     return NativeTables(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
+
+
+def few_query_tables(problem: Problem) -> NativeTables:
+    """The native tables with one tile for all queries of the heads that share keys, whose lanes may see different runs.
+
+    Of few queries (`group * q_len` at most the lanes of a tile), which read each key once. Forward pass only.
+    """
+    tables, group = native_tables(problem), problem.heads // problem.kv_heads
+    if not isinstance(problem.pattern, Dilated):
+        return tables
+    seen: list[dict[tuple[int, ...], int]] = []  # by class: the lanes of one head that see a run, as bits
+    for first, last in zip(tables.first_tile[:-1].tolist(), tables.first_tile[1:].tolist()):
+        lanes: dict[tuple[int, ...], int] = {}
+        for query, step, count, run, number in tables.tiles[first:last].tolist():
+            bits = sum(1 << (query + i * step) * group for i in range(count))
+            alike: Counter[tuple[int, ...]] = Counter()  # branches may have the same keys: each counts
+            for each in map(tuple, tables.runs[run : run + number].tolist()):
+                alike[each] += 1
+                lanes[*each, alike[each]] = lanes.get((*each, alike[each]), 0) | bits
+        seen.append(lanes)
+    tiles, runs, run_lanes, of_group = [], [], [], []
+    kinds: dict[tuple[int, ...], int] = {}
+    for heads in map(tuple, tables.head_class.view(-1, group).tolist()):
+        of_group.append(kinds.setdefault(heads, len(kinds)))
+        if of_group[-1] < len(tiles):
+            continue
+        together: dict[tuple[int, ...], int] = {}
+        for number, kind in enumerate(heads):
+            for each, bits in seen[kind].items():
+                together[each] = together.get(each, 0) | bits << number
+        tiles.append([0, 1, problem.q_len, len(runs), len(together)])
+        runs += [each[:ROW] for each in together]
+        run_lanes += together.values()
+    head_class = torch.tensor(of_group).repeat_interleave(group)
+    table, masks = torch.tensor(runs, dtype=torch.int64).view(-1, ROW), torch.tensor(run_lanes, dtype=torch.int64)
+    return NativeTables(torch.tensor(tiles), table, torch.arange(len(tiles) + 1), head_class, run_lanes=masks)
 
 
 def _class_tiles(pattern: Dilated, offsets: Offsets, ahead: int, borders: Tensor) -> tuple[Tensor, Tensor]:

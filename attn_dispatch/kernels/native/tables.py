@@ -24,6 +24,8 @@ class NativeTables:
         order: int32 [q_len], the row of each query in tile order; None where tiles have steps.
         listed: int32, rows of keys; None where tiles have steps.
         lanes: int64, per listed key a bit for each query of the tile that sees it; None where tiles have steps.
+        run_lanes: [runs], a bit for each lane of the tile that sees a run's keys; None where all do within its bounds.
+            Lanes are queries, by heads that share keys: those of a query are neighbours.
     """
 
     tiles: Tensor
@@ -33,3 +35,4 @@ class NativeTables:
     order: Tensor | None = None
     listed: Tensor | None = None
     lanes: Tensor | None = None
+    run_lanes: Tensor | None = None
