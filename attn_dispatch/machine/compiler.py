@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+from functools import lru_cache
 from typing import NamedTuple
 
 DEFAULT = "g++"
@@ -33,7 +34,12 @@ def compiler() -> Compiler:
     Raises:
         ImportError: there is no such program; the message names the missing program or the fault in $CXX.
     """
-    return parsed(os.environ.get("CXX"))
+    return _found(os.environ.get("CXX"), os.environ.get("PATH"))
+
+
+@lru_cache(maxsize=16)
+def _found(setting: str | None, path: str | None) -> Compiler:  # the search is kept: every new problem asks
+    return parsed(setting)
 
 
 def parsed(setting: str | None) -> Compiler:

@@ -6,8 +6,9 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from attn_dispatch.errors import InvalidInput
 
 # Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
+P = ParamSpec("P")
+T = TypeVar("T")
 _HARMLESS = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -110,6 +113,18 @@ def context_parallel() -> ContextParallel | None:
             balanced = bool(module._cp_options.enable_load_balance)
             return ContextParallel(mesh, balanced) if mesh.size() > 1 else None
     return None
+
+
+def make_plain(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `make`, whose tensors may be kept: default devices, modes and transforms of the caller do not reach it.
+
+    They are per thread: where there are any, it is called in a new one, which takes a millisecond.
+    """
+    if graphed() or is_transformed() or _modes() or torch._C._len_torch_function_stack():
+        with ThreadPoolExecutor(max_workers=1) as new_thread:
+            return new_thread.submit(make, *args, **kwargs).result()
+    with torch.inference_mode(False):
+        return make(*args, **kwargs)
 
 
 def _modes() -> list[Any]:

@@ -146,7 +146,6 @@ class WorkUnits(NamedTuple):
     tiles: int  #: of all heads
 
 
-@lru_cache(maxsize=64)
 def forward_tables(problem: Problem) -> NativeTables:
     """The tables of a forward pass on the problem's own rows."""
     return few_query_tables(problem) if few_lanes(problem) else native_tables(problem)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
 
@@ -23,6 +22,7 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band, Offsets
 from attn_dispatch.spec.reordered import Reordered
+from attn_dispatch.spec.tracing import make_plain
 
 PERIOD_LIMIT = 64  #: least common multiple of the rates; above, tiles are mostly empty
 ROW = 5  #: numbers in a row of a table
@@ -63,9 +63,7 @@ def native_tables(problem: Problem, order: str = NATURAL) -> NativeTables:
 
 @lru_cache(maxsize=64)
 def _made_once(problem: Problem, order: str) -> NativeTables:
-    # Default devices, fake tensors and function transforms are per thread: in a new thread tables are plain tensors.
-    with ThreadPoolExecutor(max_workers=1) as new_thread:
-        return new_thread.submit(_tables, problem, order).result()
+    return make_plain(_tables, problem, order)
 
 
 @lru_cache(maxsize=64)
@@ -80,8 +78,7 @@ def document_tables(problem: Problem, lengths: tuple[int, ...]) -> tuple[NativeT
         if len(groups[-1]) > 1 and end - groups[-1][0] > NEIGHBOURS:
             groups.append([groups[-1][-1]])
         groups[-1].append(end)
-    with ThreadPoolExecutor(max_workers=1) as new_thread:
-        return tuple(new_thread.submit(_of_documents, problem, torch.tensor(each)).result() for each in groups)
+    return make_plain(lambda: tuple(_of_documents(problem, torch.tensor(each)) for each in groups))
 
 
 def _of_documents(problem: Problem, borders: Tensor) -> NativeTables:
@@ -144,14 +141,18 @@ def _dilated(pattern: Dilated, heads: int, ahead: int, borders: Tensor) -> Nativ
     return NativeTables(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
 
 
+@lru_cache(maxsize=64)
 def few_query_tables(problem: Problem) -> NativeTables:
     """The native tables with one tile for all queries of the heads that share keys, whose lanes may see different runs.
 
     Of few queries (`group * q_len` at most the lanes of a tile), which read each key once. Forward pass only.
     """
-    tables, group = native_tables(problem), problem.heads // problem.kv_heads
-    if not isinstance(problem.pattern, Dilated):
-        return tables
+    tables = native_tables(problem)
+    return make_plain(_packed, tables, problem) if isinstance(problem.pattern, Dilated) else tables
+
+
+def _packed(tables: NativeTables, problem: Problem) -> NativeTables:
+    group = problem.heads // problem.kv_heads
     seen: list[dict[tuple[int, ...], int]] = []  # by class: the lanes of one head that see a run, as bits
     for first, last in zip(tables.first_tile[:-1].tolist(), tables.first_tile[1:].tolist()):
         lanes: dict[tuple[int, ...], int] = {}
@@ -162,7 +163,10 @@ def few_query_tables(problem: Problem) -> NativeTables:
                 alike[each] += 1
                 lanes[*each, alike[each]] = lanes.get((*each, alike[each]), 0) | bits
         seen.append(lanes)
-    tiles, runs, run_lanes, of_group = [], [], [], []
+    tiles: list[list[int]] = []
+    runs: list[tuple[int, ...]] = []
+    run_lanes: list[int] = []
+    of_group: list[int] = []
     kinds: dict[tuple[int, ...], int] = {}
     for heads in map(tuple, tables.head_class.view(-1, group).tolist()):
         of_group.append(kinds.setdefault(heads, len(kinds)))

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.tiles.estimates import most_axes, most_pairs
-from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, in_fresh_thread, tables_of
+from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, tables_of
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import make_plain
 
 CACHED = 16  #: problems whose lists are cached, enough for the layers of a model
 SPAN, PAIR = 3, 2  #: entries of a span, and of a pair
@@ -59,7 +60,7 @@ class TileLists:
 @lru_cache(maxsize=CACHED)
 def tile_lists_of(problem: Problem, order: str, tile: int) -> TileLists:
     tables = tables_of(replace(problem, device=torch.device("cpu")), order, tile)
-    return in_fresh_thread(_lists, tables, problem)
+    return make_plain(_lists, tables, problem)
 
 
 def tile_lists_bytes(problem: Problem, order: str, tile: int) -> int:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +23,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Reach
 from attn_dispatch.spec.reordered import token_order_of
+from attn_dispatch.spec.tracing import make_plain
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
 MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
@@ -36,7 +36,6 @@ MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
 
 CACHED_ON = ("cuda",)  #: devices for which `cached_with` caches what is made: making it waits for the device
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -151,14 +150,8 @@ def _tables(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[TileTable, ...]:
-    made = in_fresh_thread(_built, pattern, q_len, k_len, heads, order, tile, dtype)
+    made = make_plain(_built, pattern, q_len, k_len, heads, order, tile, dtype)
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
-
-
-def in_fresh_thread(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `make` in a new thread: default devices, fake tensors and function transforms are per thread."""
-    with ThreadPoolExecutor(max_workers=1) as fresh:
-        return fresh.submit(make, *args, **kwargs).result()
 
 
 def tables_at(
