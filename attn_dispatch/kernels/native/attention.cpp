@@ -172,6 +172,9 @@ template <> inline vec wide<Half>(const Half* p) { return (vec)_mm256_cvtph_ps(l
 #endif
 #endif
 
+// So that sums in registers stay there.
+#define INLINE inline __attribute__((always_inline))
+
 inline float total(vec x) {
     float sum = 0.0f;
     for (int i = 0; i < W; i++) sum += x[i];
@@ -179,12 +182,12 @@ inline float total(vec x) {
 }
 
 // to[i * pitch + n] = the sum of the floats of x[i][n]
-template <int M, int N> inline void put_totals(const vec (&x)[M][N], float* to, int pitch) {
+template <int M, int N> INLINE void put_totals(const vec (&x)[M][N], float* to, int pitch) {
     for (int i = 0; i < M; i++)
         for (int n = 0; n < N; n++) to[i * pitch + n] = total(x[i][n]);
 }
 #if defined(__AVX512F__)
-template <> inline void put_totals<4, 4>(const vec (&x)[4][4], float* to, int pitch) {
+template <> INLINE void put_totals<4, 4>(const vec (&x)[4][4], float* to, int pitch) {
     __m512 by_key[4];
     for (int i = 0; i < 4; i++) { // in each quarter of a vector, four floats: of x[i][0] to x[i][3]
         __m512 a = (__m512)x[i][0], b = (__m512)x[i][1], c = (__m512)x[i][2], d = (__m512)x[i][3];
@@ -792,6 +795,7 @@ struct FloatRows : Floats {
 
 #if defined(HAS_PAIRS)
 constexpr bool HAS_ROW_PAIRS = true;
+using RowProduct = Pair;
 struct Pairs : Floats {
     static __m512i round(vec x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
     template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
@@ -810,6 +814,7 @@ struct RowPairs : Pairs {
 };
 #else
 constexpr bool HAS_ROW_PAIRS = false;
+using RowProduct = Single;
 using RowPairs = FloatRows;
 #endif
 
@@ -899,6 +904,7 @@ struct Paired : KeyHead<Bf16> {
 constexpr int GROUP = 4; // queries and keys of a register tile, and its vectors of V
 template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     using Weights = std::conditional_t<PAIRS, RowPairs, FloatRows>;
+    using Product = std::conditional_t<PAIRS, RowProduct, Single>;
     using KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth, KeyHead<E>::unit;
     const int groups;
 
@@ -924,77 +930,79 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     const E* row(const View& x, const E* head, const Block& block, int i) const {
         return head + (block.run.key + (block.t + i) * block.run.step) * x.row;
     }
+    // Bytes from a row to that of the next block, which is fetched from memory line by line while this one is computed.
+    i64 ahead(const View& x, const Block& block) const { return FEW_KEYS * block.run.step * x.row * (i64)sizeof(E); }
+    static void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
     // Rows that both groups of queries read are converted once.
     bool copies() const { return sizeof(E) < sizeof(float) && groups > 1 && !PAIRS; }
-    const float* copy(const E* from, float* to) const {
-        for (int d = 0; d < depth; d += W) store(to + d, wide(from + d));
+    const float* copy(const E* from, float* to, i64 next) const {
+        for (int d = 0; d < depth; d += W) {
+            fetch((const char*)(from + d) + next);
+            store(to + d, wide(from + d));
+        }
         return to;
     }
 
     // Scores of M keys for the lanes from `lane` on.
-    template <int M, class F> void dot(const F* const* rows, int t, int lane, Fetch& ahead) const {
-        vec sum[M][GROUP] = {};
-        if constexpr (PAIRS) {
-#if defined(HAS_PAIRS)
-            const Bf16* q = (const Bf16*)s.q + lane * depth;
-            for (int d = 0; d < depth; d += 2 * W) {
-                for (int i = 0; i < GROUP; i += groups) ahead.fetch();
-                vec key[M];
-                UNROLL for (int i = 0; i < M; i++) key[i] = load(rows[i] + d);
-                UNROLL for (int n = 0; n < GROUP; n++) {
-                    vec one = load(q + n * depth + d);
-                    UNROLL for (int i = 0; i < M; i++) sum[i][n] = Pair::add(sum[i][n], one, key[i]);
-                }
+    template <int M, class F> void dot(const F* const* rows, int t, int lane, i64 next) const {
+        using Element = std::conditional_t<PAIRS, E, float>;
+        constexpr int STEP = PAIRS ? 2 * W : W;
+        const Element* q = (const Element*)s.q + lane * depth;
+        vec sum[M][GROUP];
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < GROUP; n++) sum[i][n] = vec{};
+        for (int d = 0; d < depth; d += STEP) {
+            vec key[M];
+            UNROLL for (int i = 0; i < M; i++) {
+                if (next) fetch((const char*)(rows[i] + d) + next);
+                if constexpr (PAIRS) key[i] = load(rows[i] + d);
+                else key[i] = wide(rows[i] + d);
             }
-#endif
-        } else {
-            const float* q = s.q + lane * depth;
-            for (int d = 0; d < depth; d += W) {
-                for (int i = 0; i < GROUP; i += groups * (int)(sizeof(float) / sizeof(E))) ahead.fetch();
-                vec key[M];
-                UNROLL for (int i = 0; i < M; i++) key[i] = wide(rows[i] + d);
-                UNROLL for (int n = 0; n < GROUP; n++) {
-                    vec one = load(q + n * depth + d);
-                    UNROLL for (int i = 0; i < M; i++) sum[i][n] += key[i] * one;
-                }
+            UNROLL for (int n = 0; n < GROUP; n++) {
+                vec one = load(q + n * depth + d);
+                UNROLL for (int i = 0; i < M; i++) sum[i][n] = Product::add(sum[i][n], one, key[i]);
             }
         }
         put_totals<M, GROUP>(sum, s.scores + t * s.pitch + lane, s.pitch);
     }
+    template <class F> void dots(const F* const* rows, int keys, int t, i64 next) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP, next = 0)
+            if (keys == GROUP) dot<GROUP>(rows, t, lane, next);
+            else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, next);
+    }
     void score(const Block& block) const {
-        Fetch ahead = this->next_rows(a.k, k, block);
+        const i64 next = ahead(a.k, block);
         for (int t = 0; t < block.keys; t += GROUP) {
             int keys = std::min(GROUP, block.keys - t);
             const E* rows[GROUP];
             for (int i = 0; i < keys; i++) rows[i] = row(a.k, k, block, t + i);
             if (copies()) {
                 const float* copied[GROUP];
-                for (int i = 0; i < keys; i++) copied[i] = copy(rows[i], s.keys + i * depth);
-                dots(copied, keys, t, ahead);
-            } else dots(rows, keys, t, ahead);
+                for (int i = 0; i < keys; i++) copied[i] = copy(rows[i], s.keys + i * depth, next);
+                dots(copied, keys, t, 0);
+            } else dots(rows, keys, t, next);
         }
-    }
-    template <class F> void dots(const F* const* rows, int keys, int t, Fetch& ahead) const {
-        for (int lane = 0; lane < groups * GROUP; lane += GROUP)
-            if (keys == GROUP) dot<GROUP>(rows, t, lane, ahead);
-            else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, ahead);
     }
 
     // Adds N vectors of the values at d, weighed, to the sums of the lanes from `lane` on.
-    template <int N, class F> void add(const Block& block, const F* values, i64 stride, int lane, int d, Fetch& ahead) const {
+    template <int N, class F> void add(const Block& block, const F* values, i64 stride, int lane, int d, i64 next) const {
         vec sum[GROUP][N];
         float* to = s.sums + lane * depth + d;
         UNROLL for (int i = 0; i < GROUP; i++)
             UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * depth + n * W);
         const float* weights = s.scores + lane;
+        const int pitch = s.pitch;
         for (int t = 0; t < block.keys; t++) {
-            for (int i = 0; i < N; i += groups * (int)(sizeof(float) / sizeof(E))) ahead.fetch();
             if (block.hidden && !block.sees(t)) continue; // it may hold NaN
             const F* from = values + t * stride + d;
             vec value[N];
-            UNROLL for (int n = 0; n < N; n++) value[n] = wide(from + n * W);
+            UNROLL for (int n = 0; n < N; n++) {
+                if (next) fetch((const char*)(from + n * W) + next);
+                value[n] = wide(from + n * W);
+            }
             UNROLL for (int i = 0; i < GROUP; i++) {
-                vec weight = splat(weights[t * s.pitch + i]);
+                vec weight = splat(weights[t * pitch + i]);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] += value[n] * weight;
             }
         }
@@ -1003,7 +1011,7 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     }
 #if defined(HAS_PAIRS)
     // The same by pairs of keys. A hidden key may hold NaN: its weight is 0.
-    template <int N> void add_pairs(const Block& block, int lane, int d, Fetch& ahead) const {
+    template <int N> void add_pairs(const Block& block, int lane, int d, i64 next) const {
         vec sum[GROUP][N];
         float* to = s.sums + lane * depth + d;
         UNROLL for (int i = 0; i < GROUP; i++)
@@ -1011,18 +1019,20 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
         __m512i low; // entries of two rows in turns
         for (int i = 0; i < 32; i++) ((u16*)&low)[i] = (u16)(i / 2 + i % 2 * 32);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        const int pitch = s.pitch;
         for (int t = 0; t < block.keys; t += 2) {
-            for (int i = 0; i < N; i += groups) ahead.fetch();
             const E *first = row(a.v, v, block, t) + d, *second = row(a.v, v, block, t + 1) + d;
             bool one = !block.hidden || block.sees(t), other = t + 1 < block.keys && (!block.hidden || block.sees(t + 1));
             vec value[N];
             UNROLL for (int n = 0; n < N; n += 2) {
+                if (next) fetch((const char*)(first + n * W) + next);
+                if (next) fetch((const char*)(second + n * W) + next);
                 __m512i x = one ? load<__m512i>(first + n * W) : _mm512_setzero_si512();
                 __m512i y = other ? load<__m512i>(second + n * W) : _mm512_setzero_si512();
                 value[n] = (vec)_mm512_permutex2var_epi16(x, low, y);
                 value[n + 1] = (vec)_mm512_permutex2var_epi16(x, high, y);
             }
-            const float* weights = s.other + t / 2 * s.pitch + lane;
+            const float* weights = s.other + t / 2 * pitch + lane;
             UNROLL for (int i = 0; i < GROUP; i++) {
                 vec weight = Pair::spread(weights + i);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Pair::add(sum[i][n], weight, value[n]);
@@ -1032,23 +1042,23 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
             UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
     }
 #else
-    template <int N> void add_pairs(const Block&, int, int, Fetch&) const {}
+    template <int N> void add_pairs(const Block&, int, int, i64) const {}
 #endif
     void mix(const Block& block) const {
-        Fetch ahead = this->next_rows(a.v, v, block);
-        if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row, ahead);
-        for (int t = 0; t < block.keys; t++) copy(row(a.v, v, block, t), s.values + t * depth);
-        mixed(block, s.values, depth, ahead);
+        const i64 next = ahead(a.v, block);
+        if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row, next);
+        for (int t = 0; t < block.keys; t++) copy(row(a.v, v, block, t), s.values + t * depth, next);
+        mixed(block, s.values, depth, 0);
     }
-    template <class F> void mixed(const Block& block, const F* values, i64 stride, Fetch& ahead) const {
-        for (int lane = 0; lane < groups * GROUP; lane += GROUP) {
+    template <class F> void mixed(const Block& block, const F* values, i64 stride, i64 next) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP, next = 0) {
             int d = 0;
             for (; d + GROUP * W <= depth; d += GROUP * W)
-                if constexpr (PAIRS) add_pairs<GROUP>(block, lane, d, ahead);
-                else add<GROUP>(block, values, stride, lane, d, ahead);
+                if constexpr (PAIRS) add_pairs<GROUP>(block, lane, d, next);
+                else add<GROUP>(block, values, stride, lane, d, next);
             for (; d < depth; d += (PAIRS ? 2 : 1) * W)
-                if constexpr (PAIRS) add_pairs<2>(block, lane, d, ahead);
-                else add<1>(block, values, stride, lane, d, ahead);
+                if constexpr (PAIRS) add_pairs<2>(block, lane, d, next);
+                else add<1>(block, values, stride, lane, d, next);
         }
     }
 };
