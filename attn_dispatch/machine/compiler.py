@@ -34,11 +34,11 @@ def compiler() -> Compiler:
     Raises:
         ImportError: there is no such program; the message names the missing program or the fault in $CXX.
     """
-    return _found(os.environ.get("CXX"), os.environ.get("PATH"))
+    return _found(os.environ.get("CXX"), tuple(os.get_exec_path()))
 
 
 @lru_cache(maxsize=16)
-def _found(setting: str | None, path: str | None) -> Compiler:  # the search is kept: every new problem asks
+def _found(setting: str | None, _folders: tuple[str, ...]) -> Compiler:  # kept: every new problem asks
     return parsed(setting)
 
 

@@ -48,9 +48,10 @@ def _own_files(own: str) -> Iterator[object]:
     """
     yield from sorted(os.listdir(os.path.join(own, "backends")))
     native = os.path.join(own, "kernels", "native")
-    for name in sorted(os.listdir(native)):
-        if name.endswith((".cpp", ".so")) or name == "variants.py":
-            yield _stamp(os.path.join(native, name))
+    for folder in (native, os.path.join(native, "attention")):
+        for name in sorted(os.listdir(folder)):
+            if name.endswith((".cpp", ".h", ".so")) or name == "variants.py":
+                yield _stamp(os.path.join(folder, name))
 
 
 def _stamp(path: str) -> object:

@@ -237,6 +237,7 @@ def test_without_a_compiler_the_wheel_is_pure(tree: Path, tmp_path: Path) -> Non
         names = archive.namelist()
     assert not [name for name in names if name.endswith((".so", ".o"))]
     assert "attn_dispatch/kernels/native/attention.cpp" in names
+    assert "attn_dispatch/kernels/native/attention/forward.h" in names
 
 
 def test_an_editable_installation_compiles_nothing(tree: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import platformdirs
 
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.kernels.native.variants import FLAGS, LINK_FLAGS, SOURCE, VARIANTS, build
+from attn_dispatch.kernels.native.variants import FLAGS, LINK_FLAGS, SOURCE, VARIANTS, build, source_text
 from attn_dispatch.log import logger
 from attn_dispatch.machine.compiler import compiler
 
@@ -67,7 +67,7 @@ def build_digest() -> str:
     made = Path(cxx.program).resolve()
     about = made.stat()
     program = (str(made), str(about.st_size), str(about.st_mtime_ns))
-    parts = (SOURCE.read_text("utf-8"), *FLAGS, *LINK_FLAGS, *OPTIONS, *cxx.command, *program, _processor())
+    parts = (source_text().decode(), *FLAGS, *LINK_FLAGS, *OPTIONS, *cxx.command, *program, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE = Path(__file__).with_name("attention.cpp")
+SOURCE = Path(__file__).with_name("attention.cpp")  #: includes the files of the folder attention
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -46,6 +46,12 @@ V3 = frozenset(
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
+def source_text() -> bytes:
+    """All that is compiled: attention.cpp and the files that it includes."""
+    included = sorted(SOURCE.with_suffix("").glob("*.h"))
+    return b"\0".join(path.read_bytes() for path in (SOURCE, *included))
+
+
 class Variant(NamedTuple):
     """A compiled form: its name, the compiler's options, and the processor's flags in /proc/cpuinfo that it needs."""
 
@@ -56,7 +62,7 @@ class Variant(NamedTuple):
     @property
     def file(self) -> str:
         """The library's name, with a digest of source and options: one of another version is not loaded."""
-        text = "\0".join((*FLAGS, *LINK_FLAGS, *self.options)).encode() + SOURCE.read_bytes()
+        text = "\0".join((*FLAGS, *LINK_FLAGS, *self.options)).encode() + source_text()
         return f"attention-{self.name}-{hashlib.sha256(text).hexdigest()[:12]}.so"
 
 

@@ -1,0 +1,179 @@
+// The backward pass.
+
+#pragma once
+
+#include "softmax.h"
+#include "threads.h"
+
+namespace {
+
+// The products of a backward pass in floats. `scores` holds the weights P, `other` holds dP and then dS.
+template <class E> struct WideBack {
+    const Args& a;
+    Scratch& s;
+    const E *k, *v;
+    float unit = 1.0f;
+
+    WideBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
+        : a(a), s(s), k(head_of<E>(a.k, b, h / a.group)), v(head_of<E>(a.v, b, h / a.group)) {
+        const E *q = head_of<E>(a.q, b, h), *grad = head_of<E>(a.grad, b, h);
+        pack(a.q, q, s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack(a.grad, grad, s, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        pack_rows(a.q, q, s.at, tile.count, (int)a.head_dim, s.q_rows, s.width, s.dead);
+        pack_rows(a.grad, grad, s.at, tile.count, (int)a.head_dim, s.grad_rows, s.width, s.dead);
+    }
+    void score(const Block& block) {
+        int depth = (int)a.head_dim;
+        Rows kr = rows_of(a.k, k, block, depth, s.keys), vr = rows_of(a.v, v, block, depth, s.values);
+        multiply(Dot<Single>{kr.data, kr.stride, depth, T, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Single>{vr.data, vr.stride, depth, T, s.grad, s.other}, block.keys, block.from, block.to);
+    }
+    template <class Slope> void weigh(const Block& block, const Slope& slope) {
+        for (int t = 0; t < block.keys; t++)
+            for (int n = block.from; n < block.to; n++) {
+                vec p, ds;
+                slope(t, n, p, ds);
+                store(s.scores + t * T + n * W, p);
+                store(s.other + t * T + n * W, ds);
+            }
+    }
+    void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
+        int depth = (int)a.head_dim, vectors = s.width / W, first = block.from * W, last = std::min(block.to * W, count);
+        Rows kr = is_copied<E>(block) ? Rows{(const char*)s.keys, (i64)sizeof(float) * depth} // by score()
+                                      : rows_of(a.k, k, block, depth, s.keys);
+        multiply(Mix<Single>{kr.data, kr.stride, block.keys, T, s.other, s.sums}, depth, block.from, block.to);
+        multiply(Spread<Single>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
+        multiply(Spread<Single>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
+    }
+};
+
+#if defined(HAS_PAIRS)
+// The same with pairs of bfloat16. For dk and dv, P and dS are rounded in place, row by row; for dq, `values` holds dS with
+// two keys per lane.
+struct PairedBack {
+    const Args& a;
+    Scratch& s;
+    const Bf16 *k, *v;
+    float unit;
+
+    PairedBack(const Args& a, Scratch& s, const Tile& tile, i64 b, i64 h)
+        : a(a), s(s), k(head_of<Bf16>(a.k, b, h / a.group)), v(head_of<Bf16>(a.v, b, h / a.group)) {
+        const Bf16 *q = head_of<Bf16>(a.q, b, h), *grad = head_of<Bf16>(a.grad, b, h);
+        unit = pack_pairs(a.q, q, s, (int)a.head_dim, (float)(a.scale * LOG2_E), s.q, s.dead);
+        pack_pairs(a.grad, grad, s, (int)a.head_dim, 1.0f, s.grad, s.dead);
+        pack_row_pairs(a.q, q, s.at, tile.count, (int)a.head_dim, (u32*)s.q_rows, s.width, s.dead);
+        pack_row_pairs(a.grad, grad, s.at, tile.count, (int)a.head_dim, (u32*)s.grad_rows, s.width, s.dead);
+    }
+    void score(const Block& block) {
+        int depth = (int)a.head_dim;
+        Rows kr = pair_rows(a.k, k, block, depth, s.keys), vr = pair_rows(a.v, v, block, depth, s.values);
+        multiply(Dot<Pair>{kr.data, kr.stride, depth / 2, T, s.q, s.scores}, block.keys, block.from, block.to);
+        multiply(Dot<Pair>{vr.data, vr.stride, depth / 2, T, s.grad, s.other}, block.keys, block.from, block.to);
+    }
+    template <class Slope> void weigh(const Block& block, const Slope& slope) {
+        for (int t = 0; t < block.keys; t += 2)
+            for (int n = block.from; n < block.to; n++) {
+                __m512i first = put(t, n, slope), second = _mm512_setzero_si512();
+                if (t + 1 < block.keys) second = put(t + 1, n, slope);
+                store(s.values + t / 2 * T + n * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+            }
+    }
+    template <class Slope> __m512i put(int t, int n, const Slope& slope) {
+        vec p, ds;
+        slope(t, n, p, ds);
+        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)ds);
+        store((u16*)(s.scores + t * T) + n * W, (__m256i)_mm512_cvtneps_pbh((__m512)p));
+        store((u16*)(s.other + t * T) + n * W, rounded);
+        return _mm512_cvtepu16_epi32(rounded);
+    }
+    void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
+        int depth = (int)a.head_dim, vectors = s.width / W, pairs = (block.keys + 1) / 2;
+        key_pairs(a.k, k, block, depth, (u32*)s.keys);
+        multiply(Mix<Pair>{(const char*)s.keys, 4 * depth, pairs, T, s.values, s.sums}, depth, block.from, block.to);
+        int first = block.from * W / 2, last = (std::min(block.to * W, count) + 1) / 2;
+        multiply(Spread<Pair>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
+        multiply(Spread<Pair>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
+    }
+};
+#endif
+
+// Adds the rows of a block to the rows of its keys.
+void add_rows(const Block& block, const float* rows, int width, float* to, i64 stride) {
+    for (int i = 0; i < block.keys; i++) {
+        float* row = to + block.key(i) * stride;
+        for (int d = 0; d < width; d += W) store(row + d, load(row + d) + load(rows + i * width + d));
+    }
+}
+
+// P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): with the lse of all branches, each branch is a term of a sum.
+template <class E, class Products>
+void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
+    const int depth = (int)a.head_dim, count = (int)tile.count;
+    const E *out = head_of<E>(a.out, b, h), *grad = head_of<E>(a.grad, b, h);
+    E* dq = head_of<E>(a.dq, b, h);
+    if (!tile.runs) {
+        for (int i = 0; i < count; i++) std::fill_n(dq + a.query(tile, i) * a.dq.row, depth, narrow<E>(0.0f));
+        return;
+    }
+    s.place(a, tile, 1);
+    std::memset(s.sums, 0, sizeof(float) * depth * T);
+    for (int i = 0; i < T; i++) {
+        i64 p = s.at[i];
+        float lse = a.lse[a.lse_row(b, h) + p], delta = 0.0f;
+        for (int d = 0; d < depth; d++) delta += widen(out[p * a.out.row + d]) * widen(grad[p * a.grad.row + d]);
+        // Unused lanes and queries without keys have weight 0, even if their gradient is NaN.
+        s.dead[i] = i >= count || lse == NONE;
+        s.peak[i] = s.dead[i] ? NEVER : (float)(lse * LOG2_E);
+        s.delta[i] = s.dead[i] ? 0.0f : delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
+    }
+    Products products(a, s, tile, b, h);
+    const float unit = products.unit, scale = (float)a.scale;
+    const float share = a.softcap == 0.0 ? 0.0f : (float)(unit * LN_2 / a.softcap);
+    each_block(a, tile, b, T, 0, 1, [&](const Block& block) {
+        auto slope = [&](int t, int n, vec& p, vec& ds) {
+            vec x = load(s.scores + t * T + n * W);
+            p = exp2_(x * unit - load(s.peak + n * W));
+            ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W));
+            if (a.dbias) add_dbias(a, s, block, b, h, t, n, count, ds);
+            if (share != 0.0f) ds *= larger(splat(1.0f) - x * share * (x * share), vec{}); // 0 where x is -inf
+            ds *= scale;
+        };
+        products.score(block);
+        change_scores(a, s, block, b, h, unit);
+        block.hide(s.scores);
+        block.fill_hidden(s.other, 0.0f); // hidden values may hold NaN
+        products.weigh(block, slope);
+        if (block.positions) {
+            std::memset(s.dk_rows, 0, sizeof(float) * block.keys * s.width);
+            std::memset(s.dv_rows, 0, sizeof(float) * block.keys * s.width);
+            products.add(block, count, s.dk_rows, s.width, s.dv_rows, s.width);
+            add_rows(block, s.dk_rows, s.width, dk, a.dk.row);
+            add_rows(block, s.dv_rows, s.width, dv, a.dv.row);
+        } else {
+            i64 key = block.key(0), step = block.run.step;
+            products.add(block, count, dk + key * a.dk.row, step * a.dk.row, dv + key * a.dv.row, step * a.dv.row);
+        }
+    });
+    for (int i = 0; i < count; i++)
+        for (int d = 0; d < depth; d++) dq[s.at[i] * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);
+}
+
+// A thread has its own sums dk and dv: of a key head, or of one part of its queries.
+template <class E, class Products> void backward(const Args& a) {
+    const i64 kv_heads = a.heads / a.group;
+    in_threads(a.threads, [&](std::atomic<i64>& next) {
+        Scratch s((int)a.head_dim);
+        for (i64 unit = next++; unit < a.batch * kv_heads * a.parts; unit = next++) {
+            i64 part = unit % a.parts, kv = unit / a.parts % kv_heads, b = unit / a.parts / kv_heads;
+            float* dk = head_of<float>(a.dk, b, kv) + part * a.part_stride;
+            float* dv = head_of<float>(a.dv, b, kv) + part * a.part_stride;
+            for (i64 h = kv * a.group; h < (kv + 1) * a.group; h++) {
+                i64 kind = a.head_class[h];
+                for (i64 i = a.first_tile[kind] + part; i < a.first_tile[kind + 1]; i += a.parts)
+                    backward_tile<E, Products>(a, a.tiles[i], b, h, dk, dv, s);
+            }
+        }
+    });
+}
+
+} // namespace

@@ -1,0 +1,179 @@
+// The products of very few queries.
+
+#pragma once
+
+#include <type_traits>
+
+#include "key_head.h"
+
+namespace {
+
+// The products of very few queries, with vectors along d: of most lanes of a vector of queries, nothing would be used.
+constexpr int GROUP = 4; // queries and keys of a register tile, and its vectors of V
+template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
+    using Weights = std::conditional_t<PAIRS, RowPairs, FloatRows>;
+    using Product = std::conditional_t<PAIRS, RowProduct, Single>;
+    using KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth, KeyHead<E>::unit;
+    const int groups;
+
+    static bool fits(const Args& a, const Scratch& s) {
+        return s.lanes <= 2 * GROUP && a.head_dim % ((PAIRS ? 2 : 1) * W) == 0 && !a.order;
+    }
+    Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP) {
+        std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
+    }
+    void begin(i64 b, i64 h) {
+        const E* q = head_of<E>(a.q, b, h);
+        float factor = (float)(a.scale * LOG2_E);
+        if (PAIRS) { // as pack_pairs() has them
+            unit = factor == 0.0f ? 1.0f : std::fabs(factor);
+            float sign = factor == 0.0f ? 0.0f : factor < 0.0f ? -1.0f : 1.0f;
+            for (int i = 0; i < groups * GROUP; i++)
+                for (int d = 0; d < depth; d++)
+                    ((Bf16*)s.q)[i * depth + d] = narrow<Bf16>(sign == 0.0f ? 0.0f : widen(q[s.row(a.q, i) + d]) * sign);
+        } else
+            for (int i = 0; i < groups * GROUP; i++)
+                for (int d = 0; d < depth; d++) s.q[i * depth + d] = widen(q[s.row(a.q, i) + d]) * factor;
+    }
+    const E* row(const View& x, const E* head, const Block& block, int i) const {
+        return head + (block.run.key + (block.t + i) * block.run.step) * x.row;
+    }
+    // Bytes from a row to that of the next block, which is fetched from memory line by line while this one is computed.
+    i64 ahead(const View& x, const Block& block) const { return FEW_KEYS * block.run.step * x.row * (i64)sizeof(E); }
+    static void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+    // Rows that both groups of queries read are converted once.
+    bool copies() const { return sizeof(E) < sizeof(float) && groups > 1 && !PAIRS; }
+    const float* copy(const E* from, float* to, i64 next) const {
+        for (int d = 0; d < depth; d += W) {
+            fetch((const char*)(from + d) + next);
+            store(to + d, wide(from + d));
+        }
+        return to;
+    }
+
+    // Scores of M keys for the lanes from `lane` on.
+    template <int M, class F> void dot(const F* const* rows, int t, int lane, i64 next) const {
+        using Element = std::conditional_t<PAIRS, E, float>;
+        constexpr int STEP = PAIRS ? 2 * W : W;
+        const Element* q = (const Element*)s.q + lane * depth;
+        vec sum[M][GROUP];
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < GROUP; n++) sum[i][n] = vec{};
+        for (int d = 0; d < depth; d += STEP) {
+            vec key[M];
+            UNROLL for (int i = 0; i < M; i++) {
+                if (next) fetch((const char*)(rows[i] + d) + next);
+                if constexpr (PAIRS) key[i] = load(rows[i] + d);
+                else key[i] = wide(rows[i] + d);
+            }
+            UNROLL for (int n = 0; n < GROUP; n++) {
+                vec one = load(q + n * depth + d);
+                UNROLL for (int i = 0; i < M; i++) sum[i][n] = Product::add(sum[i][n], one, key[i]);
+            }
+        }
+        put_totals<M, GROUP>(sum, s.scores + t * s.pitch + lane, s.pitch);
+    }
+    template <class F> void dots(const F* const* rows, int keys, int t, i64 next) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP, next = 0)
+            if (keys == GROUP) dot<GROUP>(rows, t, lane, next);
+            else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, next);
+    }
+    void score(const Block& block) const {
+        const i64 next = ahead(a.k, block);
+        for (int t = 0; t < block.keys; t += GROUP) {
+            int keys = std::min(GROUP, block.keys - t);
+            const E* rows[GROUP];
+            for (int i = 0; i < keys; i++) rows[i] = row(a.k, k, block, t + i);
+            if (copies()) {
+                const float* copied[GROUP];
+                for (int i = 0; i < keys; i++) copied[i] = copy(rows[i], s.keys + i * depth, next);
+                dots(copied, keys, t, 0);
+            } else dots(rows, keys, t, next);
+        }
+    }
+
+    // Adds N vectors of the values at d, weighed, to the sums of the lanes from `lane` on.
+    template <int N, class F> void add(const Block& block, const F* values, i64 stride, int lane, int d, i64 next) const {
+        vec sum[GROUP][N];
+        float* to = s.sums + lane * depth + d;
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * depth + n * W);
+        const float* weights = s.scores + lane;
+        const int pitch = s.pitch;
+        for (int t = 0; t < block.keys; t++) {
+            if (block.hidden && !block.sees(t)) continue; // it may hold NaN
+            const F* from = values + t * stride + d;
+            vec value[N];
+            UNROLL for (int n = 0; n < N; n++) {
+                if (next) fetch((const char*)(from + n * W) + next);
+                value[n] = wide(from + n * W);
+            }
+            UNROLL for (int i = 0; i < GROUP; i++) {
+                vec weight = splat(weights[t * pitch + i]);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] += value[n] * weight;
+            }
+        }
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
+    }
+#if defined(HAS_PAIRS)
+    // The same by pairs of keys. A hidden key may hold NaN: its weight is 0.
+    template <int N> void add_pairs(const Block& block, int lane, int d, i64 next) const {
+        vec sum[GROUP][N];
+        float* to = s.sums + lane * depth + d;
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * depth + n * W);
+        __m512i low; // entries of two rows in turns
+        for (int i = 0; i < 32; i++) ((u16*)&low)[i] = (u16)(i / 2 + i % 2 * 32);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        const int pitch = s.pitch;
+        for (int t = 0; t < block.keys; t += 2) {
+            const E *first = row(a.v, v, block, t) + d, *second = row(a.v, v, block, t + 1) + d;
+            bool one = !block.hidden || block.sees(t), other = t + 1 < block.keys && (!block.hidden || block.sees(t + 1));
+            vec value[N];
+            UNROLL for (int n = 0; n < N; n += 2) {
+                if (next) fetch((const char*)(first + n * W) + next);
+                if (next) fetch((const char*)(second + n * W) + next);
+                __m512i x = one ? load<__m512i>(first + n * W) : _mm512_setzero_si512();
+                __m512i y = other ? load<__m512i>(second + n * W) : _mm512_setzero_si512();
+                value[n] = (vec)_mm512_permutex2var_epi16(x, low, y);
+                value[n + 1] = (vec)_mm512_permutex2var_epi16(x, high, y);
+            }
+            const float* weights = s.other + t / 2 * pitch + lane;
+            UNROLL for (int i = 0; i < GROUP; i++) {
+                vec weight = Pair::spread(weights + i);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Pair::add(sum[i][n], weight, value[n]);
+            }
+        }
+        UNROLL for (int i = 0; i < GROUP; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
+    }
+#else
+    template <int N> void add_pairs(const Block&, int, int, i64) const {}
+#endif
+    void mix(const Block& block) const {
+        const i64 next = ahead(a.v, block);
+        if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row, next);
+        for (int t = 0; t < block.keys; t++) copy(row(a.v, v, block, t), s.values + t * depth, next);
+        mixed(block, s.values, depth, 0);
+    }
+    template <class F> void mixed(const Block& block, const F* values, i64 stride, i64 next) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP, next = 0) {
+            int d = 0;
+            for (; d + GROUP * W <= depth; d += GROUP * W)
+                if constexpr (PAIRS) add_pairs<GROUP>(block, lane, d, next);
+                else add<GROUP>(block, values, stride, lane, d, next);
+            for (; d < depth; d += (PAIRS ? 2 : 1) * W)
+                if constexpr (PAIRS) add_pairs<2>(block, lane, d, next);
+                else add<1>(block, values, stride, lane, d, next);
+        }
+    }
+};
+// Of each element type: bfloat16 in pairs where the processor has them and rows are whole vectors of pairs.
+template <class E> bool is_rowwise(const Args& a, const Scratch& s) { return Rowwise<E>::fits(a, s); }
+template <class E> bool is_rowwise_pairs(const Args& a, const Scratch& s) {
+    return HAS_ROW_PAIRS && std::is_same_v<E, Bf16> && Rowwise<E, true>::fits(a, s);
+}
+
+} // namespace

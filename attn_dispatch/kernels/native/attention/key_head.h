@@ -1,0 +1,69 @@
+// The products of a forward pass, for one key head at a time.
+
+#pragma once
+
+#include "softmax.h"
+
+namespace {
+
+// The key head whose products a forward pass computes.
+template <class E> struct KeyHead {
+    const Args& a;
+    Scratch& s;
+    const E *k, *v;
+    const int depth;
+    float unit = 1.0f; // scales scores to powers of 2
+
+    KeyHead(const Args& a, Scratch& s) : a(a), s(s), depth((int)a.head_dim) {}
+    void select(i64 b, i64 h) {
+        k = head_of<E>(a.k, b, h / a.group);
+        v = head_of<E>(a.v, b, h / a.group);
+    }
+    // Rows of the next block of the same run; other patterns than runs are not bound by memory.
+    Fetch next_rows(const View& x, const E* head, const Block& block) const {
+        const i64 size = (i64)sizeof(E), step = block.run.step * x.row;
+        const E* row = head + block.run.key * x.row + (block.t + block.keys) * step;
+        return {(const char*)row, step * size, block.positions ? 0 : FEW_KEYS, (int)(depth * size + CACHE_LINE - 1) / CACHE_LINE};
+    }
+    template <class Op> void dot(const Block& block, Rows rows, int steps) const {
+        if (s.pitch > FEW) multiply(Dot<Op>{rows.data, rows.stride, steps, s.pitch, s.q, s.scores}, block.keys, block.from, block.to);
+        else multiply(Dot<Op, Fetch>{rows.data, rows.stride, steps, s.pitch, s.q, s.scores, next_rows(a.k, k, block)},
+                      block.keys, block.from, block.to);
+    }
+    template <class Op> void add(const Block& block, Rows rows, int steps, const float* weights) const {
+        if (s.pitch > FEW) multiply(Mix<Op>{rows.data, rows.stride, steps, s.pitch, weights, s.sums}, depth, block.from, block.to);
+        else multiply(Mix<Op, Fetch>{rows.data, rows.stride, steps, s.pitch, weights, s.sums, next_rows(a.v, v, block)},
+                      depth, block.from, block.to);
+    }
+};
+
+// The products of a tile's forward pass in floats, for any input type.
+template <class E> struct Wide : KeyHead<E> {
+    using Weights = Floats;
+    using KeyHead<E>::KeyHead, KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth;
+
+    void begin(i64 b, i64 h) { pack(a.q, head_of<E>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q); }
+    void score(const Block& block) { this->template dot<Single>(block, rows_of(a.k, k, block, depth, s.keys), depth); }
+    void mix(const Block& block) {
+        this->template add<Single>(block, rows_of(a.v, v, block, depth, s.values), block.keys, s.scores);
+    }
+};
+
+#if defined(HAS_PAIRS)
+// The same with pairs of bfloat16, summed in floats: adjacent entries of a row of K, adjacent rows of V.
+struct Paired : KeyHead<Bf16> {
+    using Weights = Pairs;
+    using KeyHead<Bf16>::KeyHead;
+
+    void begin(i64 b, i64 h) {
+        unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q);
+    }
+    void score(const Block& block) { dot<Pair>(block, pair_rows(a.k, k, block, depth, s.keys), depth / 2); }
+    void mix(const Block& block) {
+        key_pairs(a.v, v, block, depth, (u32*)s.values);
+        add<Pair>(block, {(const char*)s.values, 4 * depth}, (block.keys + 1) / 2, s.other);
+    }
+};
+#endif
+
+} // namespace

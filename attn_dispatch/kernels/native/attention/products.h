@@ -1,0 +1,202 @@
+// Products of a block of keys, or of its values, with the lanes of a tile.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// Products of operands: floats one by one, or pairs of bfloat16 where the processor supports that.
+
+struct Single {
+    using Scalar = float;
+    static vec spread(const void* p) { return splat(*(const float*)p); }
+    static vec add(vec sum, vec scalar, vec lanes) { return sum + scalar * lanes; }
+};
+
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+struct Pair {
+    using Scalar = u32;
+    static vec spread(const void* p) { return (vec)_mm512_set1_epi32(load<int>(p)); }
+    static vec add(vec sum, vec scalar, vec lanes) {
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)scalar, (__m512bh)lanes);
+    }
+};
+inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bits << 16; }
+#endif
+
+// Without unrolling, the compiler stores the sums on the stack.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// The rows that are read next, fetched from memory line by line, one at each step of a product: all at once, the processor
+// would wait for them. Past the end of the rows there is nothing to fetch, and fetching does no harm.
+struct Fetch {
+    const char* row;
+    i64 stride;
+    int rows, lines, line = 0;
+
+    void fetch() {
+        if (rows <= 0) return;
+        __builtin_prefetch(row + line * CACHE_LINE, 0, 2);
+        if (++line < lines) return;
+        line = 0;
+        row += stride;
+        rows--;
+    }
+};
+struct NoFetch { void fetch() const {} };
+
+// Three matrix products. `lanes` is [., pitch] with queries along the lanes; rows are `stride` bytes apart; multiply()
+// computes the vectors [from, to) of the tile.
+
+// scores[i][lane] = sum_d rows[i][d] * lanes[d][lane]
+template <class Op, class Ahead = NoFetch> struct Dot {
+    const char* rows;
+    i64 stride;
+    int depth, pitch;
+    const void* lanes;
+    float* scores;
+    mutable Ahead ahead = {};
+    static constexpr int TALL = Tall::ROWS;
+
+    template <int M, int N> void tile(int i0, int n0) const {
+        vec sum[M][N] = {};
+        const char* row = rows + i0 * stride;
+        const float* x = (const float*)lanes + n0 * W;
+        for (int d = 0; d < depth; d++) {
+            vec lane[N];
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * pitch + n * W);
+            UNROLL for (int i = 0; i < M; i++) {
+                vec scalar = Op::spread(row + i * stride + d * 4);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
+            }
+        }
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
+    }
+    // TALL rows for one vector of lanes; even and odd entries have sums of their own. More rows that lie a power of two
+    // apart would share one set of the L1 cache.
+    void tall(int i0, int n0) const {
+        constexpr int EACH = 2;
+        vec sum[EACH][TALL] = {};
+        const i64 step = stride, size = pitch;
+        const char* row[(TALL + 2) / 3]; // every third: an address has a register and up to twice another one
+        UNROLL for (int i = 0; i < TALL; i += 3) row[i / 3] = rows + (i0 + i) * step;
+        const float* x = (const float*)lanes + n0 * W;
+        Ahead next = ahead; // in registers
+        for (int d = 0; d < depth; d += EACH) {
+            UNROLL for (int e = 0; e < EACH; e++) {
+                if (e > 0 && d + e == depth) break;
+                next.fetch();
+                vec lane = load(x);
+                x += size;
+                UNROLL for (int i = 0; i < TALL; i++)
+                    sum[e][i] = Op::add(sum[e][i], Op::spread(row[i / 3] + i % 3 * step + e * 4), lane);
+            }
+            UNROLL for (int i = 0; i < TALL; i += 3) row[i / 3] += EACH * 4;
+        }
+        ahead = next;
+        UNROLL for (int i = 0; i < TALL; i++) store(scores + (i0 + i) * size + n0 * W, sum[0][i] + sum[1][i]);
+    }
+};
+
+// sums[i][lane] += sum_t rows[t][i] * lanes[t][lane]
+template <class Op, class Ahead = NoFetch> struct Mix {
+    const char* rows;
+    i64 stride;
+    int keys, pitch;
+    const void* lanes;
+    float* sums;
+    mutable Ahead ahead = {};
+    static constexpr int TALL = Tall::SUMS;
+
+    template <int M, int N> void tile(int i0, int n0) const {
+        vec sum[M][N];
+        float* to = sums + i0 * pitch + n0 * W;
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * pitch + n * W);
+        const char* row = rows + i0 * 4;
+        const float* x = (const float*)lanes + n0 * W;
+        for (int t = 0; t < keys; t++) {
+            vec lane[N];
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * pitch + n * W);
+            UNROLL for (int i = 0; i < M; i++) {
+                vec scalar = Op::spread(row + t * stride + i * 4);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
+            }
+        }
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * pitch + n * W, sum[i][n]);
+    }
+    // The same for one vector of lanes.
+    void tall(int i0, int n0) const {
+        vec sum[TALL];
+        const i64 step = stride, size = pitch;
+        float* to = sums + i0 * size + n0 * W;
+        UNROLL for (int i = 0; i < TALL; i++) sum[i] = load(to + i * size);
+        const char* row = rows + i0 * 4;
+        const float* x = (const float*)lanes + n0 * W;
+        Ahead next = ahead;
+        for (int t = 0; t < keys; t++) {
+            next.fetch();
+            vec lane = load(x);
+            UNROLL for (int i = 0; i < TALL; i++) sum[i] = Op::add(sum[i], Op::spread(row + i * 4), lane);
+            x += size;
+            row += step;
+        }
+        ahead = next;
+        UNROLL for (int i = 0; i < TALL; i++) store(to + i * size, sum[i]);
+    }
+};
+
+// rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], with vectors along d; `first` and `last` count lanes, or pairs
+// of lanes
+template <class Op> struct Spread {
+    float* rows;
+    i64 stride; // in floats
+    const float* lanes;
+    int first, last;
+    const float* others;
+    i64 width;
+    static constexpr int TALL = 0;
+
+    template <int M, int N> void tile(int i0, int n0) const {
+        vec sum[M][N];
+        float* to = rows + i0 * stride + n0 * W;
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * stride + n * W);
+        const float* x = lanes + i0 * T;
+        for (int l = first; l < last; l++) {
+            vec other[N];
+            UNROLL for (int n = 0; n < N; n++) other[n] = load(others + l * width + (n0 + n) * W);
+            UNROLL for (int i = 0; i < M; i++) {
+                vec scalar = Op::spread(x + i * T + l);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, other[n]);
+            }
+        }
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) store(to + i * stride + n * W, sum[i][n]);
+    }
+};
+
+template <int M, int N, class P> inline void columns(const P& product, int i, int n) { product.template tile<M, N>(i, n); }
+
+template <int M, class P> inline void row_of_tiles(const P& product, int i, int from, int to) {
+    int n = from;
+    for (; n + NV <= to; n += NV) columns<M, NV>(product, i, n);
+    if (to - n >= 2) { columns<M, 2>(product, i, n); n += 2; }
+    if (n < to) columns<M, 1>(product, i, n);
+}
+
+template <class P> void multiply(const P& product, int count, int from, int to) {
+    int i = 0;
+    if constexpr (P::TALL > 0)
+        for (; to - from == 1 && i + P::TALL <= count; i += P::TALL) product.tall(i, from);
+    for (; i + MR <= count; i += MR) row_of_tiles<MR>(product, i, from, to);
+    if (count - i >= 4) { row_of_tiles<4>(product, i, from, to); i += 4; }
+    if (count - i >= 2) { row_of_tiles<2>(product, i, from, to); i += 2; }
+    if (i < count) row_of_tiles<1>(product, i, from, to);
+}
+
+} // namespace

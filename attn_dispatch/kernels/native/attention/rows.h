@@ -1,0 +1,158 @@
+// The memory of one thread, and rows of q, k and v as the products take them.
+
+#pragma once
+
+#include "products.h"
+#include "tiles.h"
+
+namespace {
+
+// The memory of one thread.
+struct Scratch {
+    float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *dk_rows, *dv_rows, *memory;
+    float peaks[T], totals[T], delta[T];
+    float *peak = peaks, *total = totals;
+    float *own = nullptr, *shared_q, *shared_sums; // `own`: of each of several heads, q, sums, peak and total
+    i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
+    i64 head[T]; // heads, counted from the tile's first
+    bool dead[T]; // unused lanes, and queries without keys
+    int width; // of a padded row
+    int pitch = T; // lanes from one row of lanes to the next
+    int lanes = 0; // that are used
+
+    explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
+        i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
+        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes, block, block};
+        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows, &dk_rows, &dv_rows};
+        i64 all = 0;
+        for (i64 size : sizes) all += size;
+        memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
+        float* next = memory;
+        for (int i = 0; i < 11; i++) { *parts[i] = next; next += sizes[i]; }
+        shared_q = q;
+        shared_sums = sums;
+    }
+    Scratch(const Scratch&) = delete;
+    void place(const Args& a, const Tile& tile, i64 packed_heads) {
+        lanes = (int)(tile.count * packed_heads);
+        for (i64 i = 0; i < T; i++) {
+            i64 lane = std::min<i64>(i, lanes - 1);
+            at[i] = a.query(tile, lane / packed_heads);
+            head[i] = lane % packed_heads;
+        }
+    }
+    i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
+    // Heads that read blocks in turns have a memory of their own for q, sums, peak and total.
+    void separate(int heads, int depth) {
+        if (!own) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
+    }
+    static i64 own_size(int depth) { return 2 * FEW * (depth + 1); }
+    void select(int head, int depth) {
+        q = own + head * own_size(depth);
+        sums = q + FEW * depth;
+        peak = sums + FEW * depth;
+        total = peak + FEW;
+    }
+    void select_shared() {
+        q = shared_q;
+        sums = shared_sums;
+        peak = peaks;
+        total = totals;
+    }
+    ~Scratch() {
+        std::free(memory);
+        std::free(own);
+    }
+};
+
+// Packs rows of queries into lanes.
+template <class E>
+void pack(const View& x, const E* rows, const Scratch& s, int depth, float factor, float* lanes, const bool* dead = nullptr) {
+    int whole = (s.lanes + W - 1) / W * W;
+    for (int i = 0; i < whole; i++) {
+        const E* row = rows + s.row(x, i);
+        bool none = dead && dead[i];
+        for (int d = 0; d < depth; d++) lanes[d * s.pitch + i] = none ? 0.0f : widen(row[d]) * factor;
+    }
+}
+
+template <class E>
+void pack_rows(const View& x, const E* rows, const i64* at, i64 count, int depth, float* to, int width, const bool* dead) {
+    std::memset(to, 0, sizeof(float) * T * width);
+    for (int i = 0; i < count; i++) {
+        if (dead[i]) continue;
+        const E* row = rows + at[i] * x.row;
+        for (int d = 0; d < depth; d++) to[i * width + d] = widen(row[d]);
+    }
+}
+
+#if defined(HAS_PAIRS)
+// Packs rows of queries into lanes, two adjacent entries of a row in each. The inputs are not multiplied by `factor` except
+// for its sign; the absolute value is returned, to scale the product.
+float pack_pairs(const View& x, const Bf16* rows, const Scratch& s, int depth, float factor, float* lanes,
+                 const bool* dead = nullptr) {
+    u16 sign = factor < 0.0f ? 0x8000 : 0, mask = factor == 0.0f ? 0 : 0xffff;
+    auto entry = [&](Bf16 e) { return Bf16{(u16)((e.bits ^ sign) & mask)}; };
+    int whole = (s.lanes + W - 1) / W * W;
+    for (int i = 0; i < whole; i++) {
+        const Bf16* row = rows + s.row(x, i);
+        u32 kept = dead && dead[i] ? 0 : 0xffffffff;
+        for (int d = 0; d < depth; d += 2)
+            ((u32*)lanes)[d / 2 * s.pitch + i] = pair_of(entry(row[d]), entry(row[d + 1])) & kept;
+    }
+    return factor == 0.0f ? 1.0f : std::fabs(factor); // not 0: hidden scores of -inf must stay -inf
+}
+
+// Packs pairs of rows of queries, for sums over rows.
+void pack_row_pairs(const View& x, const Bf16* rows, const i64* at, i64 count, int depth, u32* to, int width,
+                    const bool* dead) {
+    std::memset(to, 0, sizeof(u32) * T / 2 * width);
+    for (int i = 0; i < count; i += 2) {
+        const Bf16 *first = rows + at[i] * x.row, *second = i + 1 < count ? rows + at[i + 1] * x.row : first;
+        u32 mask = (dead[i] ? 0 : 0xffffu) | (i + 1 < count && !dead[i + 1] ? 0xffff0000u : 0);
+        for (int d = 0; d < depth; d++) to[i / 2 * width + d] = pair_of(first[d], second[d]) & mask;
+    }
+}
+
+// Packs pairs of keys of a block; hidden keys become zeros, even if they hold NaN.
+void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
+    for (int t = 0; t < block.keys; t += 2) {
+        const Bf16* first = head + block.key(t) * x.row;
+        bool second = t + 1 < block.keys;
+        const Bf16* other = second ? head + block.key(t + 1) * x.row : first;
+        u32 mask = (block.sees(t) ? 0xffffu : 0) | (second && block.sees(t + 1) ? 0xffff0000u : 0);
+        for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = pair_of(first[d], other[d]) & mask;
+    }
+}
+#endif
+
+// The rows of a block as floats; not copied if they are floats in an arithmetic progression. Hidden keys become zeros, even
+// if they hold NaN.
+struct Rows { const char* data; i64 stride; };
+template <class E> bool is_copied(const Block& block) { return sizeof(E) < sizeof(float) || block.hidden || block.positions; }
+
+template <class E> Rows copied_rows(const View& x, const E* head, const Block& block, int depth, float* to) {
+    for (int i = 0; i < block.keys; i++)
+        if (block.sees(i)) widen_row(head + block.key(i) * x.row, to + i * depth, depth);
+        else std::fill_n(to + i * depth, depth, 0.0f);
+    return {(const char*)to, (i64)sizeof(float) * depth};
+}
+template <class E> Rows rows_of(const View& x, const E* head, const Block& block, int depth, float* to) {
+    return copied_rows(x, head, block, depth, to);
+}
+template <> Rows rows_of<float>(const View& x, const float* head, const Block& block, int depth, float* to) {
+    if (is_copied<float>(block)) return copied_rows(x, head, block, depth, to);
+    return {(const char*)(head + block.key(0) * x.row), (i64)sizeof(float) * block.run.step * x.row};
+}
+
+#if defined(HAS_PAIRS)
+// Rows without conversion, for products in pairs. Hidden keys may hold NaN: their scores are overwritten.
+Rows pair_rows(const View& x, const Bf16* head, const Block& block, int depth, float* to) {
+    i64 size = (i64)sizeof(Bf16);
+    if (!block.positions) return {(const char*)(head + block.key(0) * x.row), size * block.run.step * x.row};
+    for (int i = 0; i < block.keys; i++) std::memcpy((Bf16*)to + i * depth, head + block.key(i) * x.row, size * depth);
+    return {(const char*)to, size * depth};
+}
+#endif
+
+} // namespace

@@ -1,0 +1,186 @@
+// The arguments: tiles of queries, their runs of keys, and the blocks in which a tile reads them.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// The arguments. tables.py describes the tables.
+
+// A tile with step 0 reads its queries from `order`; its runs are listed. A listed run reads its keys from `listed`. With
+// step 0 the lanes [lo, hi) see all its keys; with step -1 each key is seen by the lanes of its bit mask.
+struct Run {
+    i64 key, step, count, lo, hi;
+    bool is_listed() const { return step <= 0; }
+    bool is_masked() const { return step < 0; }
+};
+struct Tile { i64 query, step, count, run, runs; };
+struct View { void* data; i64 batch, row, head; }; // strides in elements; rows are contiguous
+
+struct Args {
+    View q, k, v, out, grad, dq, dk, dv; // dk and dv: `parts` float sums each, rows padded to whole vectors
+    float* lse;                          // [batch, heads, q_len]
+    const float* grad_lse;               // [batch, heads, q_len], or null
+    const Tile* tiles;
+    const Run* runs;
+    const i64* first_tile;
+    const i64* head_class;
+    const u8* seen;      // [batch, k_len], or null
+    const i64* seq_lens; // [batch], or null
+    const i32* order;    // positions of queries, or null
+    const i32* listed;   // positions of keys, or null
+    const u64* lanes;    // per listed key, a bit mask of the lanes that see it, or null
+    const u64* run_lanes; // per run with steps, a bit mask of the lanes that see its keys, or null
+    i64 batch, heads, group, q_len, k_len, head_dim, dtype, threads, parts, part_stride;
+    // Forward: heads in a tile, which share keys; tiles of neighbouring key heads that read their blocks in turns; splits of
+    // each run, each a unit of work.
+    i64 packed_heads, together, splits;
+    float* states; // with more than one split: state_size() for each tile of a split
+    double scale, softcap;      // no softcap: 0
+    const float *slopes, *bias; // of ALiBi [., heads], and [., ., q_len, k_len]; or null
+    float* dbias;               // [batch, heads, q_len, k_len], or null
+    i64 slopes_batch, bias_batch, bias_head, bias_row, bias_key; // strides
+
+    // Floats of what a split leaves: peaks, totals and sums by lane, and the unit of scores.
+    i64 state_size() const { return 2 * T + head_dim * std::min<i64>(T, (packed_heads * q_len + W - 1) / W * W) + 1; }
+
+    i64 keys_of(i64 b) const { return seq_lens ? seq_lens[b] : k_len; }
+    i64 queries_of(i64 b) const { return seq_lens ? seq_lens[b] : q_len; }
+    const u8* seen_in(i64 b) const { return seen ? seen + b * k_len : nullptr; }
+    i64 lse_row(i64 b, i64 h) const { return (b * heads + h) * q_len; }
+    i64 query(const Tile& tile, i64 i) const { return tile.step ? tile.query + i * tile.step : order[tile.query + i]; }
+};
+
+template <class E> inline E* head_of(const View& x, i64 b, i64 h) { return (E*)x.data + b * x.batch + h * x.head; }
+
+i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+i64 ceil_div(i64 a, i64 b) { return -floor_div(-a, b); }
+
+// The keys of a run that queries of a tile see: [first, last) by any query, [full_first, full_last) by all.
+struct Span {
+    i64 first, last, full_first, full_last;
+
+    Span(const Tile& tile, const Run& run, i64 limit) {
+        i64 q0 = tile.query, q1 = tile.query + (tile.count - 1) * tile.step;
+        first = std::max<i64>(0, ceil_div(q0 + run.lo - run.key, run.step));
+        last = std::min({run.count, floor_div(q1 + run.hi - run.key, run.step) + 1, ceil_div(limit - run.key, run.step)});
+        full_first = ceil_div(q1 + run.lo - run.key, run.step);
+        full_last = floor_div(q0 + run.hi - run.key, run.step) + 1;
+    }
+    // The number of keys of the block at t. Fewer where not every query sees every key: lanes are skipped per block.
+    int block(i64 t) const {
+        if (t >= full_first && t < full_last) return (int)std::min<i64>(KEYS, std::min(full_last, last) - t);
+        i64 end = t < full_first ? std::min(last, std::max(full_first, t + 1)) : last;
+        return (int)std::min<i64>(PARTIAL, end - t);
+    }
+    bool partial(i64 t, int keys) const { return t < full_first || t + keys > full_last; }
+};
+
+// The lanes that see a key: [from, to).
+struct Lanes {
+    int from, to;
+    Lanes(const Tile& tile, const Run& run, i64 t, i64 packed_heads) {
+        i64 at = run.key + t * run.step - tile.query;
+        from = (int)std::clamp<i64>(ceil_div(at - run.hi, tile.step) * packed_heads, 0, T);
+        to = (int)std::clamp<i64>((floor_div(at - run.lo, tile.step) + 1) * packed_heads, 0, T);
+    }
+};
+
+// A block of keys of one run, and the vectors of lanes [from, to) that see any of its keys.
+struct Block {
+    const Tile& tile;
+    const Run& run;
+    i64 t, limit;
+    const u8* seen;        // by position, or null
+    const i32* positions;  // of the keys, or null where they are an arithmetic progression
+    const u64* lanes;      // bit mask of the lanes that see each key, or null
+    u64 run_lanes;         // bit mask of the lanes that see any key of the run
+    i64 packed_heads;              // lanes per query
+    int keys, from, to, pitch;
+    bool partial, hidden;
+
+    Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 end, i64 b, int pitch)
+        : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
+          run_lanes(a.run_lanes ? a.run_lanes[&run - a.runs] : ~(u64)0), packed_heads(a.packed_heads),
+          keys((int)std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS})), from(0),
+          to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
+        find_hidden();
+        if (!partial || pitch <= FEW) return; // of a few queries, all are weighed
+        // Lanes' bounds increase with the key: the first key has the lowest lane, the last key the highest.
+        from = Lanes(tile, run, t, packed_heads).from / W;
+        to = std::min(to, (Lanes(tile, run, t + keys - 1, packed_heads).to + W - 1) / W);
+    }
+    Block(const Args& a, const Tile& tile, const Run& run, i64 t, i64 b, int pitch)
+        : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(a.listed + run.key + t),
+          lanes(run.is_masked() ? a.lanes + run.key + t : nullptr), run_lanes(~(u64)0), packed_heads(1),
+          keys((int)std::min<i64>(KEYS, run.count - t)), from((int)run.lo / W),
+          to((int)(std::min(run.hi, tile.count) + W - 1) / W), pitch(pitch), partial(false), hidden(false) {
+        find_hidden();
+    }
+    i64 key(int i) const { return positions ? positions[i] : run.key + (t + i) * run.step; }
+
+    bool sees(int i) const { return key(i) < limit && (!seen || seen[key(i)]); }
+    void find_hidden() {
+        if (!seen && !positions) return; // without a mask, the keys of a run with steps are below the limit
+        for (int i = 0; i < keys; i++) hidden |= !sees(i);
+    }
+
+    void hide(float* scores) const {
+        if (partial) hide_far(scores);
+        if (lanes || ~run_lanes) hide_unseen(scores);
+        fill_hidden(scores, NONE);
+    }
+    void fill_hidden(float* rows, float value) const {
+        for (int i = 0; hidden && i < keys; i++)
+            if (!sees(i))
+                for (int n = from; n < to; n++) store(rows + i * pitch + n * W, splat(value));
+    }
+    void hide_far(float* scores) const {
+        ivec first;
+        for (int i = 0; i < W; i++) first[i] = i;
+        for (int i = 0; i < keys; i++) {
+            Lanes see(tile, run, t + i, packed_heads);
+            for (int n = from; n < to; n++) {
+                ivec lane = first + n * W;
+                float* p = scores + i * pitch + n * W;
+                store(p, ((lane >= see.from) & (lane < see.to)) ? load(p) : splat(NONE));
+            }
+        }
+    }
+    void hide_unseen(float* scores) const {
+        ivec bit;
+        for (int i = 0; i < W; i++) bit[i] = 1 << i;
+        for (int i = 0; i < keys; i++)
+            for (int n = from; n < to; n++) {
+                float* p = scores + i * pitch + n * W;
+                u64 see = lanes ? lanes[i] : run_lanes;
+                store(p, ((bit & (int)(see >> n * W)) != 0) ? load(p) : splat(NONE));
+            }
+    }
+};
+
+// Calls `visit` with every block of keys that a tile reads, in one of the splits of each run.
+template <class F>
+void each_block(const Args& a, const Tile& tile, i64 b, int pitch, i64 split, i64 splits, const F& visit) {
+    for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
+        const Run& run = a.runs[r];
+        if (run.is_listed()) {
+            for (i64 t = 0; t < run.count;) {
+                Block block(a, tile, run, t, b, pitch);
+                t += block.keys;
+                visit(block);
+            }
+            continue;
+        }
+        Span span(tile, run, a.keys_of(b));
+        i64 all = std::max<i64>(0, span.last - span.first), end = span.first + all * (split + 1) / splits;
+        for (i64 t = span.first + all * split / splits; t < end;) {
+            Block block(a, tile, run, span, t, end, b, pitch);
+            t += block.keys;
+            visit(block);
+        }
+    }
+}
+
+} // namespace
