@@ -68,6 +68,8 @@ class _Attention(nn.Module):
                 axes = "[batch, len, embed_dim]" if self.batch_first else "[len, batch, embed_dim]"
                 got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise InvalidInput(f"{name} must be {axes} with embed_dim {self.config.embed_dim}, got {got}")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise InvalidInput(f"cache must be an attn_dispatch.nn.KVCache or None, got {type(cache).__name__}")
         if cache is not None and (key is not query or value is not query):
             raise InvalidInput("cache is for self-attention: key and value must be query, or None")
         return query, key, value
@@ -90,7 +92,7 @@ class _Attention(nn.Module):
         elif positions is not None:
             raise InvalidInput("positions need rotary_base, which is None")
         if cache is not None:
-            k, v = cache.append(k, v)
+            k, v = cache.joined(k, v, self)
         dropout_p = config.attention_dropout if self.training else 0.0
         if config.like_torchscale:
             assert isinstance(pattern, Dilated)
@@ -104,6 +106,8 @@ class _Attention(nn.Module):
                 q, k, v, pattern, key_mask=visible, bias=bias, dropout_p=dropout_p, backend=self.backend,
                 order=self.order, mesh=self.mesh,
             )  # fmt: skip
+        if cache is not None:
+            cache.hold(k, v, self)  # not before: a call that raised may be made again
         return out.flatten(2)
 
     def _check_cache(self, pattern: Pattern) -> None:

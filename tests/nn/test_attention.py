@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from attn_dispatch import Dense, Dilated, Neighborhood, Window, dispatch, shard, shard_positions
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.nn import DilatedAttention, KVCache, MultiheadAttention
+from attn_dispatch.nn import KVCache, MultiheadAttention
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.pairwise import crossed
 from tests.support.ring_ranks import Ranks
@@ -160,36 +159,6 @@ def test_equal_to_the_definition(kv_heads: int, rotary_base: float | None, patte
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@crossed(
-    kv_heads=(2, 4),
-    rotary_base=(None, 1e4),
-    pattern=(Dense(True), Window(3, 0, sinks=1), Dilated((4, 64), (1, 2), True), "fields"),
-    padded=(False, True),
-)
-def test_a_cache_gives_what_all_tokens_at_once_give(
-    kv_heads: int, rotary_base: float | None, pattern: Any, padded: bool
-) -> None:
-    torch.manual_seed(0)
-    fields: dict[str, Any] = {"kv_heads": kv_heads, "rotary_base": rotary_base, "dtype": torch.float64}
-    module: Any
-    if pattern == "fields":
-        module = DilatedAttention(DIM, HEADS, [4, 8], [1, 2], is_causal=True, **fields)
-    else:
-        module = MultiheadAttention(DIM, HEADS, pattern=pattern, **fields)
-    x = drawn(2, 20, DIM, dtype=torch.float64)
-    mask = torch.zeros(2, 20, dtype=torch.bool)
-    mask[1, [2, 11]] = padded
-    whole = module(x, key_padding_mask=mask if padded else None)[0]
-    cache = KVCache()
-    parts = []
-    for start, end in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 20)):
-        parts.append(module(x[:, start:end], key_padding_mask=mask[:, :end] if padded else None, cache=cache)[0])
-        assert len(cache) == end
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-10)
-    assert cache.keys is not None
-    assert cache.keys.shape == (2, 20, kv_heads, 8)
-
-
 def test_given_positions_are_used() -> None:
     """Only distances matter, and each row has its own."""
     module = MultiheadAttention(DIM, HEADS, rotary_base=1e4, dtype=torch.float64)
@@ -304,42 +273,6 @@ def test_calls_that_cannot_be_with_fields() -> None:
         MultiheadAttention(DIM, HEADS, pattern=Window(3, 3))(drawn(2, 8, DIM), is_causal=True)
     with pytest.raises(InvalidInput, match=r"query must be \[len, batch, embed_dim\]"):
         MultiheadAttention(DIM, HEADS, batch_first=False)(drawn(8, DIM))
-
-
-def test_a_cache_belongs_to_one_batch() -> None:
-    module, cache = MultiheadAttention(DIM, HEADS, is_causal=True), KVCache()
-    module(drawn(2, 8, DIM), cache=cache)
-    with pytest.raises(InvalidInput, match=r"cache holds \(batch, kv_heads, head_dim\) \(2, 4, 8\), got \(3, 4, 8\)"):
-        module(drawn(3, 1, DIM), cache=cache)
-    assert len(cache) == 8
-
-
-def test_a_cache_is_written_in_place_and_copies_go_their_own_way() -> None:
-    """Under no_grad, in inference mode and after it; a shallow copy, as beam search makes, shares no new tokens."""
-    module, x = MultiheadAttention(DIM, HEADS, is_causal=True).eval(), drawn(2, 20, DIM)
-    with torch.no_grad():
-        exact = module(x)[0]
-        cache = KVCache()
-        for end in range(1, 9):
-            module(x[:, end - 1 : end], cache=cache)
-        assert cache.keys is not None
-        before = cache.keys.data_ptr()
-        other = copy.copy(cache)
-        module(x[:, 8:9], cache=cache)
-        assert cache.keys.data_ptr() == before, "a new token moves no other"
-        module(drawn(2, 1, DIM), cache=other)
-        assert torch.allclose(module(x[:, 9:10], cache=cache)[0], exact[:, 9:10], atol=1e-6)
-    with torch.inference_mode():
-        cache = KVCache()
-        module(x[:, :3], cache=cache)
-        module(x[:, 3:4], cache=cache)
-    with torch.no_grad():
-        assert torch.allclose(module(x[:, 4:5], cache=cache)[0], exact[:, 4:5], atol=1e-6)
-    with pytest.raises(InvalidInput, match=r"cache holds torch\.float32, got torch\.float64"):
-        copy.deepcopy(module).double()(x[:, 5:6].double(), cache=cache)
-    out = module(x[:, 5:6].requires_grad_(), cache=cache)[0]
-    assert torch.allclose(out, exact[:, 5:6], atol=1e-6)
-    out.sum().backward()
 
 
 @pytest.mark.parametrize("training", [True, False])
