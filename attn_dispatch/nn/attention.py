@@ -17,6 +17,8 @@ from attn_dispatch.nn.embedding import rotated
 from attn_dispatch.nn.like_torchscale import attend_like_torchscale
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 
+#: Fields of a config that no attention module uses.
+NOT_OF_ATTENTION = ("dropout", "ffn_dim", "activation", "activation_dropout", "drop_path_rate")
 #: Arguments of torch.nn.MultiheadAttention that have no counterpart here, with the values that ask for nothing.
 NOT_TAKEN = {"add_bias_kv": (False,), "add_zero_attn": (False,), "kdim": (None,), "vdim": (None,)}
 
@@ -55,6 +57,18 @@ class _Attention(nn.Module):
         causal = self.config.is_causal if is_causal is None else is_causal
         return self.config.dilated(causal) or Dense(causal)
 
+    @property
+    def embed_dim(self) -> int:
+        return self.config.embed_dim
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
     def extra_repr(self) -> str:
         return f"{self.config.embed_dim}, num_heads={self.config.num_heads}, pattern={self.pattern()}"
 
@@ -85,7 +99,9 @@ class _Attention(nn.Module):
         if cache is not None:
             self._check_cache(pattern)
             k_len += len(cache)
-        visible = None if key_padding_mask is None else _visible(key_padding_mask, k.shape[0], k_len)
+        visible, added = _read(key_padding_mask, k.shape[0], k_len)
+        if added is not None:
+            bias = added.to(q.dtype)[:, None, None].expand(-1, -1, q.shape[1], -1) + (0.0 if bias is None else bias)
         if config.rotary_base is not None:
             places = self._positions(q, k, cache, positions)
             q, k = (rotated(x, places, config.rotary_base) for x in (q, k))
@@ -97,7 +113,8 @@ class _Attention(nn.Module):
         if config.like_torchscale:
             assert isinstance(pattern, Dilated)
             if bias is not None:
-                raise InvalidInput("attn_mask must be None with like_torchscale")
+                name = "attn_mask must be None" if added is None else "key_padding_mask must be bool, or 0 and -inf,"
+                raise InvalidInput(f"{name} with like_torchscale")
             out = attend_like_torchscale(
                 q, k, v, pattern, lengths=_lengths(visible), dropout_p=dropout_p, backend=self.backend
             )
@@ -177,7 +194,7 @@ class MultiheadAttention(_Attention):
             raise InvalidInput(
                 f"dropout and attention_dropout are one field here, got {dropout} and {given['attention_dropout']}"
             )
-        config = AttentionConfig.of(embed_dim, given)
+        config = AttentionConfig.of(embed_dim, given, (*NOT_OF_ATTENTION, "sub_norm", "norm_eps", "num_layers"))
         if config.like_torchscale:
             raise InvalidInput("like_torchscale is for DilatedAttention")
         super().__init__(config, pattern, order, mesh, backend)
@@ -214,7 +231,9 @@ class MultiheadAttention(_Attention):
 
         Args:
             query: [batch, q_len, embed_dim]. key: [batch, k_len, embed_dim], query by default. value: key by default.
-            key_padding_mask: [batch, k_len] bool, True for keys to ignore; with a cache, k_len counts its tokens too.
+            key_padding_mask: [batch, k_len] bool, True for keys to ignore, or floating point, added to the scores of
+                all queries; with a cache, k_len counts its tokens too. If floating point, it is read on the host,
+                except where it requires a gradient, or in a graph.
             need_weights: False; average_attn_weights has no effect without weights.
             attn_mask: [q_len, k_len] or [batch * heads, q_len, k_len]: bool, True for keys to ignore, or floating
                 point, added to the scores.
@@ -295,7 +314,7 @@ class DilatedAttention(_Attention):
     ) -> None:
         own = {"num_heads": num_heads, "segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
         given = {**fields, **{name: value for name, value in own.items() if value is not None}}
-        config = AttentionConfig.of(embed_dim, given)
+        config = AttentionConfig.of(embed_dim, given, NOT_OF_ATTENTION)
         if config.segment_lengths is None:
             raise InvalidInput("missing: segment_lengths and dilation_rates")
         super().__init__(config, None, order, mesh, backend)
@@ -349,18 +368,24 @@ def draw(layer: nn.Linear, gain: float) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def _visible(key_padding_mask: Tensor, batch: int, k_len: int) -> Tensor:
-    if key_padding_mask.is_floating_point():  # as torch.nn.TransformerEncoderLayer hands masks on
-        ignored = key_padding_mask == -torch.inf
-        if not bool((ignored | (key_padding_mask == 0)).all()):
-            raise InvalidInput("a floating-point key_padding_mask must be 0 or -inf: give other biases as attn_mask")
-        key_padding_mask = ignored
-    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, k_len):
+def _read(key_padding_mask: Tensor | None, batch: int, k_len: int) -> tuple[Tensor | None, Tensor | None]:
+    """Which keys are visible, or what a floating-point mask adds to their scores."""
+    if key_padding_mask is None:
+        return None, None
+    is_added = key_padding_mask.is_floating_point()
+    if not (is_added or key_padding_mask.dtype == torch.bool) or key_padding_mask.shape != (batch, k_len):
         raise InvalidInput(
-            f"key_padding_mask must be bool [batch, k_len] {[batch, k_len]}, True for keys to ignore, "
-            f"got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
+            f"key_padding_mask must be bool or floating point [batch, k_len] {[batch, k_len]}, True or -inf for keys "
+            f"to ignore, got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
         )
-    return ~key_padding_mask
+    if not is_added:
+        return ~key_padding_mask, None
+    # As torch.nn.TransformerEncoderLayer hands bool masks on; a graph cannot depend on what they hold.
+    if not (torch.compiler.is_compiling() or key_padding_mask.requires_grad):
+        ignored = key_padding_mask == -torch.inf
+        if bool((ignored | (key_padding_mask == 0)).all()):
+            return ~ignored, None
+    return None, key_padding_mask
 
 
 def _lengths(visible: Tensor | None) -> list[int] | None:

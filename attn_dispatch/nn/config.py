@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -23,7 +23,8 @@ class AttentionConfig:
     Args:
         embed_dim (or dim): features of a token; num_heads divides it.
         num_heads (or heads): heads of the queries.
-        num_kv_heads (or kv_heads): heads of keys and values, which divide num_heads; num_heads by default.
+        num_kv_heads (or kv_heads): heads of keys and values, which divide num_heads; None: as many, and
+            `kv_heads` gives the number.
         bias: the projections have biases.
         segment_lengths, dilation_rates, offsets: of `Dilated`; without them attention is dense.
         is_causal: a query sees no later key.
@@ -84,12 +85,14 @@ class AttentionConfig:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        if self.num_kv_heads is None:
-            put("num_kv_heads", self.num_heads)
         if self.ffn_dim is None:
             put("ffn_dim", 4 * integer("embed_dim", self.embed_dim, 1))
-        for name in ("embed_dim", "num_heads", "num_kv_heads", "ffn_dim", "num_layers"):
+        for name in ("embed_dim", "num_heads", "ffn_dim", "num_layers"):
             put(name, integer(name, getattr(self, name), 1))
+        if self.num_kv_heads is not None:
+            kv_heads = integer("num_kv_heads", self.num_kv_heads, 1)
+            # None, so that these follow where num_heads is replaced.
+            put("num_kv_heads", None if kv_heads == self.num_heads else kv_heads)
         for name in ("bias", "is_causal", "sub_norm", "like_torchscale"):
             boolean(name, getattr(self, name))
         for name in ("attention_dropout", "dropout", "activation_dropout", "drop_path_rate"):
@@ -161,9 +164,19 @@ class AttentionConfig:
         return cls(**values)
 
     @classmethod
-    def of(cls, first: AttentionConfig | int | None, given: Mapping[str, Any]) -> AttentionConfig:
-        """A module's first argument, a config or embed_dim, with the fields given by keyword, which go first."""
+    def of(
+        cls, first: AttentionConfig | int | None, given: Mapping[str, Any], unused: Collection[str] = ()
+    ) -> AttentionConfig:
+        """A module's first argument, a config or embed_dim, with the fields given by keyword, which go first.
+
+        Args:
+            unused: fields for other modules, which a config may have, but nobody gives to this one.
+        """
         values = {name: value for name, value in given.items() if value is not None}
+        for name in values:
+            if name in unused:
+                near = "; give attention_dropout" if name == "dropout" else ""
+                raise InvalidInput(f"{name} has no effect in this module{near}")
         if isinstance(first, AttentionConfig):
             return cls(**{**first.to_dict(), **_one_spelling(values)})
         return cls(**values) if first is None else cls(embed_dim=first, **_not_twice(first, values))

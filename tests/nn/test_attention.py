@@ -229,6 +229,7 @@ def test_a_query_without_keys_is_zero() -> None:
         ({"pattern": "dense"}, "pattern must be a pattern of attn_dispatch or None, got 'dense'"),
         ({"dropout": 0.1, "attention_dropout": 0.2}, "are one field here, got 0.1 and 0.2"),
         ({"segment_lengths": [4], "dilation_rates": [1], "like_torchscale": True}, "is for DilatedAttention"),
+        ({"sub_norm": True}, "sub_norm has no effect in this module"),
     ],
 )
 def test_modules_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
@@ -248,7 +249,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"need_weights": True}, "need_weights must be False"),
         (
             {"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)},
-            r"must be bool \[batch, k_len\] \[2, 8\], .* got torch.int64 \[2, 8\]",
+            r"must be bool or floating point \[batch, k_len\] \[2, 8\], .* got torch.int64 \[2, 8\]",
         ),
         ({"key_padding_mask": torch.zeros(2, 7).bool()}, r"got torch.bool \[2, 7\]"),
         ({"attn_mask": torch.zeros(2, 8, 8)}, r"attn_mask must be .*\[8, 8, 8\], got \[2, 8, 8\]"),
@@ -295,7 +296,33 @@ def test_it_takes_its_place_in_torchs_layers(training: bool, padded: bool) -> No
     assert calls == [1]
 
 
-def test_a_floating_point_padding_mask_is_read_exactly() -> None:
+@pytest.mark.parametrize("low", [-math.inf, -1.0, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_floating_point_padding_mask_is_added(low: float, beside: bool) -> None:
+    """As torch's module has it, also beside an attn_mask; gradients of a mask included."""
+    theirs = of_torch(batch_first=True)
+    module = MultiheadAttention(DIM, HEADS)
+    module.load_state_dict(theirs.state_dict())
+    x, bias = drawn(2, 8, DIM), drawn(8, 8, seed=2) if beside else None
+    mask = torch.zeros(2, 8)
+    mask[1, 5:] = low
+    found = module(x, key_padding_mask=mask, attn_mask=bias)[0]
+    torch.testing.assert_close(found, theirs(x, x, x, mask, attn_mask=bias)[0], rtol=0, atol=2e-6)
+    masks = [mask.clamp(min=-9).requires_grad_() for _ in range(2)]
+    module(x, key_padding_mask=masks[0], attn_mask=bias)[0].square().sum().backward()
+    theirs(x, x, x, masks[1], attn_mask=bias)[0].square().sum().backward()
+    torch.testing.assert_close(masks[0].grad, masks[1].grad, rtol=0, atol=1e-5)
+
+
+def test_a_floating_point_padding_mask_in_a_graph() -> None:
     module, x = MultiheadAttention(DIM, HEADS), drawn(2, 8, DIM)
-    with pytest.raises(InvalidInput, match="key_padding_mask must be 0 or -inf"):
-        module(x, key_padding_mask=torch.full((2, 8), -1.0))
+    hidden = torch.arange(8) >= torch.tensor([[8], [5]])
+    mask = torch.zeros(2, 8).masked_fill(hidden, -math.inf)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, key_padding_mask=mask)[0], module(x, key_padding_mask=hidden)[0])
+
+
+def test_sizes_are_attributes_as_of_torchs() -> None:
+    theirs, module = of_torch(), MultiheadAttention(DIM, HEADS)
+    for name in ("embed_dim", "num_heads", "head_dim"):
+        assert getattr(module, name) == getattr(theirs, name)

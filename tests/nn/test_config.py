@@ -59,6 +59,15 @@ def test_it_is_frozen() -> None:
     assert replace(config, embed_dim=64, ffn_dim=None) == AttentionConfig(dim=64, heads=4)
 
 
+def test_heads_of_keys_follow_those_of_queries() -> None:
+    """Where a config is changed, and they were not given as other than these."""
+    config = AttentionConfig(dim=32, heads=4)
+    assert config == AttentionConfig(dim=32, heads=4, kv_heads=4)
+    for changed in (replace(config, num_heads=8), MultiheadAttention(config, 8).config):
+        assert changed.kv_heads == 8
+    assert replace(AttentionConfig(dim=32, heads=4, kv_heads=2), num_heads=8).kv_heads == 2
+
+
 def test_what_follows_from_fields() -> None:
     config = AttentionConfig(dim=32, heads=8, kv_heads=2, **BRANCHES)
     assert (config.head_dim, config.kv_heads, config.ffn_dim) == (4, 2, 128)
@@ -107,6 +116,9 @@ def test_modules_take_a_config_or_its_fields() -> None:
     assert DilatedAttention(dim=32, heads=4, **BRANCHES).config == config
     assert DilatedAttention(config, is_causal=True).config == replace(config, is_causal=True)
     assert MultiheadAttention(32, heads=4, dropout=0.5).config.attention_dropout == 0.5
+    assert MultiheadAttention(replace(config, dropout=0.5, ffn_dim=8)).config.dropout == 0.5
+    with pytest.raises(InvalidInput, match="dropout has no effect in this module; give attention_dropout"):
+        DilatedAttention(config, dropout=0.5)
     with pytest.raises(InvalidInput, match="embed_dim is given twice, as 32"):
         MultiheadAttention(32, 4, dim=64)
     with pytest.raises(InvalidInput, match="heads and num_heads are one field, got 8 and 4"):

@@ -163,5 +163,7 @@ def test_what_cannot_be_is_named() -> None:
         like(torch.zeros(1, 4, 32), cache=KVCache(), is_causal=True)
     with pytest.raises(InvalidInput, match="must hide the ends of rows only with like_torchscale"):
         like(torch.zeros(1, 2, 32), key_padding_mask=torch.tensor([[True, False]]))
+    with pytest.raises(InvalidInput, match="key_padding_mask must be bool, or 0 and -inf, with like_torchscale"):
+        like(torch.zeros(1, 2, 32), key_padding_mask=torch.ones(1, 2))
     with pytest.raises(InvalidInput, match="as many queries as keys, got 4 and 8"):
         like(torch.zeros(1, 4, 32), torch.zeros(1, 8, 32))
