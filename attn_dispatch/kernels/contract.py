@@ -57,7 +57,8 @@ class Backend(Protocol):
       its own; default: natural order alone. Called only where `refusals` is empty.
     * `partial(problem, key_mask=None) -> autograd.Passes`: its passes for queries that also see other keys: forward
       returns out and lse over these keys, backward takes out and lse over all keys. The scale is above 0, and rows
-      with lse = inf have weight 0. Sequences over many ranks are computed with it.
+      with lse = inf have weight 0. Sequences over many ranks are computed with it, by the backends that `SOLVERS` in
+      ring/engine/parts.py lists: it is not asked of other packages' yet.
     * `traceable(problem) -> bool`: its forward pass consists of PyTorch's operators, so that a traced graph computes
       out and lse of other inputs, with autograd's gradients. Other backends do not run while torch.export or make_fx
       trace.

@@ -17,6 +17,7 @@ from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, Refusal, forced_orders, refuse_score_terms, runner
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.allocations import allocated_peak
 from attn_dispatch.testing.cases import problems as problems_of_all_kinds
 from attn_dispatch.testing.drawn import random_problems
@@ -51,10 +52,11 @@ def conformance(backend: Backend | str, problems: Iterable[Problem] | None = Non
     * inputs, and the memory beside them, are not written to, and a second call leaves the first one's result alone;
     * no more is allocated than `workspace_bytes` declares;
     * deterministic problems give the same bits twice;
-    * dropout has the right mean and variance, and drops the same weights forward and backward.
+    * dropout has the right mean and variance, and drops the same weights forward and backward;
+    * `partial`, where the backend has it, is right for queries that see other keys too, and `run_documents` for rows of
+      documents of several lengths.
 
-    `refusals` raises nothing, says the same twice, and gives reasons. Not checked: time, and the optional members
-    `partial` and `run_documents`.
+    `refusals` raises nothing, says the same twice, and gives reasons. Time is not checked.
 
     Args:
         backend: an object or module as for `attn_dispatch.register`, or the name of one that is registered.
@@ -101,6 +103,7 @@ class _Findings:
         self.refused: dict[Problem, tuple[Refusal, ...]] = {}
         self.cause: BaseException | None = None
         self.checked: set[tuple[CaseSpec, str]] = set()
+        self.asked: set[tuple[str, Problem]] = set()  # of optional members
 
     def check_members(self) -> None:
         missing = [part for part in registry.REQUIRED if not hasattr(self.backend, part)]
@@ -140,6 +143,13 @@ class _Findings:
                     with self.noting(where, prefix + f"hard case: {case}: "):
                         for failure in check.hard_case(case):
                             self.fail(where, f"{prefix}hard case: {failure}")
+            for member, (problem_of, failures_of) in optional.CHECKS.items():
+                with self.noting(where, f"{member}: "):
+                    asked = problem_of(self.backend, problem)
+                    if asked is not None and (member, asked) not in self.asked:
+                        self.asked.add((member, asked))
+                        for failure in failures_of(self.backend, asked):
+                            self.fail(where, f"{member}: {failure}")
             if where not in self.failures:
                 self.computed.append(problem)
 

@@ -1,0 +1,147 @@
+"""Checks of the optional members of a backend that compute: `partial` and `run_documents`.
+
+What they compute is no pattern: it is written as a dense problem with a bias, the logarithm of how often each query
+sees each key, so that the oracle gives the expected results and their tolerances.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels import formula
+from attn_dispatch.kernels.contract import Backend, refusals_of
+from attn_dispatch.kernels.numerics import merge_, sum_dtype
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.hard_cases import nan_memory
+from attn_dispatch.tuning.oracle import Oracle
+
+OTHER_KEYS = 5  #: that queries of `partial` see besides
+
+
+def problem_of_partial(backend: Backend, problem: Problem) -> Problem | None:
+    """The problem of which `partial` is asked as part of this one; None where it is not."""
+    if not hasattr(backend, "partial") or problem.scale <= 0 or problem.score_terms or problem.dropout_p:
+        return None
+    part = replace(
+        problem, return_lse=True, has_seq_lens=False, has_key_mask=problem.masked, strides=("bnhd", "bnhd", "bnhd")
+    )
+    return None if refusals_of(backend, part) else part
+
+
+def partial_failures(backend: Any, problem: Problem) -> list[str]:
+    """What is wrong with the passes of `problem_of_partial`, whose queries see some keys more.
+
+    Every other query sees no key but the part's, so that lse over all keys is infinite for those that see none of it.
+    """
+    batch, q_len, heads, own = problem.batch, problem.q_len, problem.heads, problem.k_len
+    example = make(replace(problem, k_len=own + OTHER_KEYS, has_key_mask=False, pattern=Dense()))
+    seen = make(problem).masks.get("key_mask")
+    counts = problem.pattern.multiplicity(q_len, own, heads, key_mask=seen, device=problem.device)
+    counts = counts.expand(batch, heads, q_len, own)
+    others = torch.zeros(q_len, OTHER_KEYS, dtype=counts.dtype, device=problem.device)
+    others[::2] = 1
+    oracle = _oracle(example, torch.cat((counts, others.expand(batch, heads, -1, -1)), -1))
+    q, k, v = (x.detach() for x in (example.q, example.k, example.v))
+    keys, values = (x[:, own:].double().repeat_interleave(heads // problem.kv_heads, 2) for x in (k, v))
+    passes = backend.partial(problem, seen)
+    with torch.no_grad():
+        part_out, part_lse = passes.forward(q, k[:, :own], v[:, :own])
+        failures = [
+            f"forward gave {name} {list(x.shape)}, not {list(shape)}"
+            for name, x, shape in (("out", part_out, q.shape), ("lse", part_lse, (batch, heads, q_len)))
+            if tuple(x.shape) != tuple(shape)
+        ]
+        if failures:
+            return failures
+        out, lse = formula.formula(q.double(), keys, values, others, problem.scale)
+        lse = lse.transpose(1, 2).contiguous()
+        merge_(out, lse, part_out.double(), part_lse.double().transpose(1, 2))
+        lse = lse.transpose(1, 2)
+        found = {"out": out.to(problem.dtype), "lse": lse.to(sum_dtype(problem.dtype))}
+        if oracle.grad is not None:
+            whole = lse.masked_fill(lse == -math.inf, math.inf)
+            saved = q, k[:, :own], v[:, :own], found["out"], whole.to(found["lse"].dtype)
+            dq, dk, dv = passes.backward(oracle.grad, oracle.grad_lse, saved)[:3]
+            more = _dq_of(oracle, q, keys, values, others, out, whole)
+            known = [oracle.expected[name].value[:, own:].to(problem.dtype) for name in ("dk", "dv")]
+            found["dq"] = (dq.double() + more).to(problem.dtype)
+            found["dk"], found["dv"] = (
+                torch.cat((x.to(problem.dtype), rest), 1) for x, rest in zip((dk, dv), known, strict=True)
+            )
+        return list(oracle.check(found).failures)
+
+
+def _dq_of(oracle: Oracle, q: Tensor, keys: Tensor, values: Tensor, counts: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The part of dq, in float64, that comes from some keys, with out and lse over all keys."""
+    assert oracle.grad is not None
+    assert oracle.grad_lse is not None
+    scale, grad = oracle.example.problem.scale, oracle.grad.double()
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double() * scale, keys)
+    weights = counts * (scores - lse[..., None]).exp()
+    of_weights = torch.einsum("bqhd,bkhd->bhqk", grad, values)
+    of_rows = oracle.grad_lse.double() - (grad * out).sum(-1).transpose(1, 2)
+    return torch.einsum("bhqk,bkhd->bqhd", weights * (of_weights + of_rows[..., None]), keys) * scale
+
+
+def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
+    """The problem of packed rows with which `run_documents` is called for one like this; None where it is not."""
+    common = isinstance(problem.pattern, Dense | Window | Dilated) and problem.q_len == problem.k_len
+    if not hasattr(backend, "run_documents") or not common or problem.bias or problem.dropout_p:
+        return None
+    rows = replace(problem, has_seq_lens=False, is_document=True)
+    return None if refusals_of(backend, rows) else rows
+
+
+def documents_failures(backend: Any, problem: Problem) -> list[str]:
+    """What is wrong with the results of `problem_of_documents`, of documents of several lengths."""
+    lengths = _lengths(problem.q_len)
+    example = make(problem)
+    seen = example.masks.get("key_mask")
+    shape = (problem.batch, problem.heads, problem.q_len, problem.q_len)
+    counts, start = torch.zeros(shape, dtype=torch.int32, device=problem.device), 0
+    for length in lengths:
+        inside = slice(start, start := start + length)
+        counts[:, :, inside, inside] = problem.pattern.multiplicity(
+            length, length, problem.heads, device=problem.device
+        )
+    if seen is not None:
+        counts *= seen[:, None, None]
+    oracle = _oracle(example, counts)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, dense: Problem, **tensors: Tensor) -> Any:
+        given = {name: x for name, x in example.masks.items() if name != "bias"}
+        return backend.run_documents(q, k, v, problem, lengths, **given)
+
+    as_backend: Any = SimpleNamespace(run=run)
+    with nan_memory(problem, in_torch=not hasattr(backend, "first_call_ms")):
+        found = oracle.run(as_backend)
+    return list(oracle.check(found).failures)
+
+
+def _lengths(tokens: int) -> tuple[int, ...]:
+    """Lengths of documents, one of them a single token where there is room."""
+    first = (tokens + 1) // 2
+    return tuple(length for length in (first, min(1, tokens - first), tokens - first - 1) if length > 0)
+
+
+def _oracle(example: Example, counts: Tensor) -> Oracle:
+    """The expected results of a row whose queries see keys so often, besides what the example's score terms are."""
+    dense = replace(
+        example.problem, pattern=Dense(), has_key_mask=False, bias=tuple(counts.shape[:2]), is_document=False
+    )
+    masks = {name: x for name, x in example.masks.items() if name != "key_mask"}
+    return Oracle.of(replace(example, problem=dense, masks={**masks, "bias": counts.double().log()}))
+
+
+CHECKS = {
+    "partial": (problem_of_partial, partial_failures),
+    "run_documents": (problem_of_documents, documents_failures),
+}  #: of each optional member: the problem to ask of it, and what is wrong with its results

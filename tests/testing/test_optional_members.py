@@ -1,0 +1,179 @@
+"""conformance() of a backend with `partial` or `run_documents`: a fault there fails, and is named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch.backends import manual
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result, refusals_of
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing import conformance, optional, problems
+from attn_dispatch.testing.cases import CASES
+from tests.support.flaws import Planted
+
+pytestmark = pytest.mark.usefixtures("little_time")  # one thread
+
+Steps = dict[str, Any]  #: functions that stand for parts of a computation, by which a fault is planted
+
+
+def step(steps: Steps | None, name: str, *given: Any) -> Any:
+    """What the function of this name makes of what is given; without one it stays as it is."""
+    if steps is None or name not in steps:
+        first, *others = given
+        return given if others else first
+    return steps[name](*given)
+
+
+def weights_of(q: Tensor, k: Tensor, problem: Problem, lse: Tensor, key_mask: Tensor | None) -> Tensor:
+    """c * exp(s - lse), [batch, heads, q_len, k_len], by the definition."""
+    counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, key_mask=key_mask)
+    keys = k.repeat_interleave(problem.heads // problem.kv_heads, 2)
+    return counts * (torch.einsum("bqhd,bkhd->bhqk", q * problem.scale, keys) - lse[..., None]).exp()
+
+
+@dataclass
+class Formula:
+    """The passes of a problem by the definition, in float64."""
+
+    problem: Problem
+    key_mask: Tensor | None
+    steps: Steps
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        problem = replace(self.problem, needs_grad=False, has_key_mask=self.key_mask is not None)
+        masks = {} if self.key_mask is None else {"key_mask": self.key_mask}
+        out, lse = manual.run(q, k, v, problem, **masks)
+        return step(self.steps, "results", out, lse)
+
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = (x.double() for x in saved)
+        assert grad is not None
+        assert grad_lse is not None
+        if "saved" in self.steps:
+            own = (x.double() for x in Formula(self.problem, self.key_mask, {}).forward(*saved[:3]))
+            out, lse = step(self.steps, "saved", out, lse, *own)
+        shared = self.problem.heads // self.problem.kv_heads
+        p = weights_of(q, k, self.problem, lse, self.key_mask)
+        of_values = torch.einsum("bqhd,bkhd->bhqk", grad.double(), v.repeat_interleave(shared, 2))
+        of_rows = (grad * out).sum(-1).transpose(1, 2) - step(self.steps, "grad_lse", grad_lse.double())
+        ds = p * (of_values - of_rows[..., None]) * self.problem.scale
+        dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.repeat_interleave(shared, 2))
+        dk, dv = torch.einsum("bhqk,bqhd->bkhd", ds, q), torch.einsum("bhqk,bqhd->bkhd", p, grad.double())
+        dk, dv = (torch.unflatten(x, 2, (-1, shared)).sum(3) for x in (dk, dv))
+        return tuple(x.to(self.problem.dtype) for x in (dq, dk, dv))
+
+
+@dataclass
+class Other(Planted):
+    """A backend that computes what `manual` does, and has both optional members."""
+
+    steps: Steps | None = None
+    score_terms = SCORE_TERMS
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return manual.refusals(problem)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        return 2 * manual.workspace_bytes(problem)
+
+    def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Formula:
+        return Formula(problem, step(self.steps, "mask", key_mask), self.steps or {})
+
+    def run_documents(
+        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
+    ) -> Result:
+        parts: list[Any] = []
+        start = 0
+        for length in step(self.steps, "lengths", lengths):
+            own = slice(start, start := start + length)
+            masks = {name: x[:, own] if name == "key_mask" else x for name, x in tensors.items()}
+            pattern = step(self.steps, "pattern", problem.pattern)
+            one = replace(problem, q_len=length, k_len=length, pattern=pattern)
+            parts.append(manual.run(q[:, own], k[:, own], v[:, own], one, **masks))
+        outs, lses = zip(*parts)
+        return step(self.steps, "joined", torch.cat(outs, 1), torch.cat(lses, 2))  # type: ignore[no-any-return]
+
+
+def problem_of(case: str, **changes: Any) -> Problem:
+    (found,) = (each.problem(torch.float32, needs_grad=True) for each in CASES if each.id == case)
+    return replace(found, **changes)
+
+
+@pytest.mark.parametrize("member", ["partial", "run_documents"])
+def test_what_has_no_fault_passes(member: str) -> None:
+    """Of every kind, and both members are asked about many problems."""
+    backend, asked = Other(manual.run), set[Problem]()
+    problem_of_member, failures_of = optional.CHECKS[member]
+    for problem in problems():
+        each = None if refusals_of(backend, problem) else problem_of_member(backend, problem)
+        if each is not None and each not in asked:
+            asked.add(each)
+            with torch.no_grad() if member == "partial" else torch.enable_grad():
+                assert failures_of(backend, each) == [], each
+    assert len(asked) > 60
+    assert {each.has_key_mask for each in asked} == {each.needs_grad for each in asked} == {False, True}
+    assert any(each.heads > each.kv_heads for each in asked)
+
+
+@pytest.mark.parametrize("name", ["native", "sdpa", "tiles"])
+def test_members_of_this_package(name: str) -> None:
+    backend: Any = registry.load(name)
+    some = [problem_of(case) for case in ("causal-both-masks", "longnet-grouped", "window-key-mask", "dense-cross")]
+    assert len(conformance(backend, some).computed) >= 2
+
+
+FAULTS: dict[str, tuple[str, Steps, str]] = {
+    "its own out and lse": ("dense", {"saved": lambda out, lse, own_out, own_lse: (own_out, own_lse)}, "dv is off by"),
+    "its own out": ("dense", {"saved": lambda out, lse, own_out, own_lse: (own_out, lse)}, "dk is off by"),
+    "no gradient of lse": ("dense", {"grad_lse": torch.zeros_like}, "dq is off by"),
+    "no key mask": ("causal-key-mask", {"mask": lambda x: None}, "out is off by"),
+    "lse in base 2": ("causal", {"results": lambda out, lse: (out, lse / math.log(2))}, "lse is off by"),
+    "heads first": (
+        "dense",
+        {"results": lambda out, lse: (out.transpose(1, 2), lse)},
+        "forward gave out [1, 4, 64, 16]",
+    ),
+    "lse of tokens first": ("dense", {"results": lambda out, lse: (out, lse.mT)}, "forward gave lse [1, 64, 4]"),
+    "0 for rows without keys": (
+        "window-rows-without-keys",
+        {"results": lambda out, lse: (out, lse.clamp(min=0))},
+        "lse is off by",
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "steps", "named"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_partial_is_named(case: str, steps: Steps, named: str) -> None:
+    problem = problem_of(case)
+    with pytest.raises(AssertionError) as raised:
+        conformance(Other(manual.run, steps=steps), [problem])
+    text = str(raised.value)
+    assert f"partial: {named}" in text
+    assert "run_documents: " not in text
+
+
+DOCUMENT_FAULTS: dict[str, tuple[str, Steps, str]] = {
+    "one document": ("dense", {"lengths": lambda lengths: (sum(lengths),)}, "out is off by"),
+    "one token late": ("dense", {"lengths": lambda x: (x[0] + 1, *x[1:-1], x[-1] - 1)}, "out is off by"),
+    "another pattern": ("causal-key-mask", {"pattern": lambda _: Dense()}, "out is off by"),
+    "no lse": ("dense", {"joined": lambda out, lse: out}, "lse was asked for and not returned"),
+    "another lse": ("longnet-causal", {"joined": lambda out, lse: (out, lse * 1.005)}, "lse is off by"),
+    "no gradient": ("dense", {"joined": lambda out, lse: (out.detach(), lse)}, "dk is off by"),
+}
+
+
+@pytest.mark.parametrize(("case", "steps", "named"), DOCUMENT_FAULTS.values(), ids=DOCUMENT_FAULTS)
+def test_a_fault_of_run_documents_is_named(case: str, steps: Steps, named: str) -> None:
+    with pytest.raises(AssertionError) as raised:
+        conformance(Other(manual.run, steps=steps), [problem_of(case)])
+    text = str(raised.value)
+    assert f"run_documents: {named}" in text
+    assert "partial: " not in text
