@@ -84,13 +84,10 @@ def profile(
             raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
     end = None if budget_s is None else time.monotonic() + budget_s
     found: Explanations = {}
-    left = math.fsum(shares)
     with reused(), _bar(len(problem_list), progress) as advance:
-        for index in sorted(range(len(problem_list)), key=lambda index: -shares[index]):
-            problem, share = problem_list[index], shares[index]
-            each_s = _share_of(end, share / left if left > 0 else 1 / (len(problem_list) - len(found)))
-            left -= share
-            found[index] = _measure_problem(measured_for(problem), each_s, force)
+        for index, share in _largest_first(range(len(problem_list)), shares):
+            problem = problem_list[index]
+            found[index] = _measure_problem(measured_for(problem), _share_of(end, share), force)
             advance(str(problem))
             if report is not None:
                 report(index, found[index])
@@ -110,6 +107,14 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
     if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
         raise InvalidInput(f"weights must be a number >= 0 for each of the {count} problems, got {list(weights)!r}")
     return list(weights)
+
+
+def _largest_first(indices: Sequence[int], weights: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """The indices, those with the largest weights first, each with its share of what the earlier ones left."""
+    left = math.fsum(weights[index] for index in indices)
+    for number, index in enumerate(sorted(indices, key=lambda index: -weights[index])):
+        yield index, weights[index] / left if left > 0 else 1 / (len(indices) - number)
+        left -= weights[index]
 
 
 def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
@@ -172,6 +177,7 @@ def profile_over(
     force: bool = False,
     progress: bool = True,
     report: Report | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[Explanation]:
     """Measure problems on all ranks of a mesh; a collective call with the same arguments on every rank.
 
@@ -184,6 +190,7 @@ def profile_over(
         force: measure again problems that have a valid decision.
         progress: show a bar on stderr of the first rank.
         report: called on every rank with each problem's index and explanation when all are decided.
+        weights: as for `profile`, of a rank's problems of one device, and of all sharded ones.
 
     Returns:
         One explanation for each problem, on every rank.
@@ -195,13 +202,12 @@ def profile_over(
     for problem in problems:
         if problem.ranks not in (1, link.size):
             raise InvalidInput(f"the mesh has {link.size} ranks, but a problem has ranks={problem.ranks}: {problem}")
-    found = _measure_unsharded(problems, link, budget_s, force, progress)
+    shares = _checked_weights(weights, len(problems))
+    found = _measure_unsharded(problems, shares, link, budget_s, force, progress)
     sharded = [index for index, problem in enumerate(problems) if problem.ranks > 1]
-    for number, index in enumerate(sharded):
-        each_s = None if budget_s is None else max(MIN_SECONDS, budget_s / (len(sharded) - number))
-        start = time.monotonic()
-        found[index] = _measure_sharded(problems[index], link, kind, each_s, force)
-        budget_s = None if budget_s is None else budget_s - (time.monotonic() - start)
+    end = None if budget_s is None else time.monotonic() + budget_s
+    for index, share in _largest_first(sharded, shares):
+        found[index] = _measure_sharded(problems[index], link, kind, _share_of(end, share), force)
     for index in sorted(found) if report is not None else ():
         assert report is not None
         report(index, found[index])
@@ -209,18 +215,29 @@ def profile_over(
 
 
 def _measure_unsharded(
-    problems: Sequence[Problem], link: Link, budget_s: float | None, force: bool, progress: bool
+    problems: Sequence[Problem],
+    weights: Sequence[float],
+    link: Link,
+    budget_s: float | None,
+    force: bool,
+    progress: bool,
 ) -> Explanations:
     """Measure this rank's share of the problems of one device, and exchange the decisions with the other ranks."""
     single = [index for index, problem in enumerate(problems) if problem.ranks == 1]
-    own = single[link.rank :: link.size]
+    own = [index for index, _ in _largest_first(single, weights)][link.rank :: link.size]
     hosts = link.all_gather_objects((link.host, problems[0].device.type if problems else "cpu"))
     rounds = [hosts[:rank].count(hosts[rank]) if hosts[rank][1] == "cpu" else 0 for rank in range(link.size)]
     done: list[Explanation] = []
     for round_number in range(max(rounds) + 1):
         if round_number == rounds[link.rank] and own:
             shown = progress and link.rank == 0
-            done = profile([problems[index] for index in own], budget_s=budget_s, force=force, progress=shown)
+            done = profile(
+                [problems[index] for index in own],
+                budget_s=budget_s,
+                force=force,
+                progress=shown,
+                weights=[weights[index] for index in own],
+            )
         link.barrier()  # concurrent measurements on one CPU would disturb each other
     decisions = [look_up.read_stored(Request.of(problems[index])) for index in own]
     gathered = link.all_gather_objects(

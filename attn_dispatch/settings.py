@@ -65,7 +65,8 @@ def mode() -> str:
 
 def record_file() -> str | None:
     """$ATTN_DISPATCH_RECORD: the file to which this process writes its problems; None: to none."""
-    return os.environ.get("ATTN_DISPATCH_RECORD") or None
+    named = os.environ.get("ATTN_DISPATCH_RECORD")
+    return os.path.expanduser(named) if named else None
 
 
 def measures() -> bool:

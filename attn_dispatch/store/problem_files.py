@@ -74,7 +74,10 @@ def parse_record(
             plain = json.loads(line)
             calls, seconds = _taken(plain, "calls", int), _taken(plain, "seconds", float)
             problem = Problem.from_dict(plain, device)
-        except (json.JSONDecodeError, RecursionError, InvalidInput) as error:
+        except json.JSONDecodeError as error:
+            why = f"not JSON ({error}); if a run was cut off there, delete the line"
+            raise InvalidInput(f"{path}, line {number}: {why}") from error
+        except (RecursionError, InvalidInput) as error:
             raise InvalidInput(f"{path}, line {number}: {error}") from error
         before = found.get(problem, Use())
         found[problem] = Use(before.calls + int(calls), before.seconds + seconds)

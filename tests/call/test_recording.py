@@ -163,6 +163,15 @@ def test_wrong_counts_are_named(text: str, tmp_path: Path) -> None:
         read_record(path)
 
 
+def test_a_line_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    path, line = tmp_path / "met.jsonl", json.dumps(Problem.of(*qkv()).to_dict())
+    path.write_text(f"{line}\n{line[:100]}")
+    with pytest.raises(
+        InvalidInput, match=r"met\.jsonl, line 2: not JSON .* if a run was cut off there, delete the line"
+    ):
+        read_record(path)
+
+
 def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
     code = (
         "import torch, attn_dispatch\nx = torch.ones(1, 16, 2, 8)\nfor _ in range(3): attn_dispatch.attend(x, x, x)\n"
@@ -173,6 +182,9 @@ def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
     subprocess.run(command, env=environment, check=True)
     ((problem, use),) = read_record(path).items()
     assert (problem.q_len, use.calls) == (16, 3)
+    environment |= {"HOME": str(tmp_path), "ATTN_DISPATCH_RECORD": "~/home.jsonl"}
+    subprocess.run(command, env=environment, check=True)
+    assert read_record(tmp_path / "home.jsonl").keys() == {problem}
     environment["ATTN_DISPATCH_RECORD"] = str(tmp_path)
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert f"InvalidInput: $ATTN_DISPATCH_RECORD: {tmp_path} cannot be written" in done.stderr

@@ -9,10 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from attn_dispatch import profiling
 from attn_dispatch.cli import main
 from attn_dispatch.profiling import profile_over
 from attn_dispatch.settings import cache_folder
@@ -52,6 +54,38 @@ def test_every_rank_has_every_decision(ranks: Ranks) -> None:
     assert [source for _, source in choices] == ["measured"] * 4
     assert choices[3][0] == "ring"
     assert {(96, 1), (112, 1), (128, 1), (98, 2)} <= stored
+
+
+def budgets(problems: list[Problem], weights: list[float]) -> list[tuple[int, int, float]]:
+    """A job: of what this rank measures, in order, the q_len, the number of ranks and the seconds."""
+    given: list[tuple[int, int, float]] = []
+
+    def alone(problem: Problem, seconds: float, force: bool) -> Any:
+        given.append((problem.q_len, problem.ranks, seconds))
+
+    def together(problem: Problem, link: Any, kind: str, seconds: float, force: bool) -> Any:
+        given.append((problem.q_len, problem.ranks, seconds))
+
+    with (
+        mock.patch.object(profiling, "_measure_problem", alone),
+        mock.patch.object(profiling, "_measure_sharded", together),
+    ):
+        profile_over(problems, ring_ranks.group(), budget_s=100.0, progress=False, weights=weights)
+    return given
+
+
+def test_budgets_go_where_the_time_went(ranks: Ranks) -> None:
+    """As in one process: in proportion to the weights, largest first; of a rank's own problems, and of shared ones."""
+    plain = [
+        Case("", Dense(), (1, length, 2, 16)).problem(torch.float32, needs_grad=False) for length in range(96, 102)
+    ]
+    shared = [replace(problem, ranks=2) for problem in plain[4:]]
+    first, second = ranks.everywhere(budgets, [*plain[:4], *shared], [1.0, 3.0, 9.0, 6.0, 1.0, 4.0], ranks=2)
+    together = [(101, 2, 80.0), (100, 2, 100.0)]
+    for found, expected in ((first, [(98, 1, 75.0), (97, 1, 100.0)]), (second, [(99, 1, 600 / 7), (96, 1, 100.0)])):
+        assert [each[:2] for each in found] == [each[:2] for each in [*expected, *together]]
+        seconds = [each[2] for each in [*expected, *together]]
+        assert [each[2] for each in found] == pytest.approx(seconds, abs=0.5)
 
 
 @pytest.mark.full

@@ -124,13 +124,12 @@ def _measured(
 ) -> None:
     from attn_dispatch.profiling import profile  # here, so that usage errors do not wait for torch
 
-    weights = None if args.record is None else [args.weights[problem] for problem in problems]
     profile(
         problems,
         budget_s=budget_s,
         force=args.force,
         report=lambda _, explanation: explanations.append(explanation),
-        weights=weights,
+        weights=_weights(args, problems),
     )
 
 
@@ -145,6 +144,7 @@ def _measured_by_ranks(
     from attn_dispatch.profiling import profile_over
     from attn_dispatch.ring.link import world
 
+    weights = _weights(args, problems)
     if args.sharded:
         problems = [replace(problem, ranks=ranks) for problem in problems]
     with world(problems[0].device.type):
@@ -154,8 +154,13 @@ def _measured_by_ranks(
             budget_s=budget_s,
             force=args.force,
             report=lambda _, explanation: explanations.append(explanation),
+            weights=weights,
         )
     return problems
+
+
+def _weights(args: argparse.Namespace, problems: list[Problem]) -> list[float] | None:
+    return None if args.record is None else [args.weights[problem] for problem in problems]
 
 
 def _only_shares(args: argparse.Namespace) -> bool:
