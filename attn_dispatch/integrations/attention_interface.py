@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.integrations.libraries import library
 
-transformers: Any = import_module("transformers")
+transformers = library("transformers", "5.4")
 
 Request = str | dict[str, Any] | None  #: what set_attn_implementation() takes
 

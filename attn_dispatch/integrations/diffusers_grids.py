@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.integrations.libraries import library
 from attn_dispatch.spec.pattern import Dense, Neighborhood
 
+library("diffusers", "0.36")
 # By name: type checkers need not find the library.
 dispatch: Any = import_module("diffusers.models.attention_dispatch")
 

@@ -25,12 +25,13 @@ from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import unmasked
 from attn_dispatch.integrations.attention_interface import refuse_models_without_it
+from attn_dispatch.integrations.libraries import library
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.log import say_once
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 
+transformers = library("transformers", "5.4")
 # By name: type checkers need not find the library.
-transformers: Any = import_module("transformers")
 masking_utils: Any = import_module("transformers.masking_utils")
 sdpa_attention_forward: Any = import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
 is_tracing: Any = import_module("transformers.utils.import_utils").is_tracing
@@ -228,14 +229,7 @@ def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
             return Dense(_is_causal(facts))
         if key_mask is not None and not bool(key_mask[:, 0].all()):
             raise InvalidInput("segments are counted from the first token: pad on the right for dilated attention")
-        try:
-            fields: dict[str, Any] = spread
-            return Dilated(**fields, is_causal=True)
-        except TypeError as error:
-            raise InvalidInput(
-                f"config.{NAME} must be a dict of segment_lengths and dilation_rates, and of offsets and heads where "
-                f"they are not the usual ones, got {spread!r}"
-            ) from error
+        return unmasked.dilated(spread)
     if (facts.low is not None and facts.low > 0) or (facts.high is not None and facts.high < 0):
         raise Unreadable("a window that leaves out the query's own position")
     return Window(None if facts.low is None else -facts.low, facts.high)
@@ -264,7 +258,8 @@ def attention(
     """
     for name, x in given.items():
         if x is not None and x is not False and name not in WITHOUT_EFFECT and name not in DOCUMENTS:
-            raise InvalidInput(f"attn_dispatch has no {name}: use attn_implementation='sdpa' or 'eager' for this model")
+            others = "'eager'" if name == "output_attentions" else "'sdpa' or 'eager'"  # sdpa has no weights either
+            raise InvalidInput(f"attn_dispatch has no {name}: use attn_implementation={others} for this model")
     # What PyTorch's attention has not, in some versions of transformers.
     added = (softcap, s_aux, position_bias, *(given.get(name) for name in DOCUMENTS))
     if fallback and isinstance(attention_mask, Tensor) and all(x is None for x in added):

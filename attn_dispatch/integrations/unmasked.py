@@ -34,8 +34,23 @@ def pattern_of(module: Any, pattern: Pattern, spread: Any) -> Pattern:
     if kinds is not None and layer is not None and kinds[layer] == CHUNKS:
         return Dilated((config.attention_chunk_size,), (1,), is_causal=True)
     if spread:
-        return Dilated(tuple(spread["segment_lengths"]), tuple(spread["dilation_rates"]), is_causal=True)
+        return dilated(spread)
     return pattern
+
+
+def dilated(spread: Any) -> Dilated:
+    """The causal pattern of a config's `attn_dispatch`.
+
+    Raises:
+        InvalidInput: it is not a dict of the fields of `Dilated`.
+    """
+    try:
+        return Dilated(**spread, is_causal=True)
+    except TypeError as error:
+        raise InvalidInput(
+            "config.attn_dispatch must be a dict of segment_lengths and dilation_rates, and of offsets and heads where "
+            f"they are not the usual ones, got {spread!r}"
+        ) from error
 
 
 def documents_of(positions: Any, length: int) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attn_dispatch import Dilated, attend
 from attn_dispatch.errors import InvalidInput
 from tests.support.small_transformers import (
     LENGTH,
@@ -129,7 +130,8 @@ def eager(seen: Tensor, softcap: float | None = None, s_aux: Tensor | None = Non
 
 def test_keywords_that_would_be_lost(asked: list[str]) -> None:
     for name in ("indices", "cache", "sinks", "deterministic", "output_attentions"):
-        with pytest.raises(InvalidInput, match=f"attn_dispatch has no {name}: use attn_implementation='sdpa'"):
+        others = "'eager' for" if name == "output_attentions" else "'sdpa' or 'eager' for"
+        with pytest.raises(InvalidInput, match=f"attn_dispatch has no {name}: use attn_implementation={others}"):
             layer(**{name: torch.ones(1)})
     assert not asked
     layer(output_attentions=False, indices=None, output_router_logits=True, use_cache=True)
@@ -216,3 +218,16 @@ def test_dilated_attention_with_a_static_cache_in_a_graph() -> None:
         with pytest.raises(InvalidInput, match="dilated attention needs a cache that is not static"):
             integration.mask(1, 1, 6, **keywords)
     assert integration.mask(1, 1, 6, **{**keywords, "q_offset": 3}).stop == 4
+
+
+def test_a_layer_without_a_mask_is_dilated_by_all_fields_of_its_config() -> None:
+    """As wrappers call it that drop masks."""
+    module, q, k, v = layer_and_tensors()
+    attention = transformers.AttentionInterface._global_mapping[integration.NAME]
+    module.config.attn_dispatch = {"segment_lengths": [4, 6], "dilation_rates": [2, 1], "heads": "split"}
+    pattern = Dilated((4, 6), (2, 1), is_causal=True, heads="split")
+    expected = attend(q, k, v, pattern, layout="bhnd", scale=module.scaling).transpose(1, 2)
+    assert_close(attention(module, q, k, v, None, scaling=module.scaling)[0], expected)
+    module.config.attn_dispatch = {"segment_length": [4]}
+    with pytest.raises(InvalidInput, match=r"config.attn_dispatch must be a dict of .*, got {'segment_length': \[4\]}"):
+        attention(module, q, k, v, None)
