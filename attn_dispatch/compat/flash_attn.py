@@ -97,6 +97,11 @@ def flash_attn_varlen_func(
     common["return_lse"] = return_attn_probs
     parts: list[tuple[Tensor, Any]] = []
     by_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
+    _check_starts("cu_seqlens_q", cu_seqlens_q)
+    _check_starts("cu_seqlens_k", cu_seqlens_k)
+    if alibi_slopes is not None and by_sequence and len(alibi_slopes) != len(cu_seqlens_q) - 1:
+        shape, sequences = list(alibi_slopes.shape), len(cu_seqlens_q) - 1
+        raise InvalidInput(f"alibi_slopes must be [heads] or [sequences, heads], got {shape} for {sequences} sequences")
     with _deterministic(deterministic):
         if torch.equal(cu_seqlens_q, cu_seqlens_k) and not by_sequence:
             found = attend(
@@ -136,9 +141,12 @@ def _check_probabilities(wanted: bool, dropout_p: float) -> None:
         raise InvalidInput("return_attn_probs gives no dropout pattern: it needs dropout_p = 0")
 
 
-def _starts(name: str, given: object, x: Tensor) -> list[int]:
+def _check_starts(name: str, given: object) -> None:
     if not isinstance(given, Tensor) or given.ndim != 1 or given.dtype not in (torch.int32, torch.int64):
         raise InvalidInput(f"{name} must be an int32 or int64 tensor [sequences + 1], got {given!r}")
+
+
+def _starts(name: str, given: Tensor, x: Tensor) -> list[int]:
     found: list[int] = given.tolist()
     if len(found) < 2 or (found[0], found[-1]) != (0, len(x)) or found != sorted(found):
         raise InvalidInput(f"{name} must rise from 0 to {len(x)}, got {found[:8]}")

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
 from attn_dispatch.spec import tracing
-
-_running = threading.local()
 
 
 def scaled_dot_product_attention(
@@ -37,13 +36,16 @@ def scaled_dot_product_attention(
         query: [..., heads, q_len, head_dim]. key, value: [..., kv_heads, k_len, head_dim]; values may be wider or
             narrower.
         attn_mask: bool, True for keys that are seen, or floating point, added to the scores; broadcastable to
-            [..., heads, q_len, k_len]. A bool mask about keys alone becomes a key mask, others a bias.
+            [..., heads, q_len, k_len]. A bool mask about keys alone becomes a key mask, others a bias. Or what
+            torch.nn.attention.bias.causal_upper_left and causal_lower_right return.
         enable_gqa: whether kv_heads may be fewer than heads.
 
     Raises:
         InvalidInput: an argument is wrong, or asks for what attend() has not.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if isinstance(x, Tensor) and x.is_nested:
+            raise InvalidInput(f"{name} must have sizes that are numbers, got a nested tensor")
         if not isinstance(x, Tensor) or x.ndim < 2:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInput(f"{name} must be a tensor [..., heads, len, head_dim], got {got}")
@@ -55,9 +57,15 @@ def scaled_dot_product_attention(
     batch: torch.Size = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))  # type: ignore[no-untyped-call]
     q, k, v = (_four_axes(x, batch) for x in (query, key, value))
     more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "layout": "bhnd"}
-    if attn_mask is not None:
+    lengths, ends_meet = (q.shape[2], k.shape[2]), False
+    if isinstance(attn_mask, CausalBias):
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != lengths:
+            made_for = [attn_mask.seq_len_q, attn_mask.seq_len_kv]
+            raise InvalidInput(f"attn_mask is for {made_for} queries and keys, there are {list(lengths)}")
+        is_causal, ends_meet = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
+    elif attn_mask is not None:
         more |= mask_arguments(attn_mask, batch, q, k)
-    if is_causal and q.shape[2] != k.shape[2]:
+    if is_causal and lengths[0] != lengths[1] and not ends_meet:
         more["alignment"] = "upper_left"
     out = attend(q, k, v, is_causal=is_causal, **more)
     return out.reshape(*batch, *shape[-3:-1], value.shape[-1]) if query.ndim != 4 else out
@@ -71,6 +79,8 @@ def _four_axes(x: Tensor, batch: torch.Size) -> Tensor:
 
 def mask_arguments(mask: object, batch: torch.Size, q: Tensor, k: Tensor) -> dict[str, Tensor]:
     """`key_mask` or `bias`. Raises InvalidInput."""
+    if isinstance(mask, CausalBias):
+        raise InvalidInput("attn_mask must be a plain tensor, got a CausalBias: give is_causal")
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidInput(f"attn_mask must be a bool or floating-point tensor, got {got}")
@@ -110,32 +120,63 @@ def replacing_sdpa() -> Iterator[Replaced]:
         model(x)
     print(replaced)  # how many calls, and why others were left to PyTorch
 
-    Of all threads; a name that a module imported before (`from torch.nn.functional import ...`) is not replaced.
-    Compiled functions, DTensors, and calls inside torch's context_parallel keep PyTorch's.
+    Of all threads; the context that was entered last counts. With gradient checkpointing backward() belongs inside, for
+    it computes such calls anew. A name that a module imported before (`from torch.nn.functional import ...`) is not
+    replaced. Compiled functions, nested tensors, DTensors, and calls inside torch's context_parallel keep PyTorch's.
     """
-    original, found, lock = functional.scaled_dot_product_attention, Replaced(), threading.Lock()
-    over_ranks = tracing.context_parallel() is not None
-
-    def replacement(*args: Any, **more: Any) -> Any:
-        sharded = over_ranks or any(map(tracing.is_dtensor, (*args, *more.values())))
-        if sharded or getattr(_running, "inside", False) or torch.compiler.is_compiling():
-            return original(*args, **more)
-        _running.inside = True
-        try:
-            result = scaled_dot_product_attention(*args, **more)
-        except (InvalidInput, NoBackend, NotDecided) as error:
-            with lock:
-                found.left[str(error)] += 1
-        else:
-            with lock:
-                found.routed += 1
-            return result
-        finally:
-            _running.inside = False
-        return original(*args, **more)
-
-    functional.scaled_dot_product_attention = replacement
+    global _original
+    entered = Replaced(), tracing.context_parallel() is not None
+    with _changing:
+        if not _entered:
+            _original = functional.scaled_dot_product_attention
+            functional.scaled_dot_product_attention = _replacement
+        _entered.append(entered)
     try:
-        yield found
+        yield entered[0]
     finally:
-        functional.scaled_dot_product_attention = original
+        with _changing:
+            # By identity, and maybe not the last: another thread may have entered after this one.
+            _entered[:] = [each for each in _entered if each is not entered]
+            if not _entered:
+                functional.scaled_dot_product_attention = _original
+
+
+_entered: list[tuple[Replaced, bool]] = []  #: contexts, and whether each was entered inside torch's context_parallel
+_original: Any = functional.scaled_dot_product_attention  #: what `_replacement` stands for
+_changing = threading.Lock()
+_running = threading.local()
+
+
+def _replacement(*args: Any, **more: Any) -> Any:
+    if torch.compiler.is_compiling() or getattr(_running, "inside", False):
+        return _by_torch(*args, **more)
+    entered = _entered[-1:]  # empty in a call that began before another thread left the context
+    if not entered or entered[0][1] or any(map(tracing.is_dtensor, (*args, *more.values()))):
+        return _by_torch(*args, **more)
+    found = entered[0][0]
+    _running.inside = True
+    try:
+        result = scaled_dot_product_attention(*args, **more)
+    except (InvalidInput, NoBackend, NotDecided) as error:
+        with _changing:
+            found.left[str(error)] += 1
+    else:
+        with _changing:
+            found.routed += 1
+        return result
+    finally:
+        _running.inside = False
+    return _by_torch(*args, **more)
+
+
+def _by_torch(*args: Any, **more: Any) -> Any:
+    """PyTorch's function, which knows a CausalBias by its own name alone: under another one it is a plain mask."""
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, CausalBias):
+            return x
+        first = 0 if x.variant == CausalVariant.UPPER_LEFT else x.seq_len_kv - x.seq_len_q
+        query = args[0] if args else more["query"]
+        return torch.ones(x.seq_len_q, x.seq_len_kv, dtype=torch.bool, device=query.device).tril(first)
+
+    return _original(*map(plain, args), **{name: plain(x) for name, x in more.items()})

@@ -31,7 +31,8 @@ def memory_efficient_attention(
     Args:
         query, key, value: [batch, len, heads, head_dim]; or [batch, len, head_dim] for one head; or [batch, len,
             groups, heads, head_dim], heads of a group sharing keys (expanded, with stride 0).
-        attn_bias: None, a tensor [batch, heads, q_len, k_len] that is added to the scores, or one of xFormers' masks:
+        attn_bias: None, a tensor [batch, heads, q_len, k_len], with axes as the query has them, that is added to the
+            scores, or one of xFormers' masks:
             LowerTriangularMask (the first query and key aligned), LowerTriangularFromBottomRightMask,
             LowerTriangularFromBottomRightLocalAttentionMask, LocalAttentionFromBottomRightMask, BlockDiagonalMask,
             BlockDiagonalCausalMask. The last two may have other lengths of keys than of queries.
@@ -44,18 +45,19 @@ def memory_efficient_attention(
     """
     if op is not None:
         raise InvalidInput(f"op must be None: attend() chooses the kernel, got {op!r}")
-    if output_dtype not in (None, query.dtype):
-        raise InvalidInput(f"output_dtype must be None or {query.dtype}, got {output_dtype}")
     if not all(isinstance(x, Tensor) and x.ndim == query.ndim and 3 <= x.ndim <= 5 for x in (query, key, value)):
         shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (query, key, value)]
         raise InvalidInput(f"query, key and value must have 3 to 5 axes, the same number each, got {shapes}")
+    if output_dtype not in (None, query.dtype):
+        raise InvalidInput(f"output_dtype must be None or {query.dtype}, got {output_dtype}")
     shape = query.shape
     q, k, v = (_four_axes(x) for x in (query, key, value))
     more: dict[str, Any] = {"dropout_p": p, "scale": scale}
     mask: Any = attn_bias
     kind = "" if attn_bias is None or isinstance(attn_bias, Tensor) else type(attn_bias).__name__
     if isinstance(attn_bias, Tensor):
-        bias = attn_bias if attn_bias.ndim == 4 else attn_bias.unsqueeze(1)
+        bias = attn_bias.unsqueeze(1) if attn_bias.ndim == 3 else attn_bias
+        bias = bias.flatten(1, 2) if attn_bias.ndim == query.ndim == 5 else bias
         out = attend(q, k, v, bias=bias, **more)
     elif kind in ("", "LowerTriangularMask"):
         causal, aligned = bool(kind), q.shape[1] == k.shape[1]

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from attn_dispatch import compat, replacing_sdpa
+from attn_dispatch import compat
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec import tracing
 from tests.support.calls import close
 from tests.support.pairwise import crossed
 
@@ -94,6 +92,16 @@ def test_flash_attn_varlen_func(same: bool, by_sequence: bool) -> None:
         assert close(lse[:, a:b], wanted_lse)
 
 
+def test_wrong_starts_and_slopes_of_flash_attn() -> None:
+    x, starts = drawn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    for name, given in (("q", {"cu_seqlens_q": [0, 4, 9]}), ("k", {"cu_seqlens_k": starts.float()})):
+        both: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, **given}
+        with pytest.raises(InvalidInput, match=f"cu_seqlens_{name} must be an int32 or int64 tensor"):
+            compat.flash_attn_varlen_func(x, x, x, max_seqlen_q=5, max_seqlen_k=5, **both)
+    with pytest.raises(InvalidInput, match=r"\[sequences, heads\], got \[3, 4\] for 2 sequences"):
+        compat.flash_attn_varlen_func(x, x, x, starts, starts, 5, 5, alibi_slopes=torch.ones(3, 4))
+
+
 def test_what_flash_attn_has_and_attend_not() -> None:
     q = drawn(6, 2, 8)
     starts = torch.tensor([0, 6], dtype=torch.int32)
@@ -166,32 +174,6 @@ def test_wrong_arguments_of_sdpa(options: dict[str, Any], message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_replacing_sdpa() -> None:
-    """In PyTorch's own encoder layer; what attend() has not is left to PyTorch, and said."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-    x = drawn(2, 9, 16).requires_grad_()
-    expected = layer(x)
-    before = functional.scaled_dot_product_attention
-    with replacing_sdpa() as replaced:
-        found = layer(x)
-        integers = torch.ones(9, 9, dtype=torch.int64)
-        with pytest.raises(RuntimeError):
-            functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], integers)
-    assert functional.scaled_dot_product_attention is before
-    assert close(found, expected.double())
-    assert replaced.routed == 1
-    assert "attn_mask must be a bool or floating-point tensor" in str(replaced)
-
-
-def test_what_torch_spreads_over_ranks_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """attend() would see one rank's part alone."""
-    monkeypatch.setattr(tracing, "context_parallel", lambda: object())
-    x = drawn(2, 4, 9, 8)
-    with replacing_sdpa() as replaced:
-        functional.scaled_dot_product_attention(x, x, x)
-    assert replaced.routed == 0
-
-
 # --- xFormers ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +218,10 @@ def test_other_shapes_and_a_tensor() -> None:
     out = compat.memory_efficient_attention(q, k, k)
     assert out.shape == q.shape
     assert close(out.flatten(2, 3), compat.memory_efficient_attention(flat, whole, whole).double())
+    added = drawn(2, 2, 3, 6, 6)
+    out = compat.memory_efficient_attention(q, k, k, added)
+    expected = compat.memory_efficient_attention(flat, whole, whole, added.flatten(1, 2))
+    assert close(out.flatten(2, 3), expected.double())
     single, bias = drawn(2, 6, 8), drawn(2, 6, 6)
     out = compat.memory_efficient_attention(single, single, single, bias)
     for row in range(2):
@@ -265,3 +251,6 @@ def test_what_xformers_has_and_attend_not() -> None:
         compat.memory_efficient_attention(x, x, x, mask_of("PagedBlockDiagonalMask"))
     with pytest.raises(InvalidInput, match="op must be None"):
         compat.memory_efficient_attention(x, x, x, op=object())
+    numbers: Any = [1.0]
+    with pytest.raises(InvalidInput, match=r"must have 3 to 5 axes, the same number each, got \['list'"):
+        compat.memory_efficient_attention(numbers, x, x)

@@ -16,6 +16,7 @@ from tests.house.test_architecture import MODULES
 HELD = {
     "backends.flex._compiled",
     "backends.sdpa_mask._masks",
+    "compat.sdpa._entered",
     "decisions.decide._deciding",
     "decisions.call._observers",
     "ring.link._connections",

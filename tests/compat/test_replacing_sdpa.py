@@ -1,0 +1,145 @@
+"""replacing_sdpa(): whose calls go to attend(), what is left to PyTorch, and what is in its place afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import checkpoint
+
+from attn_dispatch import compat, replacing_sdpa
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec import tracing
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_replacing_sdpa() -> None:
+    """In PyTorch's own encoder layer; what attend() has not is left to PyTorch, and said."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    x = drawn(2, 9, 16).requires_grad_()
+    expected = layer(x)
+    before = functional.scaled_dot_product_attention
+    with replacing_sdpa() as replaced:
+        found = layer(x)
+        integers = torch.ones(9, 9, dtype=torch.int64)
+        with pytest.raises(RuntimeError):
+            functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], integers)
+    assert functional.scaled_dot_product_attention is before
+    torch.testing.assert_close(found, expected)
+    assert replaced.routed == 1
+    assert "attn_mask must be a bool or floating-point tensor" in str(replaced)
+
+
+def test_what_torch_spreads_over_ranks_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """attend() would see one rank's part alone."""
+    monkeypatch.setattr(tracing, "context_parallel", lambda: object())
+    x = drawn(2, 4, 9, 8)
+    with replacing_sdpa() as replaced:
+        functional.scaled_dot_product_attention(x, x, x)
+    assert replaced.routed == 0
+
+
+@pytest.mark.parametrize("upper", [True, False])
+@pytest.mark.parametrize("left_to_torch", [False, True])
+def test_masks_of_torch_that_hold_no_numbers(upper: bool, left_to_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CausalBias is a tensor of memory that nobody wrote; PyTorch's function knows it by its own name alone."""
+    q, k, v = drawn(2, 4, 5, 8), drawn(2, 4, 9, 8, seed=1), drawn(2, 4, 9, 8, seed=2)
+    mask = (causal_upper_left if upper else causal_lower_right)(5, 9)
+    seen = torch.ones(5, 9, dtype=torch.bool).tril(0 if upper else 4)
+    expected = functional.scaled_dot_product_attention(q, k, v, seen)
+    torch.testing.assert_close(functional.scaled_dot_product_attention(q, k, v, mask), expected)
+    torch.testing.assert_close(compat.scaled_dot_product_attention(q, k, v, mask), expected)
+    if left_to_torch:
+        monkeypatch.setattr(tracing, "context_parallel", lambda: object())
+    with replacing_sdpa() as replaced:
+        by_position = functional.scaled_dot_product_attention(q, k, v, mask)
+        by_name = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(by_position, expected)
+    torch.testing.assert_close(by_name, expected)
+    assert replaced.routed == (0 if left_to_torch else 2)
+    with pytest.raises(InvalidInput, match=r"attn_mask is for \[5, 9\] queries and keys, there are \[5, 8\]"):
+        compat.scaled_dot_product_attention(q, k[:, :, :8], v[:, :, :8], mask)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_torch(layout: torch.layout) -> None:
+    if layout == torch.jagged:
+        rows = [drawn(3, 4, 8), drawn(5, 4, 8)]
+        nested = torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)
+        rows = [row.transpose(0, 1) for row in rows]
+    else:
+        rows = [drawn(4, 3, 8), drawn(4, 5, 8)]
+        nested = torch.nested.nested_tensor(rows)
+    with replacing_sdpa() as replaced:
+        out = functional.scaled_dot_product_attention(nested, nested, nested)
+    for row, found in zip(rows, out.unbind()):
+        torch.testing.assert_close(found, functional.scaled_dot_product_attention(row, row, row))
+    assert (replaced.routed, sum(replaced.left.values())) == (0, 1)
+    assert "got a nested tensor" in str(replaced)
+
+
+def test_contexts_end_in_any_order() -> None:
+    """Two threads may enter and leave in turns: nothing is replaced after the last one."""
+    before, x = functional.scaled_dot_product_attention, drawn(2, 4, 9, 8)
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with replacing_sdpa() as replaced:
+            entered.set()
+            assert left.wait(60)
+            functional.scaled_dot_product_attention(x, x, x)
+        counts.append(replaced.routed)
+
+    counts: list[int] = []
+    thread = threading.Thread(target=other)
+    with replacing_sdpa() as first:
+        functional.scaled_dot_product_attention(x, x, x)
+        thread.start()
+        assert entered.wait(60)
+    left.set()
+    thread.join()
+    assert (first.routed, counts) == (1, [1])
+    assert functional.scaled_dot_product_attention is before
+
+
+def test_the_inner_context_counts() -> None:
+    x = drawn(2, 4, 9, 8)
+    with replacing_sdpa() as outer:
+        with replacing_sdpa() as inner:
+            functional.scaled_dot_product_attention(x, x, x)
+        assert (outer.routed, inner.routed) == (0, 1)
+        functional.scaled_dot_product_attention(x, x, x)
+    assert (outer.routed, inner.routed) == (1, 1)
+
+
+def test_checkpointing_inside() -> None:
+    x, y = drawn(2, 4, 9, 8).requires_grad_(), drawn(2, 4, 9, 8).requires_grad_()
+    with replacing_sdpa() as replaced:
+        out = checkpoint(lambda z: functional.scaled_dot_product_attention(z, z, z), x, use_reentrant=False)
+        torch.autograd.backward(out.sum())
+    torch.autograd.backward(functional.scaled_dot_product_attention(y, y, y).sum())
+    assert replaced.routed >= 1
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_compiled_functions_keep_torchs() -> None:
+    q, k = drawn(2, 4, 5, 8), drawn(2, 4, 9, 8, seed=1)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(q: Tensor, k: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, k)
+
+    with replacing_sdpa() as replaced:
+        found = compiled(q, k)
+    torch.testing.assert_close(found, functional.scaled_dot_product_attention(q, k, k))
+    assert replaced.routed == 0
