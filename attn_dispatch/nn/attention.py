@@ -18,7 +18,9 @@ from attn_dispatch.nn.like_torchscale import attend_like_torchscale
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 
 #: Fields of a config that no attention module uses.
-NOT_OF_ATTENTION = ("dropout", "ffn_dim", "activation", "activation_dropout", "drop_path_rate")
+NOT_OF_ATTENTION = (
+    "dropout", "ffn_dim", "activation", "activation_dropout", "drop_path_rate", "cross_attention",
+)  # fmt: skip
 #: Arguments of torch.nn.MultiheadAttention that have no counterpart here, with the values that ask for nothing.
 NOT_TAKEN = {"add_bias_kv": (False,), "add_zero_attn": (False,), "kdim": (None,), "vdim": (None,)}
 
@@ -280,7 +282,58 @@ class MultiheadAttention(_Attention):
         return attn_mask.reshape(-1, heads if attn_mask.ndim == 3 else 1, q_len, k_len)
 
 
-class DilatedAttention(_Attention):
+class SeparateProjections(_Attention):
+    """Four projections around `attend`, and, with sub_norm, LayerNorm before the last; with torchscale's names."""
+
+    def __init__(
+        self, config: AttentionConfig, order: str | None, mesh: object, backend: str | None,
+        device: torch.device | str | None, dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, None, order, mesh, backend)
+        kv = config.kv_heads * config.head_dim
+        made: dict[str, Any] = {"bias": config.bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
+        self.k_proj = nn.Linear(config.embed_dim, kv, **made)
+        self.v_proj = nn.Linear(config.embed_dim, kv, **made)
+        self.out_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
+        self.inner_attn_ln = (
+            nn.LayerNorm(config.embed_dim, eps=config.norm_eps, device=device, dtype=dtype) if config.sub_norm else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values anew."""
+        for each in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            draw(each, self.config.gain if each in (self.v_proj, self.out_proj) else 1.0)
+        if self.inner_attn_ln is not None:
+            self.inner_attn_ln.reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        is_causal: bool | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attention of query over key and value, with arguments as `MultiheadAttention.forward` has them.
+
+        With like_torchscale, key_padding_mask must hide the ends of rows only; it is read on the host, and each row is
+        computed as if it stood alone.
+
+        Returns:
+            [batch, q_len, embed_dim]; and None for the weights.
+        """
+        query, key, value = self._inputs(query, key, value, cache)
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        out = self._attend(q, k, v, key_padding_mask, None, is_causal, cache, positions)
+        return self.out_proj(out if self.inner_attn_ln is None else self.inner_attn_ln(out)), None
+
+
+class DilatedAttention(SeparateProjections):
     """LongNet's dilated attention: four projections around `attend` with `Dilated`, and LayerNorm before the last.
 
     The parameters have torchscale's names: q_proj, k_proj, v_proj, inner_attn_ln (with sub_norm) and out_proj.
@@ -317,48 +370,7 @@ class DilatedAttention(_Attention):
         config = AttentionConfig.of(embed_dim, given, NOT_OF_ATTENTION)
         if config.segment_lengths is None:
             raise InvalidInput("missing: segment_lengths and dilation_rates")
-        super().__init__(config, None, order, mesh, backend)
-        kv = config.kv_heads * config.head_dim
-        made: dict[str, Any] = {"bias": config.bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
-        self.k_proj = nn.Linear(config.embed_dim, kv, **made)
-        self.v_proj = nn.Linear(config.embed_dim, kv, **made)
-        self.out_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
-        self.inner_attn_ln = (
-            nn.LayerNorm(config.embed_dim, eps=config.norm_eps, device=device, dtype=dtype) if config.sub_norm else None
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the initial values anew."""
-        for each in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            draw(each, self.config.gain if each in (self.v_proj, self.out_proj) else 1.0)
-        if self.inner_attn_ln is not None:
-            self.inner_attn_ln.reset_parameters()
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        *,
-        is_causal: bool | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-    ) -> tuple[Tensor, None]:
-        """Dilated attention of query over key and value, with arguments as `MultiheadAttention.forward` has them.
-
-        With like_torchscale, key_padding_mask must hide the ends of rows only; it is read on the host, and each row is
-        computed as if it stood alone.
-
-        Returns:
-            [batch, q_len, embed_dim]; and None for the weights.
-        """
-        query, key, value = self._inputs(query, key, value, cache)
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        out = self._attend(q, k, v, key_padding_mask, None, is_causal, cache, positions)
-        return self.out_proj(out if self.inner_attn_ln is None else self.inner_attn_ln(out)), None
+        super().__init__(config, order, mesh, backend, device, dtype)
 
 
 def draw(layer: nn.Linear, gain: float) -> None:

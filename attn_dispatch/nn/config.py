@@ -39,6 +39,7 @@ class AttentionConfig:
         dropout: of what a layer adds to its input. activation_dropout: after the activation.
         drop_path_rate: probability with which the last layer adds nothing for a sample, in training; it grows from 0 at
             the first layer in equal steps.
+        cross_attention: `LongNetDecoderLayer` also attends to the results of an encoder.
         like_torchscale: compute what torchscale computes, which differs from `Dilated` where a segment length is not a
             multiple of its rate, or tokens not of the segment length; offsets are "block" then.
 
@@ -65,6 +66,7 @@ class AttentionConfig:
     activation_dropout: float = 0.0
     drop_path_rate: float = 0.0
     like_torchscale: bool = False
+    cross_attention: bool = False
 
     def __init__(self, **given: Any) -> None:
         values = _one_spelling(given)
@@ -93,7 +95,7 @@ class AttentionConfig:
             kv_heads = integer("num_kv_heads", self.num_kv_heads, 1)
             # None, so that these follow where num_heads is replaced.
             put("num_kv_heads", None if kv_heads == self.num_heads else kv_heads)
-        for name in ("bias", "is_causal", "sub_norm", "like_torchscale"):
+        for name in ("bias", "is_causal", "sub_norm", "like_torchscale", "cross_attention"):
             boolean(name, getattr(self, name))
         for name in ("attention_dropout", "dropout", "activation_dropout", "drop_path_rate"):
             put(name, _number(name, getattr(self, name), lambda p: 0 <= p < 1, "from 0 up to, but not, 1"))
@@ -143,9 +145,11 @@ class AttentionConfig:
     def gain(self) -> float:
         """Gain of the initial value and output projections and of the feed-forward network's.
 
-        Source: Wang et al. 2022, Foundation Transformers (MAGNETO), figure 2: sqrt(log(2 layers)) with sub-LayerNorm.
+        Source: Wang et al. 2022, Foundation Transformers (MAGNETO), figure 2: sqrt(log(2 layers)) with sub-LayerNorm,
+        sqrt(log(3 layers)) in a decoder with cross-attention.
         """
-        return math.sqrt(math.log(2 * self.num_layers)) if self.sub_norm else 1.0
+        parts = 3 if self.cross_attention else 2
+        return math.sqrt(math.log(parts * self.num_layers)) if self.sub_norm else 1.0
 
     def dilated(self, is_causal: bool) -> Dilated | None:
         """The dilated pattern, or None where attention is dense."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.nn.attention import DilatedAttention, draw
+from attn_dispatch.nn.attention import DilatedAttention, SeparateProjections, draw
 from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig
 from attn_dispatch.spec.checks import integer
@@ -61,17 +61,44 @@ class _LongNetLayer(nn.Module):
         self.drop_path_rate = config.drop_path_rate * depth / max(config.num_layers - 1, 1)
         self.self_attn = DilatedAttention(config, order=order, mesh=mesh, backend=backend, **made)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
+        self.encoder_attn: SeparateProjections | None = None
+        if config.cross_attention:
+            if mesh is not None:
+                raise InvalidInput(f"cross_attention cannot run over a mesh, got {mesh!r}")
+            dense = replace(
+                config, segment_lengths=None, dilation_rates=None, offsets=None, is_causal=False, rotary_base=None,
+                sub_norm=False, like_torchscale=False,
+            )  # fmt: skip
+            self.encoder_attn = SeparateProjections(dense, None, None, backend, device, dtype)
+            self.encoder_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
         self.ffn = FeedForward(config, **made)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
 
     def _forward(
-        self, x: Tensor, key_padding_mask: Tensor | None, cache: KVCache | None, positions: Tensor | None
-    ) -> Tensor:
+        self, x: Tensor, key_padding_mask: Tensor | None, cache: KVCache | None, positions: Tensor | None,
+        memory: Tensor | None = None, memory_key_padding_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        self._check_memory(memory, memory_key_padding_mask)
         attended, _ = self.self_attn(
             self.self_attn_layer_norm(x), key_padding_mask=key_padding_mask, cache=cache, positions=positions
         )
         x = x + self._dropped(attended)
+        if self.encoder_attn is not None:
+            inside = self.encoder_attn_layer_norm(x)
+            x = x + self._dropped(self.encoder_attn(inside, memory, key_padding_mask=memory_key_padding_mask)[0])
         return x + self._dropped(self.ffn(self.final_layer_norm(x)))
+
+    def _check_memory(self, memory: object, mask: object) -> None:
+        if self.encoder_attn is None:
+            if memory is not None or mask is not None:
+                name = "memory_key_padding_mask" if memory is None else "memory"
+                raise InvalidInput(f"{name} needs a layer made with cross_attention=True")
+        elif not isinstance(memory, Tensor) or memory.ndim != 3 or memory.shape[2] != self.config.embed_dim:
+            got = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
+            raise InvalidInput(
+                f"memory must be [batch, memory_len, embed_dim] with embed_dim {self.config.embed_dim}, "
+                f"as the layer has cross_attention, got {got}"
+            )
 
     def _dropped(self, added: Tensor) -> Tensor:
         added = functional.dropout(added, self.config.dropout, self.training)
@@ -106,6 +133,8 @@ class LongNetEncoderLayer(_LongNetLayer):
         config = AttentionConfig.of(config, fields)
         if config.is_causal:
             raise InvalidInput("is_causal must be False for LongNetEncoderLayer: LongNetDecoderLayer is causal")
+        if config.cross_attention:
+            raise InvalidInput("cross_attention must be False for LongNetEncoderLayer: LongNetDecoderLayer has it")
         super().__init__(config, depth, order, mesh, backend, device, dtype)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, *, positions: Tensor | None = None) -> Tensor:
@@ -119,7 +148,10 @@ class LongNetEncoderLayer(_LongNetLayer):
 
 
 class LongNetDecoderLayer(_LongNetLayer):
-    """A causal layer of LongNet, for decoders without an encoder; other points as for `LongNetEncoderLayer`.
+    """A causal layer of LongNet; other points as for `LongNetEncoderLayer`.
+
+    With `cross_attention=True`, `x + attention(norm(x), memory)` comes between the two: dense, of all results of an
+    encoder, without rotary embeddings; its parameters are encoder_attn and encoder_attn_layer_norm, as torchscale's.
 
     Raises:
         InvalidInput: an argument is wrong, unknown or missing.
@@ -142,6 +174,8 @@ class LongNetDecoderLayer(_LongNetLayer):
         *,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
     ) -> Tensor:
         """The layer's result, [batch, len, embed_dim], for x of the same shape.
 
@@ -149,5 +183,11 @@ class LongNetDecoderLayer(_LongNetLayer):
             key_padding_mask: [batch, k_len] bool, True for tokens that no token sees; k_len counts the cache's tokens.
             cache: this layer's own, for decoding: x has the tokens after those it holds.
             positions: of the tokens, for rotary embeddings; counted from 0, the cache's first, by default.
+            memory: [batch, memory_len, embed_dim], an encoder's results, with cross_attention; all of them at each
+                call, also with a cache.
+            memory_key_padding_mask: [batch, memory_len] bool, True for results that no token sees.
+
+        Raises:
+            InvalidInput: an argument is wrong; memory is missing, or given without cross_attention.
         """
-        return self._forward(x, key_padding_mask, cache, positions)
+        return self._forward(x, key_padding_mask, cache, positions, memory, memory_key_padding_mask)

@@ -33,6 +33,7 @@ EVERY: dict[str, Any] = {
     "activation_dropout": 0.3,
     "drop_path_rate": 0.4,
     "like_torchscale": True,
+    "cross_attention": True,
 }  #: no default
 
 

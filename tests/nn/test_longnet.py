@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attn_dispatch import Dilated
+from attn_dispatch import Dense, Dilated
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.nn import AttentionConfig, DilatedAttention, KVCache, LongNetDecoderLayer, LongNetEncoderLayer
 from tests.support.calls import formula
@@ -48,7 +48,9 @@ def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
 
-def layer_by_hand(x: Tensor, weights: dict[str, Tensor], config: AttentionConfig, is_causal: bool) -> Tensor:
+def layer_by_hand(
+    x: Tensor, weights: dict[str, Tensor], config: AttentionConfig, is_causal: bool, memory: Tensor | None = None
+) -> Tensor:
     inside = norm(x, weights, "self_attn_layer_norm", config.norm_eps)
     q, k, v = (
         torch.unflatten(linear(inside, weights, f"self_attn.{name}_proj"), -1, (-1, config.head_dim)) for name in "qkv"
@@ -60,6 +62,15 @@ def layer_by_hand(x: Tensor, weights: dict[str, Tensor], config: AttentionConfig
     if config.sub_norm:
         attended = norm(attended, weights, "self_attn.inner_attn_ln", config.norm_eps)
     x = x + linear(attended, weights, "self_attn.out_proj")
+    if memory is not None:
+        inside = norm(x, weights, "encoder_attn_layer_norm", config.norm_eps)
+        given = {"q": inside, "k": memory, "v": memory}
+        q, k, v = (
+            torch.unflatten(linear(given[name], weights, f"encoder_attn.{name}_proj"), -1, (-1, config.head_dim))
+            for name in "qkv"
+        )
+        k, v = (each.repeat_interleave(config.num_heads // config.kv_heads, 2) for each in (k, v))
+        x = x + linear(formula(q, k, v, Dense())[0].flatten(2), weights, "encoder_attn.out_proj")
     inside = linear(norm(x, weights, "final_layer_norm", config.norm_eps), weights, "ffn.fc1")
     inside = getattr(functional, config.activation)(inside)
     if config.sub_norm:
@@ -80,6 +91,44 @@ def test_layers(kind: Any, sub_norm: bool, activation: str, kv_heads: int, lengt
     x = drawn(2, length, 32)
     expected = layer_by_hand(x, layer.state_dict(), config, kind is LongNetDecoderLayer)
     torch.testing.assert_close(layer(x).detach(), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("sub_norm", [True, False])
+def test_cross_attention(kv_heads: int, sub_norm: bool) -> None:
+    """By its definition; with a padded memory, with a cache, and with torchscale's names."""
+    config = replace(CONFIG, cross_attention=True, num_kv_heads=kv_heads, rotary_base=None, sub_norm=sub_norm)
+    layer = scattered(LongNetDecoderLayer(config, dtype=torch.float64))
+    x, memory = drawn(2, 21, 32), drawn(2, 13, 32).flip(1)
+    expected = layer_by_hand(x, layer.state_dict(), replace(config, is_causal=True), True, memory)
+    found = layer(x, memory=memory)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-10, atol=1e-10)
+    hidden = torch.arange(13) >= torch.tensor([[13], [9]])
+    padded = layer(x, memory=memory, memory_key_padding_mask=hidden)
+    torch.testing.assert_close(padded[:1], found[:1])
+    torch.testing.assert_close(padded[1:], layer(x[1:], memory=memory[1:, :9]))
+    cache = KVCache()
+    parts = [layer(x[:, start : start + 7], memory=memory, cache=cache) for start in (0, 7, 14)]
+    torch.testing.assert_close(torch.cat(parts, 1), found, rtol=1e-10, atol=1e-10)
+    added = layer.state_dict().keys() - LongNetDecoderLayer(CONFIG).state_dict().keys()
+    names = [f"encoder_attn.{name}_proj" for name in ("q", "k", "v", "out")] + ["encoder_attn_layer_norm"]
+    assert added == {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+
+
+def test_cross_attention_that_cannot_be() -> None:
+    layer, x = LongNetDecoderLayer(CONFIG, cross_attention=True), torch.zeros(1, 4, 32)
+    with pytest.raises(InvalidInput, match=r"memory must be .* as the layer has cross_attention, got NoneType"):
+        layer(x)
+    with pytest.raises(InvalidInput, match=r"memory must be .* embed_dim 32, .* got \[1, 4, 16\]"):
+        layer(x, memory=torch.zeros(1, 4, 16))
+    with pytest.raises(InvalidInput, match="memory needs a layer made with cross_attention=True"):
+        LongNetDecoderLayer(CONFIG)(x, memory=x)
+    with pytest.raises(InvalidInput, match="memory_key_padding_mask needs a layer made with cross_attention=True"):
+        LongNetDecoderLayer(CONFIG)(x, memory_key_padding_mask=torch.zeros(1, 4).bool())
+    with pytest.raises(InvalidInput, match="cross_attention must be False for LongNetEncoderLayer"):
+        LongNetEncoderLayer(CONFIG, cross_attention=True)
+    with pytest.raises(InvalidInput, match="cross_attention cannot run over a mesh, got 'world'"):
+        LongNetDecoderLayer(CONFIG, cross_attention=True, mesh="world")
 
 
 def test_padding_is_not_seen() -> None:
@@ -106,17 +155,22 @@ def test_no_later_token_reaches_a_decoder() -> None:
     assert not torch.allclose(layer(x)[:, 11:], layer(other)[:, 11:])
 
 
+@pytest.mark.parametrize("cross_attention", [False, True])
 @pytest.mark.parametrize("sub_norm", [True, False])
-def test_initial_values(sub_norm: bool) -> None:
-    """The documented deviations: xavier_normal's, with a gain of sqrt(log(2 layers)) with sub_norm."""
+def test_initial_values(sub_norm: bool, cross_attention: bool) -> None:
+    """The documented deviations: xavier_normal's, with a gain of sqrt(log(2 layers)) with sub_norm, 3 with an encoder,
+    in whose attention the gain is 1.
+    """
     torch.manual_seed(0)
-    layer = LongNetEncoderLayer(replace(CONFIG, embed_dim=256, ffn_dim=1024, num_layers=12, sub_norm=sub_norm), depth=3)
-    gain = math.sqrt(math.log(24)) if sub_norm else 1.0
+    config = replace(CONFIG, embed_dim=256, ffn_dim=1024, num_layers=12, sub_norm=sub_norm)
+    layer_of = LongNetDecoderLayer if cross_attention else LongNetEncoderLayer
+    layer = layer_of(config, depth=3, cross_attention=cross_attention)
+    gain = math.sqrt(math.log(36 if cross_attention else 24)) if sub_norm else 1.0
     gains = {"q_proj": 1.0, "k_proj": 1.0, "v_proj": gain, "out_proj": gain, "fc1": gain, "fc2": gain}
     for name, each in layer.named_parameters():
         part, kind = name.split(".")[-2:]
         if kind == "weight" and part in gains:
-            expected = gains[part] * math.sqrt(2 / sum(each.shape))
+            expected = (1.0 if "encoder_attn" in name else gains[part]) * math.sqrt(2 / sum(each.shape))
             assert each.std().item() == pytest.approx(expected, rel=0.02), name
             assert abs(each.mean().item()) < expected / 50, name
         else:

@@ -277,3 +277,21 @@ def test_equal_to_the_library(
     expected = reference(x, x, x, is_causal=is_causal)[0]
     for found in (module, wrapped[0]):
         torch.testing.assert_close(found(x, x, x, is_causal=is_causal)[0], expected, rtol=0, atol=1e-6)
+
+
+def test_a_decoder_of_the_library(theirs: Any) -> None:
+    """LongNetDecoder, which has no class here: its attention is exchanged, and it stays what it was."""
+    reason = "LongNetDecoder needs fairscale and timm"
+    library = pytest.importorskip("torchscale.model.LongNet", reason=reason, exc_type=ImportError)
+    sizes = {"decoder_embed_dim": 32, "decoder_attention_heads": 4, "decoder_ffn_embed_dim": 48, "decoder_layers": 2}
+    config = importlib.import_module("torchscale.architecture.config").DecoderConfig(
+        **sizes, vocab_size=50, dropout=0.0, flash_attention=True, segment_length="[8, 13]", dilated_ratio="[1, 2]"
+    )
+    torch.manual_seed(0)
+    model = library.LongNetDecoder(config, embed_tokens=nn.Embedding(50, 32)).double().eval()
+    tokens = torch.arange(42).reshape(2, 21)
+    expected = model(tokens)[0]
+    assert ours.replace_attention(model, like_torchscale=True) == 2
+    torch.testing.assert_close(model(tokens)[0], expected, rtol=0, atol=1e-6)
+    with pytest.raises(InvalidInput, match="incremental_state must be None"):
+        model(tokens, incremental_state={"is_first_step": True})
