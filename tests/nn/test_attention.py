@@ -296,6 +296,24 @@ def test_it_takes_its_place_in_torchs_layers(training: bool, padded: bool) -> No
     assert calls == [1]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_it_takes_both_places_in_torchs_decoder_layers(training: bool) -> None:
+    torch.manual_seed(0)
+    layer: Any = torch.nn.TransformerDecoderLayer(DIM, HEADS, dropout=0.0, batch_first=True).train(training)
+    x, memory = drawn(2, 12, DIM), drawn(2, 7, DIM, seed=1)
+    masks: dict[str, Any] = {
+        "tgt_mask": torch.nn.Transformer.generate_square_subsequent_mask(12),
+        "tgt_is_causal": True,
+        "memory_key_padding_mask": torch.arange(7) >= torch.tensor([[7], [4]]),
+    }
+    theirs = layer(x, memory, **masks)
+    for name in ("self_attn", "multihead_attn"):
+        module = MultiheadAttention(DIM, HEADS).train(training)
+        module.load_state_dict(getattr(layer, name).state_dict())
+        setattr(layer, name, module)
+    torch.testing.assert_close(layer(x, memory, **masks), theirs, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("low", [-math.inf, -1.0, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_floating_point_padding_mask_is_added(low: float, beside: bool) -> None:
