@@ -112,11 +112,12 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     found = Emulated([emulator, str(program)], tmp_path / "memory")
     real = run.NativePasses.args
 
-    def args(self: run.NativePasses, **tensors: Tensor) -> library.Args:
-        tables = [getattr(self.tables, name) for name in NativeTables.__dataclass_fields__]
-        every = [*tensors.values(), *tables, self.seen, self.seq_lens]
+    def args(self: run.NativePasses, made: library.Args, *first: Tensor, **views: Tensor) -> library.Args:
+        both = self.tables, run.forward_tables(self.problem)
+        tables = [getattr(each, name) for each in both for name in NativeTables.__dataclass_fields__]
+        every = [*first, *views.values(), *tables, self.seen, self.seq_lens]
         found.tensors = [tensor for tensor in every if tensor is not None]
-        return real(self, **tensors)
+        return real(self, made, *first, **views)
 
     monkeypatch.setattr(run.NativePasses, "args", args)
     monkeypatch.setattr(library, "load", lambda: found)

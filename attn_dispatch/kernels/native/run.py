@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ HEAD_DIM = 4096  #: the largest; a thread's scratch memory grows with it
 UNITS_PER_THREAD = 4  #: units of work per thread from which threads end at about the same time
 SPLIT = 512  #: fewest keys of a run that are worth a unit of their own
 MOST_TOGETHER = 32  #: key heads that read in turns: their sums stay in the L2 cache
+VIEWS = struct.Struct(4 * "Pqqq")  #: q, k, v and out, with which Args begins
 LANES = 16  #: queries of a tile up to which the kernel reads keys row by row
 
 
@@ -55,14 +57,15 @@ class NativePasses:
         q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
-        args = self.args(q=q, k=k, v=v, out=out)
-        args.lse = lse.data_ptr()
         if self.tables is native_tables(problem):
-            _set_tables(args, forward_tables(problem))
-            args.packed_heads, args.together, args.splits, tiles = work_units(problem, args.threads)
-            if args.splits > 1:
-                states = torch.empty(tiles * args.splits, state_floats(problem), dtype=torch.float32, device=q.device)
-                args.states = states.data_ptr()
+            fixed, _, states = forward_arguments(problem, torch.get_num_threads())
+            args = self.args(library.Args.from_buffer_copy(fixed), q, k, v, out)
+            if states:
+                left = torch.empty(states, state_floats(problem), dtype=torch.float32, device=q.device)
+                args.states = left.data_ptr()
+        else:
+            args = self.args(arguments(problem, self.tables, torch.get_num_threads()), q, k, v, out)
+        args.lse = lse.data_ptr()
         self._launch(library.load().attention_forward, args)
         return out, lse
 
@@ -75,7 +78,8 @@ class NativePasses:
         width = problem.head_dim if sums_in_place(problem) else padded_width(problem.head_dim)
         shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
         dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-        args = self.args(q=q, k=k, v=v, out=out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
+        args = arguments(problem, self.tables, torch.get_num_threads())
+        args = self.args(args, q, k, v, out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
         args.parts, args.part_stride = parts, dk.stride(0)
@@ -94,20 +98,15 @@ class NativePasses:
             _set_tables(args, tables)
             kernel(ctypes.byref(args))
 
-    def args(self, **tensors: Tensor) -> library.Args:
-        """The kernel's arguments common to both passes, with [batch, len, heads, head_dim] `tensors` as views."""
-        problem = self.problem
-        made = library.Args(**{name: _view(x) for name, x in tensors.items()})
-        _set_tables(made, self.tables)
-        for name, mask in (("seen", self.seen), ("seq_lens", self.seq_lens)):
-            setattr(made, name, None if mask is None else mask.data_ptr())
-        for name in ("batch", "heads", "q_len", "k_len", "head_dim", "scale"):
-            setattr(made, name, getattr(problem, name))
-        made.group = problem.heads // problem.kv_heads
-        made.dtype = DTYPES.index(problem.dtype)
-        made.threads, made.parts = torch.get_num_threads(), 1
-        made.packed_heads = made.together = made.splits = 1
-        made.softcap = problem.softcap
+    def args(self, made: library.Args, *first: Tensor, **views: Tensor) -> library.Args:
+        """The kernel's arguments with q, k, v and out, then other `views`, and the masks and terms of this call."""
+        VIEWS.pack_into(made, 0, *(number for x in first for number in (x.data_ptr(), *x.stride()[:3])))
+        for name, x in views.items():
+            setattr(made, name, library.View(x.data_ptr(), *x.stride()[:3]))
+        if self.seen is not None:
+            made.seen = self.seen.data_ptr()
+        if self.seq_lens is not None:
+            made.seq_lens = self.seq_lens.data_ptr()
         if self.slopes is not None:
             made.slopes = self.slopes.data_ptr()
             made.slopes_batch = self.slopes.stride(0) if self.slopes.ndim == 2 else 0
@@ -116,6 +115,34 @@ class NativePasses:
             strides = (stride if size > 1 else 0 for size, stride in zip(self.bias.shape, self.bias.stride()))
             made.bias_batch, made.bias_head, made.bias_row, made.bias_key = strides
         return made
+
+
+def arguments(problem: Problem, tables: NativeTables, threads: int) -> library.Args:
+    """The kernel's arguments without tensors."""
+    made = library.Args(threads=threads, parts=1, packed_heads=1, together=1, splits=1)
+    _set_tables(made, tables)
+    for name in ("batch", "heads", "q_len", "k_len", "head_dim", "scale", "softcap"):
+        setattr(made, name, getattr(problem, name))
+    made.group = problem.heads // problem.kv_heads
+    made.dtype = DTYPES.index(problem.dtype)
+    return made
+
+
+class ForwardArguments(NamedTuple):
+    """The kernel's arguments without tensors, with the tables that they point to."""
+
+    args: bytes
+    tables: NativeTables
+    states: int  #: of splits, of `state_floats` each
+
+
+@lru_cache(maxsize=64)
+def forward_arguments(problem: Problem, threads: int) -> ForwardArguments:
+    """The arguments of a forward pass on the problem's own rows."""
+    tables, units = forward_tables(problem), work_units(problem, threads)
+    made = arguments(problem, tables, threads)
+    made.packed_heads, made.together, made.splits, tiles = units
+    return ForwardArguments(bytes(made), tables, tiles * units.splits if units.splits > 1 else 0)
 
 
 def _set_tables(args: library.Args, tables: NativeTables) -> None:
@@ -131,10 +158,6 @@ def _total(sums: Tensor, problem: Problem) -> Tensor:
 
 def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _view(x: Tensor) -> library.View:
-    return library.View(x.data_ptr(), *x.stride()[:3])
 
 
 class WorkUnits(NamedTuple):

@@ -23,6 +23,13 @@ struct Pair {
         return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)scalar, (__m512bh)lanes);
     }
 };
+// Entries of two rows in turns: 2 W of each.
+INLINE void interleave(const void* first, const void* second, __m512i (&to)[2]) {
+    __m512i low, x = load<__m512i>(first), y = load<__m512i>(second);
+    for (int i = 0; i < 32; i++) ((u16*)&low)[i] = (u16)(i / 2 + i % 2 * 32);
+    to[0] = _mm512_permutex2var_epi16(x, low, y);
+    to[1] = _mm512_permutex2var_epi16(x, _mm512_add_epi16(low, _mm512_set1_epi16(W)), y);
+}
 inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bits << 16; }
 #endif
 

@@ -68,11 +68,22 @@ struct Scratch {
 // Packs rows of queries into lanes.
 template <class E>
 void pack(const View& x, const E* rows, const Scratch& s, int depth, float factor, float* lanes, const bool* dead = nullptr) {
-    int whole = (s.lanes + W - 1) / W * W;
+    int whole = (s.lanes + W - 1) / W * W, packed = 0;
+#if defined(__AVX512F__)
+    packed = depth / W * W;
+    for (int i = 0; i < whole; i += W)
+        for (int d = 0; d < packed; d += W) {
+            vec square[W];
+            UNROLL for (int l = 0; l < W; l++)
+                square[l] = dead && dead[i + l] ? vec{} : wide(rows + s.row(x, i + l) + d) * factor;
+            transpose(square);
+            UNROLL for (int l = 0; l < W; l++) store(lanes + (d + l) * s.pitch + i, square[l]);
+        }
+#endif
     for (int i = 0; i < whole; i++) {
         const E* row = rows + s.row(x, i);
         bool none = dead && dead[i];
-        for (int d = 0; d < depth; d++) lanes[d * s.pitch + i] = none ? 0.0f : widen(row[d]) * factor;
+        for (int d = packed; d < depth; d++) lanes[d * s.pitch + i] = none ? 0.0f : widen(row[d]) * factor;
     }
 }
 
@@ -93,11 +104,20 @@ float pack_pairs(const View& x, const Bf16* rows, const Scratch& s, int depth, f
                  const bool* dead = nullptr) {
     u16 sign = factor < 0.0f ? 0x8000 : 0, mask = factor == 0.0f ? 0 : 0xffff;
     auto entry = [&](Bf16 e) { return Bf16{(u16)((e.bits ^ sign) & mask)}; };
-    int whole = (s.lanes + W - 1) / W * W;
+    int whole = (s.lanes + W - 1) / W * W, packed = depth / (2 * W) * 2 * W;
+    const ivec signs = ivec{} + (int)(sign | (u32)sign << 16), masks = ivec{} + (int)(mask | (u32)mask << 16);
+    for (int i = 0; i < whole; i += W)
+        for (int d = 0; d < packed; d += 2 * W) {
+            vec square[W];
+            UNROLL for (int l = 0; l < W; l++)
+                square[l] = dead && dead[i + l] ? vec{} : (vec)((load<ivec>(rows + s.row(x, i + l) + d) ^ signs) & masks);
+            transpose(square);
+            UNROLL for (int l = 0; l < W; l++) store(lanes + (d / 2 + l) * s.pitch + i, square[l]);
+        }
     for (int i = 0; i < whole; i++) {
         const Bf16* row = rows + s.row(x, i);
         u32 kept = dead && dead[i] ? 0 : 0xffffffff;
-        for (int d = 0; d < depth; d += 2)
+        for (int d = packed; d < depth; d += 2)
             ((u32*)lanes)[d / 2 * s.pitch + i] = pair_of(entry(row[d]), entry(row[d + 1])) & kept;
     }
     return factor == 0.0f ? 1.0f : std::fabs(factor); // not 0: hidden scores of -inf must stay -inf
@@ -121,7 +141,15 @@ void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u
         bool second = t + 1 < block.keys;
         const Bf16* other = second ? head + block.key(t + 1) * x.row : first;
         u32 mask = (block.sees(t) ? 0xffffu : 0) | (second && block.sees(t + 1) ? 0xffff0000u : 0);
-        for (int d = 0; d < depth; d++) to[t / 2 * depth + d] = pair_of(first[d], other[d]) & mask;
+        u32* pairs = to + t / 2 * depth;
+        int d = 0;
+        for (; d + 2 * W <= depth; d += 2 * W) {
+            __m512i some[2], masks = _mm512_set1_epi32((int)mask);
+            interleave(first + d, other + d, some);
+            store(pairs + d, some[0] & masks);
+            store(pairs + d + W, some[1] & masks);
+        }
+        for (; d < depth; d++) pairs[d] = pair_of(first[d], other[d]) & mask;
     }
 }
 #endif

@@ -159,6 +159,32 @@ template <> inline vec wide<Half>(const Half* p) { return (vec)_mm256_cvtph_ps(l
 #endif
 #endif
 
+#if defined(__AVX512F__)
+// x[i][j] becomes x[j][i].
+inline void transpose(vec (&x)[W]) {
+    __m512 a[W], b[W];
+    for (int i = 0; i < W; i += 2) {
+        a[i] = _mm512_unpacklo_ps((__m512)x[i], (__m512)x[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps((__m512)x[i], (__m512)x[i + 1]);
+    }
+    for (int i = 0; i < W; i += 4) // in quarter q of b[i + c], column 4q + c of rows i to i + 3
+        for (int half = 0; half < 2; half++) {
+            __m512d first = (__m512d)a[i + half], second = (__m512d)a[i + 2 + half];
+            b[i + 2 * half] = (__m512)_mm512_unpacklo_pd(first, second);
+            b[i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(first, second);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int half = 0; half < W; half += 8) {
+            a[half + i] = _mm512_shuffle_f32x4(b[half + i], b[half + 4 + i], 0x88);
+            a[half + 4 + i] = _mm512_shuffle_f32x4(b[half + i], b[half + 4 + i], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        x[i] = (vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+        x[i + 8] = (vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+    }
+}
+#endif
+
 // So that sums in registers stay there.
 #define INLINE inline __attribute__((always_inline))
 
