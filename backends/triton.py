@@ -33,6 +33,7 @@ from attn_dispatch.kernels.triton.launch_order import (
     offered_orders,
 )
 from attn_dispatch.kernels.triton.support import (
+    FUSED,
     TritonKernel,
     as_float32,
     fitting_blocks,
@@ -266,12 +267,14 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
             WIDE=needs_wide_offsets(strided),
             num_warps=4,
             num_stages=2,
+            **FUSED,
         )
         few_queries.join[(problem.batch * problem.q_len * problem.heads,)](
             *(sums, maxima, totals, out, lse, problem.heads, parts.parts, problem.q_len),
             **common,
             SPLITS=next_power_of_two(parts.parts),
             num_warps=4,
+            **FUSED,
         )
     return out, lse
 
@@ -345,6 +348,7 @@ def _launch_block(
         LISTED=launches is not None,
         num_warps=block.warps,
         num_stages=block.stages,
+        **FUSED,
         **constants,
     )
 

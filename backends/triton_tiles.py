@@ -29,6 +29,7 @@ from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, precision
 from attn_dispatch.kernels.triton.support import (
+    FUSED,
     TritonKernel,
     as_float32,
     fitting_blocks,
@@ -242,6 +243,7 @@ def _launch(
             WIDE=needs_wide_offsets(strided),
             num_warps=block.warps,
             num_stages=block.stages,
+            **FUSED,
             **constants,
         )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from attn_dispatch.backends import triton
+from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig, precision
-from attn_dispatch.spec.pattern import Dilated
-from tests.kernels.test_triton import CUDA, fake_gpu
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
+from attn_dispatch.testing.cases import Case
+from attn_dispatch.tuning.example import make
+from tests.kernels.test_triton import CUDA, fake_gpu, interpreted
 from tests.support.compiling import compiled, run_alone
 
 
@@ -111,3 +114,34 @@ for each, (capability, listed) in every:
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     """To machine code: the interpreter accepts code that the compiler rejects."""
     run_alone(COMPILE, tmp_path)
+
+
+class Launched:
+    """Stands for a kernel; notes the options of its launches."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **options: self.options.append(options)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize(
+    ("backend", "pattern", "q_len", "launches"),
+    [(triton, Dense(), 64, 3), (triton, Dense(), 1, 2), (triton_tiles, Dilated((32, 64), (1, 2)), 64, 3)],
+    ids=["triton", "few queries", "triton_tiles"],
+)
+def test_products_and_sums_are_fused(
+    backend: Any, pattern: Pattern, q_len: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.10 does not fuse them unless it is told to."""
+    kernel = Launched()
+    monkeypatch.setattr(support.TritonKernel, "load", lambda self: kernel)
+    for name in ("part", "join"):
+        monkeypatch.setattr(f"attn_dispatch.kernels.triton.few_queries.{name}", kernel)
+    case = Case("launched", pattern, (1, q_len, 2, 16), k_len=64)
+    example = make(case.problem(torch.float32, needs_grad=q_len > 1))
+    example.call(backend)()
+    assert [options.get("enable_fp_fusion") for options in kernel.options] == [True] * launches

@@ -43,6 +43,8 @@ LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous 
 COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
+#: Options of every launch: a product and a sum are one instruction, Triton's default until 3.9, which warns of its end.
+FUSED = {"enable_fp_fusion": True}
 
 _too_large: set[tuple[object, ...]] = set()  #: blocks of a kernel that turned out to need more than the GPU has
 process_state.register(process_state.FACTS, _too_large.clear)
