@@ -39,3 +39,16 @@ def test_ci_installs_by_them() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert script.index("export PIP_CONSTRAINT=.ci/constraints.txt") < script.index("$test_command")
     assert re.search(r"^python3 -m venv .*torch==[\d.]+ ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+
+
+def test_libraries_that_are_read_have_one_version() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    loop = re.search(r"^for library in (.+); do$", script, flags=re.MULTILINE)
+    assert loop is not None
+    extras = [Requirement(line) for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
+    for name in loop[1].split():
+        (pin,) = PINNED[name].specifier
+        assert pin.operator == "=="
+        assert [each.specifier.contains(pin.version, prereleases=True) for each in extras if each.name == name] == [
+            True
+        ]
