@@ -72,6 +72,36 @@ def test_products_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert precision(replace(problem, device=torch.device("cpu"))) == "ieee"
 
 
+def test_products_from_registers_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three products of an H100's block spill 11 KiB a thread on 8.0 (tools.bench.kernels_compiled)."""
+    problem = replace(CUDA, head_dim=64, dtype=torch.float32)
+    first = []
+    for capability, shared in (((8, 0), 163 * 2**10), ((9, 0), 227 * 2**10)):
+        fake_gpu(monkeypatch, capability, shared)
+        first.append(triton.block_configs(triton.BACKWARD_Q, problem)[0])
+    assert first == [BlockConfig(128, 16, 8, 2), BlockConfig(128, 64, 8, 2)]
+
+
+@pytest.mark.parametrize(
+    ("each", "head_dim", "dtype", "first"),
+    [
+        (triton.BACKWARD_KV, 128, torch.bfloat16, BlockConfig(128, 32, 8, 2)),
+        (triton.FORWARD, 256, torch.bfloat16, BlockConfig(64, 32, 4, 2)),
+        (triton.BACKWARD_Q, 256, torch.float32, BlockConfig(32, 16, 8, 2)),
+    ],
+)
+def test_a_stage_in_registers_takes_no_shared_memory(
+    each: Any, head_dim: int, dtype: torch.dtype, first: BlockConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs with 99 KiB, blocks that fit and would not, were all stages in shared memory."""
+    problem = replace(CUDA, head_dim=head_dim, dtype=dtype)
+    fake_gpu(monkeypatch, (8, 6), 99 * 2**10)
+    assert triton.block_configs(each, problem)[0] == first
+    there = support.shared_bytes(each, problem, first)
+    fake_gpu(monkeypatch, (9, 0))
+    assert there <= 99 * 2**10 < support.shared_bytes(each, problem, first)
+
+
 @pytest.mark.parametrize(
     ("stride", "wide"), [((2**31 - 64) // 2 // 16 * 16, False), (2**30, True)], ids=["32-bit", "64-bit"]
 )

@@ -42,8 +42,8 @@ def _listed(sizes: dict[int, Iterable[tuple[int, int, int, int]]]) -> Blocks:
 WGMMA = (9, 10)  #: major capabilities whose warp groups multiply from shared memory
 
 #: 16-bit dtypes. On WGMMA capabilities: the fastest of those that `tools.checks.gpu_check` times on an H100, by the
-#: geometric mean over dense, causal and dilated attention. On others: the largest that, as ptxas reports, fit the
-#: registers with little spilling; not measured.
+#: geometric mean over dense, causal and dilated attention. On others, not measured: of those that spill nothing in the
+#: main loop, the ones with the highest bounds in `tools.bench.kernels_compiled`.
 HALF: dict[bool, dict[Kernel, Blocks]] = {
     True: {
         "forward": _listed(
@@ -79,27 +79,27 @@ HALF: dict[bool, dict[Kernel, Blocks]] = {
         "backward_q": _listed(
             {
                 64: [(128, 32, 4, 3), (64, 64, 4, 3)],
-                128: [(128, 32, 4, 2), (64, 32, 4, 2)],
-                256: [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
+                128: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+                256: [(64, 64, 8, 2), (32, 32, 4, 2)],
             }
         ),
         "backward_kv": _listed(
             {
                 64: [(128, 32, 4, 2), (64, 32, 4, 2)],
-                128: [(64, 64, 8, 2), (64, 32, 8, 2)],
-                256: [(32, 64, 8, 2), (32, 32, 8, 2)],
+                128: [(128, 32, 8, 2), (64, 32, 4, 2)],
+                256: [(32, 32, 4, 2)],
             }
         ),
     },
 }
 
-# float32: exact products hold their operands in registers. Up to head_dim 128 the first blocks are the fastest, or
-# within a tenth of it, of those that `tools.checks.gpu_check` times on an H100, for each kernel.
+# float32, for every kernel. Exact products hold their operands in registers. Up to head_dim 128 the first blocks are
+# the fastest, or within a tenth of it, of those that `tools.checks.gpu_check` times on an H100, for each kernel.
 _EXACT = _listed(
     {
         64: [(32, 32, 4, 2)],
         128: [(32, 32, 4, 2), (32, 32, 8, 2), (32, 16, 8, 2)],
-        256: [(32, 16, 8, 1), (16, 16, 4, 1)],
+        256: [(32, 16, 8, 2), (16, 16, 4, 2)],  # with one stage backward_q spills most of what it holds
     }
 )
 _TF32 = _listed(
@@ -109,7 +109,14 @@ _TF32 = _listed(
         256: [(16, 32, 4, 2), (16, 16, 4, 2)],
     }
 )
-SINGLE = {"ieee": _EXACT, "tf32": _TF32, "tf32x3": _TF32}  #: float32, by `input_precision`; for every kernel
+# Not measured: three products from registers spill most of what they hold in larger blocks.
+_THREE_FROM_REGISTERS = _TF32 | _listed({64: [(128, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2)]})
+#: float32, by `input_precision` and whether the capability is one of WGMMA.
+SINGLE: dict[str, dict[bool, Blocks]] = {
+    "ieee": {True: _EXACT, False: _EXACT},
+    "tf32": {True: _TF32, False: _TF32},
+    "tf32x3": {True: _TF32, False: _THREE_FROM_REGISTERS},
+}
 
 
 def precision(problem: Problem) -> str:
@@ -125,11 +132,16 @@ def precision(problem: Problem) -> str:
 
 def blocks_for(kernel: Kernel, problem: Problem) -> tuple[BlockConfig, ...]:
     """The blocks of a kernel on the problem's GPU, in order of preference."""
-    if problem.dtype == torch.float32:
-        table = SINGLE[precision(problem)]
-    else:
-        table = HALF[torch.cuda.get_device_capability(problem.device)[0] in WGMMA][kernel]
+    wgmma = torch.cuda.get_device_capability(problem.device)[0] in WGMMA
+    table = SINGLE[precision(problem)][wgmma] if problem.dtype == torch.float32 else HALF[wgmma][kernel]
     return table[min(limit for limit in table if limit >= problem.head_dim)]
+
+
+def multiplies_from_registers(problem: Problem) -> bool:
+    """Whether a warp's products take both operands from its registers, on the problem's GPU."""
+    if problem.device.type != "cuda" or torch.cuda.get_device_capability(problem.device)[0] in WGMMA:
+        return False
+    return problem.dtype != torch.float32 or precision(problem) == "ieee"
 
 
 def shared_limit(device: torch.device) -> int:

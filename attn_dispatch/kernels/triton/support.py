@@ -29,6 +29,7 @@ from attn_dispatch.kernels.triton.blocks import (
     Blocks,
     Kernel,
     blocks_for,
+    multiplies_from_registers,
     padded,
     shared_limit,
 )
@@ -141,9 +142,16 @@ def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, .
 
 
 def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> int:
-    """Upper bound of a block's shared memory: rows, columns of all pipeline stages, and scores."""
-    streamed = 2 * block.columns * block.stages
-    return problem.dtype.itemsize * (
+    """Estimated shared memory of a block: rows, columns of all pipeline stages, and scores.
+
+    Seldom less than what Triton takes, but for three products of tf32 numbers: a launch finds that out.
+    """
+    stages, sums = block.stages, 0
+    if stages > 1 and multiplies_from_registers(problem):
+        stages -= 1  # the last one's columns are in registers
+        sums = 8 * block.columns * stages if each.side == "keys" else 0  # lse and delta
+    streamed = 2 * block.columns * stages
+    return sums + problem.dtype.itemsize * (
         padded_head_dim(problem) * (each.row_operands * block.rows + streamed) + block.rows * block.columns
     )
 
