@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
@@ -146,37 +145,6 @@ def test_longest_first_reorders_the_tiles_of_each_kind(problem: Problem, side: S
         blocks = [int(found._blocks(4)[n]) for n in range(first, last)]
         assert blocks == sorted(blocks, reverse=True)
         assert sorted(found.tiles[first:last].tolist()) == sorted(work.tiles[first:last].tolist())
-
-
-def makespan(durations: Iterable[float], workers: int) -> float:
-    """When the last of the tasks ends, each of which begins in order on the first free worker."""
-    ends = [0.0] * workers
-    for duration in durations:
-        heapq.heapreplace(ends, ends[0] + duration)
-    return max(ends)
-
-
-@pytest.mark.parametrize("multiprocessors", [108, 132])
-@pytest.mark.parametrize(("heads", "length"), [(8, 4096), (16, 4096), (8, 16384)])
-def test_causal_tiles_keep_all_multiprocessors_busy_to_the_end(heads: int, length: int, multiprocessors: int) -> None:
-    """In a model with one program on each multiprocessor, whose time is its blocks and half a block besides.
-
-    The bound leaves one longest tile divided by the blocks of all; shortest first takes up to 1.6 times the least.
-    """
-    problem = problem_of(Dense(is_causal=True), (1, length, heads, 64), torch.bfloat16)
-    work = work_list_of(problem, "queries", 64)
-    together, sort = heads_in_turn(problem, "queries", L2Cache(50 * 2**20, multiprocessors))
-    assert sort
-
-    def ordered(work: WorkList) -> list[float]:
-        blocks = work._blocks(64).tolist()
-        turns = [min(together, heads - first) for first in range(0, heads, together)]
-        return [blocks[place] + 0.5 for beside in turns for place in range(work.most_tiles) for _ in range(beside)]
-
-    found, unsorted = ordered(work.longest_first(64)), ordered(work)
-    least = sum(found) / multiprocessors
-    assert makespan(found, multiprocessors) <= 1.05 * least
-    assert makespan(unsorted, multiprocessors) > makespan(found, multiprocessors)
 
 
 def test_heads_take_turns_while_their_columns_fit_the_cache() -> None:

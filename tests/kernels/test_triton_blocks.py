@@ -85,7 +85,7 @@ def test_products_from_registers_have_blocks_of_their_own(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("each", "head_dim", "dtype", "first"),
     [
-        (triton.BACKWARD_KV, 128, torch.bfloat16, BlockConfig(128, 32, 8, 2)),
+        (triton.BACKWARD_Q, 128, torch.bfloat16, BlockConfig(64, 64, 4, 2)),
         (triton.FORWARD, 256, torch.bfloat16, BlockConfig(64, 32, 4, 2)),
         (triton.BACKWARD_Q, 256, torch.float32, BlockConfig(32, 16, 8, 2)),
     ],

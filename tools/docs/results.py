@@ -18,6 +18,7 @@ PAGES = {
     "examples": ("what the examples print", ("examples",)),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
     "ring": ("a sequence over many ranks", ("ring", "ring_reports")),
+    "compiled": ("what Triton's kernels are compiled to for GPUs; bounds, not times", ("kernels_compiled",)),
     "plan": ("an example of `attn-dispatch plan`; counted, not measured", ("plan",)),
     "projections": ("the early reports' projections; counted, not measured", ("projections",)),
     "reports": ("the early reports' experiments, run again", ("reports",)),
