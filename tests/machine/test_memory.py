@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.support.fakes import (
     write,
 )
 
+SMAPS = Path("/proc/self/smaps")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -278,3 +280,24 @@ def test_real_machine() -> None:
     assert 0 < memory.available_bytes("cpu") <= found.cpu.total_bytes
     for gpu in found.gpus:
         assert 0 < memory.available_bytes(f"cuda:{gpu.index}") <= gpu.total_bytes
+
+
+@pytest.mark.skipif(not SMAPS.exists() or memory.MADV_HUGEPAGE is None, reason="the system tells nothing of its pages")
+def test_large_pages_are_asked_for() -> None:
+    x = torch.empty(16 * memory.LARGE_PAGE // 4)
+    assert memory.in_large_pages(x) is x
+    middle, flags, inside = x.data_ptr() + x.nbytes // 2, "", False
+    for line in SMAPS.read_text("ascii", "replace").splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg" in flags
+    x.fill_(1)
+    assert float(x.sum()) == x.numel()
+
+
+@pytest.mark.parametrize("size", [0, 1, memory.LARGE_PAGE // 4])
+def test_small_tensors_are_left_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_madvise", lambda: pytest.fail("asked for pages"))
+    memory.in_large_pages(torch.empty(size))

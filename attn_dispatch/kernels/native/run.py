@@ -16,6 +16,7 @@ from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.steps import few_query_tables, native_tables, neighborhood_and_order
 from attn_dispatch.kernels.native.tables import TILE, NativeTables
+from attn_dispatch.machine.memory import in_large_pages
 from attn_dispatch.spec.problem import Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
@@ -55,7 +56,7 @@ class NativePasses:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
         q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = in_large_pages(torch.empty(q.shape, dtype=q.dtype, device=q.device))
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         if self.tables is native_tables(problem):
             fixed, _, states = forward_arguments(problem, torch.get_num_threads())
@@ -74,10 +75,10 @@ class NativePasses:
         problem, parts = self.problem, threads_per_key_head(self.problem)
         grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
         q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dq = in_large_pages(torch.empty(q.shape, dtype=q.dtype, device=q.device))
         width = problem.head_dim if sums_in_place(problem) else padded_width(problem.head_dim)
         shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
-        dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        dk, dv = (in_large_pages(torch.empty(shape, dtype=torch.float32, device=q.device)).zero_() for _ in range(2))
         args = arguments(problem, self.tables, torch.get_num_threads())
         args = self.args(args, q, k, v, out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
