@@ -255,8 +255,7 @@ def release(device: torch.device) -> None:
 def in_large_pages(x: torch.Tensor) -> torch.Tensor:
     """Ask Linux for large pages behind x, a new tensor on a CPU that nothing has been written to; returns x.
 
-    Fresh memory costs a fault for each page of 4 KiB: 64 MiB took 25 ms to fill, and 4 ms with pages of 2 MiB. Where they
-    are never given, or always, nothing changes.
+    Fresh memory costs a fault for each page of 4 KiB. Where large pages are never given, or always, nothing changes.
     """
     first, last = -(-x.data_ptr() // LARGE_PAGE) * LARGE_PAGE, (x.data_ptr() + x.nbytes) // LARGE_PAGE * LARGE_PAGE
     if last - first >= 2 * LARGE_PAGE and MADV_HUGEPAGE is not None:
