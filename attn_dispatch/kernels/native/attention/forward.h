@@ -22,12 +22,26 @@ template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, 
 template <class E> void write_results(const Args& a, i64 b, i64 h, float unit, bool rows, const Scratch& s) {
     const int depth = (int)a.head_dim, lane_step = rows ? depth : 1, step = rows ? 1 : s.pitch;
     E* out = head_of<E>(a.out, b, h);
+    int written = 0;
+#if defined(__AVX512F__)
+    if (!rows) written = depth / W * W;
+    for (int i = 0; i < s.lanes; i += W)
+        for (int d = 0; d < written; d += W) {
+            vec square[W];
+            UNROLL for (int l = 0; l < W; l++) square[l] = load(s.sums + (d + l) * s.pitch + i);
+            transpose(square);
+            for (int l = 0; l < W && i + l < s.lanes; l++) {
+                bool any = s.total[i + l] != 0.0f && s.at[i + l] < a.queries_of(b);
+                put(out + s.row(a.out, i + l) + d, any ? square[l] * (1.0f / s.total[i + l]) : vec{});
+            }
+        }
+#endif
     for (int i = 0; i < s.lanes; i++) {
         i64 p = s.at[i];
         bool any = s.total[i] != 0.0f && p < a.queries_of(b);
         float share = any ? 1.0f / s.total[i] : 0.0f;
         E* row = out + s.row(a.out, i);
-        for (int d = 0; d < depth; d++) row[d] = narrow<E>(any ? s.sums[d * step + i * lane_step] * share : 0.0f);
+        for (int d = written; d < depth; d++) row[d] = narrow<E>(any ? s.sums[d * step + i * lane_step] * share : 0.0f);
         a.lse[a.lse_row(b, h + s.head[i]) + p] = any ? (float)(((double)s.peak[i] * unit + std::log2(s.total[i])) * LN_2) : NONE;
     }
 }

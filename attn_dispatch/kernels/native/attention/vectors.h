@@ -123,21 +123,6 @@ template <> inline Bf16 narrow<Bf16>(float x) {
 }
 template <> inline Half narrow<Half>(float x) { return {half_bits(x)}; }
 
-template <class E> inline void widen_row(const E* from, float* to, int n) {
-    for (int i = 0; i < n; i++) to[i] = widen(from[i]);
-}
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
-template <> inline void widen_row<Half>(const Half* from, float* to, int n) {
-    int i = 0;
-#if defined(__AVX512F__)
-    for (; i + W <= n; i += W) store(to + i, (vec)_mm512_cvtph_ps(load<__m256i>(from + i)));
-#else
-    for (; i + W <= n; i += W) store(to + i, (vec)_mm256_cvtph_ps(load<__m128i>(from + i)));
-#endif
-    for (; i < n; i++) to[i] = widen(from[i]);
-}
-#endif
-
 // W elements as floats.
 template <class E> inline vec wide(const E* p) {
     vec x = {};
@@ -159,7 +144,22 @@ template <> inline vec wide<Half>(const Half* p) { return (vec)_mm256_cvtph_ps(l
 #endif
 #endif
 
+template <class E> inline void widen_row(const E* from, float* to, int n) {
+    int i = 0;
+    for (; i + W <= n; i += W) store(to + i, wide(from + i));
+    for (; i < n; i++) to[i] = widen(from[i]);
+}
+
 #if defined(__AVX512F__)
+// W floats as elements, rounded as narrow() does.
+inline void put(float* to, vec x) { store(to, x); }
+inline void put(Half* to, vec x) { store(to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
+inline void put(Bf16* to, vec x) {
+    ivec bits = (ivec)x, odd = bits >> 16 & 1;
+    ivec rounded = x != x ? bits | 64 << 16 : bits + 0x7fff + odd;
+    store(to, _mm512_cvtepi32_epi16((__m512i)(rounded >> 16)));
+}
+
 // x[i][j] becomes x[j][i].
 inline void transpose(vec (&x)[W]) {
     __m512 a[W], b[W];
