@@ -39,7 +39,7 @@ def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> lis
     Args:
         times: when each was measured; shown as a last column.
     """
-    rows = [list(HEAD), *(_cells(explanation) for explanation in explanations)]
+    rows = [list(HEAD), *(cells(explanation) for explanation in explanations)]
     if times:
         rows = [[*row, time] for row, time in zip(rows, ["measured (UTC)", *times])]
     return align(rows, LEFT)
@@ -70,7 +70,7 @@ def full_table(explanations: Sequence[Explanation], but: Collection[str] = ()) -
     found = [next(lines)]
     for explanation, group in zip(explanations, groups):
         how = explanation.source if explanation.choice else "no backend can run it"
-        found += ["", f"{_compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})"]
+        found += ["", f"{compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})"]
         found += [next(lines) for _ in group]
     return found
 
@@ -78,11 +78,12 @@ def full_table(explanations: Sequence[Explanation], but: Collection[str] = ()) -
 def no_backend(explanation: Explanation) -> list[str]:
     """Why no backend runs a problem, one line for each backend."""
     rows = [f"  {titled(c.backend, c.order)}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
-    return [f"no backend can run {_compact(explanation.problem)}:", *map(printable, rows)]
+    return [f"no backend can run {compact(explanation.problem)}:", *map(printable, rows)]
 
 
-def _cells(explanation: Explanation) -> list[str]:
-    start = [explanation.key[:KEY_DIGITS], _compact(explanation.problem)]
+def cells(explanation: Explanation) -> list[str]:
+    """The cells of a decision under `HEAD`."""
+    start = [explanation.key[:KEY_DIGITS], compact(explanation.problem)]
     if explanation.choice is None:
         return [*start, "none", "-", "-", "-", "no backend can run it"]
     name = titled(explanation.choice, explanation.order or "natural")
@@ -113,5 +114,6 @@ def _absences(others: Sequence[CandidateReport]) -> str:
     return "; ".join(f"{', '.join(names)} {status}" for status, names in by_status.items()) or "no other backend"
 
 
-def _compact(problem: str) -> str:
+def compact(problem: str) -> str:
+    """A problem's title with single blanks."""
     return printable(" ".join(problem.split()))

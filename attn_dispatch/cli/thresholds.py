@@ -50,10 +50,10 @@ def lines(found: Sequence[SpeedupSeries]) -> list[str]:
     if not found:
         return [NOTHING]
     printed: list[str] = []
-    for silicon, members in groupby(sorted(found, key=_sort_key), key=lambda series: series.silicon):
+    for silicon, members in groupby(sorted(found, key=sort_key), key=lambda series: series.silicon):
         pairs = [(series, threshold_of(series)) for series in members]
         printed += [f"silicon   {silicon}", ""]
-        printed += [*align([list(HEAD), *(_cells(*pair) for pair in pairs)], LEFT), ""]
+        printed += [*align([list(HEAD), *(cells(*pair) for pair in pairs)], LEFT), ""]
         for series, threshold in pairs:
             printed += [] if threshold is None else [*_plot(series, threshold), ""]
     return [*printed, *EXPLAINED]
@@ -61,10 +61,11 @@ def lines(found: Sequence[SpeedupSeries]) -> list[str]:
 
 def to_dicts(found: Sequence[SpeedupSeries]) -> list[dict[str, Any]]:
     """Plain values for JSON; lengths in tokens."""
-    return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=_sort_key)]
+    return [to_dict(series, threshold_of(series)) for series in sorted(found, key=sort_key)]
 
 
-def _sort_key(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
+def sort_key(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
+    """By silicon, then pattern."""
     head_dim = series.problem.get("head_dim")
     return series.silicon, family_title(series.family), head_dim or 0, _name(series), series.group
 
@@ -75,7 +76,8 @@ def _name(series: SpeedupSeries) -> list[str]:
     return [family_title(series.family), *what, series.order]
 
 
-def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
+def to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
+    """Plain values for JSON; lengths in tokens."""
     lengths = by_length(series.speedups)
     return {
         "silicon": series.silicon,
@@ -97,7 +99,8 @@ def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, An
     }
 
 
-def _cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
+def cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
+    """The cells of a series under `HEAD`."""
     lengths = by_length(series.speedups)
     longest = f"{lengths[-1].factor:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
     return [*_name(series), str(len(lengths)), longest, threshold_text(threshold)]

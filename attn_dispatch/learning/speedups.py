@@ -134,8 +134,17 @@ def speedups_of(problem: Mapping[str, Any], rows: Collection[Row], key: str = ""
     for order, row in sorted(best.items()):
         if row.backend in untimed:
             continue
-        low, middle, high = _widened(_paired(natural, row) or _unpaired(natural, row), natural, row)
+        low, middle, high = time_ratio(natural, row)
         yield order, Speedup(tokens, middle, low, high, key)
+
+
+def time_ratio(reference: Row, row: Row) -> Bounds:
+    """Time of a timed row `reference` / time of another of the same decision, with its bounds.
+
+    Paired, by the 99 % interval, where one of the two was chosen; else the extreme ratios of both 95 % intervals.
+    Wider where one has few rounds.
+    """
+    return _widened(_paired(reference, row) or _unpaired(reference, row), reference, row)
 
 
 def _by_time(row: Row) -> tuple[float, bool, str]:
@@ -144,7 +153,7 @@ def _by_time(row: Row) -> tuple[float, bool, str]:
 
 
 def _paired(natural: Row, row: Row) -> Bounds | None:
-    """The speed-up from the stored ratio to the chosen row; None where neither row was chosen."""
+    """The ratio from the stored ratio to the chosen row; None where neither row was chosen."""
     if row.status == "chosen":
         return _ratio(natural)
     found = _ratio(row) if natural.status == "chosen" else None

@@ -32,6 +32,10 @@ EXAMPLE = """examples:
   attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
       lift the quarantines of a backend and forget its strikes, so that trials include it; shows nothing else"""
+DEVICE_HEAD = ("device", "free", "dtype", "why", "silicon")
+BACKEND_HEAD = ("backend", "version", "usable")
+QUARANTINE_HEAD = ("version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason")
+LIFT_HINT = "'attn-dispatch doctor --lift NAME' lifts the quarantines and strikes of a backend"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +45,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.lift is not None:
         return _lift(args.lift, as_json=args.json)
+    found, report = examined()
+    if args.json:
+        print_json(report)
+    else:
+        print("\n".join(map(printable, _lines(found, report))))
+    return 0
+
+
+def examined() -> tuple[Hardware, dict[str, Any]]:
+    """This machine, and the plain values that `doctor --json` prints."""
     from attn_dispatch.kernels.native.library import in_use
     from attn_dispatch.machine.hardware import hardware
 
     found = hardware()
-    report = {
+    return found, {
         "hardware": found.to_dict(),
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
         "backends": _backends(),
@@ -54,11 +68,6 @@ def run(args: argparse.Namespace) -> int:
         "strikes": [_to_dict(entry) for entry in _struck(cache_folder())],
         **_settings(),
     }
-    if args.json:
-        print_json(report)
-    else:
-        print("\n".join(map(printable, _lines(found, report))))
-    return 0
 
 
 def _lift(name: str, *, as_json: bool) -> int:
@@ -195,6 +204,31 @@ def _missed(folder: Path) -> dict[str, Any]:
 
 
 def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
+    return [
+        *machine_lines(found),
+        "",
+        *align([list(DEVICE_HEAD), *map(device_cells, report["devices"])], {0, 2, 3, 4}),
+        *[
+            f"{device['device']} cannot be used: {device['unusable']}"
+            for device in report["devices"]
+            if device["unusable"]
+        ],
+        "",
+        *align([list(BACKEND_HEAD), *map(backend_cells, report["backends"])], {0, 1, 2}),
+        "",
+        *_quarantine_lines(report["quarantines"], report["strikes"]),
+        "",
+        *(f"{name:9} {value}" for name, value in state(report)),
+    ]
+
+
+def machine_lines(found: Hardware) -> list[str]:
+    """A line for each processor, and one for the software."""
+    return [*str(found).splitlines(), f"torch {found.torch}, CUDA {found.cuda or 'none'}"]
+
+
+def state(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values: the native kernel, the stored decisions, the settings, what is yet unmeasured."""
     missed = report["missed"]
     unwritable = "" if report["writable"] else ", which cannot be written"
     stored = f"{report['decisions']} in {report['folder']}{unwritable}"
@@ -204,49 +238,37 @@ def _lines(found: Hardware, report: Mapping[str, Any]) -> list[str]:
         f"{missed['count']}; measure them with: {missed['command']}" if missed["count"] else "none"
     )
     return [
-        str(found),
-        f"torch {found.torch}, CUDA {found.cuda or 'none'}",
-        "",
-        *align([["device", "free", "dtype", "why", "silicon"], *map(_device_cells, report["devices"])], {0, 2, 3, 4}),
-        *[
-            f"{device['device']} cannot be used: {device['unusable']}"
-            for device in report["devices"]
-            if device["unusable"]
-        ],
-        "",
-        *align([["backend", "version", "usable"], *map(_backend_cells, report["backends"])], {0, 1, 2}),
-        "",
-        *_quarantine_lines(report["quarantines"], report["strikes"]),
-        "",
-        f"native    {report['native']}",
-        f"decisions {stored}",
-        *([f"shared    {report['shared']}"] if report["shared"] else []),
-        f"mode      {report['mode']}   ($ATTN_DISPATCH_MODE)",
-        f"budget    {report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
-        f"missed    {unmeasured}",
+        ("native", report["native"]),
+        ("decisions", stored),
+        *([("shared", report["shared"])] if report["shared"] else []),
+        ("mode", f"{report['mode']}   ($ATTN_DISPATCH_MODE)"),
+        ("budget", f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)"),
+        ("missed", unmeasured),
     ]
 
 
-def _device_cells(item: Mapping[str, Any]) -> list[str]:
+def device_cells(item: Mapping[str, Any]) -> list[str]:
+    """The cells of a device under `DEVICE_HEAD`."""
     free = "unknown" if item["free_bytes"] is None else gib(item["free_bytes"])
     return [item["device"], free, item["dtype"], item["dtype_reason"], item["silicon"]]
 
 
-def _backend_cells(item: Mapping[str, Any]) -> list[str]:
+def backend_cells(item: Mapping[str, Any]) -> list[str]:
+    """The cells of a backend under `BACKEND_HEAD`."""
     return [item["name"], item["version"] or "-", "yes" if item["usable"] else f"no: {item['reason']}"]
 
 
 def _quarantine_lines(items: Sequence[Mapping[str, Any]], struck: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for name, found in (("quarantine", items), ("strikes", struck)):
-        head = [name, "version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason"]
-        rows = align([head, *map(_quarantine_cells, found)], set(range(len(head))))
+        head = [name, *QUARANTINE_HEAD]
+        rows = align([head, *map(quarantine_cells, found)], set(range(len(head))))
         lines += rows if found else [f"{name:10} none"]
-    hint = "'attn-dispatch doctor --lift NAME' lifts the quarantines and strikes of a backend"
-    return [*lines, hint] if items or struck else lines
+    return [*lines, LIFT_HINT] if items or struck else lines
 
 
-def _quarantine_cells(item: Mapping[str, Any]) -> list[str]:
+def quarantine_cells(item: Mapping[str, Any]) -> list[str]:
+    """The backend of a quarantine or strike, and its cells under `QUARANTINE_HEAD`."""
     scope = item["scope"] or "all"
     since = shown_time(item["created"])
     end = "lifted" if item["until"] is None else shown_time(item["until"])
