@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "predict memory, traffic and time of a sequence over many ranks; runs nothing",
     "export": "write the stored decisions into one file",
     "import": "merge decisions from files into the stored ones",
+    "report": "write one HTML page about the stored decisions, with plots",
     "doctor": "show this machine's devices and which backends can run on them",
 }
 

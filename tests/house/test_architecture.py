@@ -45,7 +45,7 @@ INNER: dict[str, dict[str, tuple[str, ...]]] = {
     "decisions": {"": (), "graphs": ("",)},
     "kernels": {"": (), **dict.fromkeys(("branches", "tiles", "triton", "native", "flex"), ("",))},
     "ring": {"rows": (), "engine": ("rows",), "": ("rows", "engine"), "plan": ("rows", "engine")},
-    "cli": {"": (), "commands": ("",)},
+    "cli": {"": (), "report": ("",), "commands": ("", "report")},
 }
 MOST_FILES = 12  #: of a room: one with more is about more than one thing; backends are alike, and may be any number
 LONGEST = 420  #: lines of a file: one that is longer is about more than one thing

@@ -22,6 +22,7 @@ EXAMPLES = {
     "plan": "plan --tokens 1M --ranks 1,2,4,8 --causal --link 10",
     "export": "export decisions.json",
     "import": "import decisions.json",
+    "report": "report -o report.html",
     "doctor": "doctor",
 }
 

@@ -1,0 +1,122 @@
+"""What a decision gains over the default: the backend that would run if nothing had been measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
+from attn_dispatch.learning.predict import is_timed
+from attn_dispatch.learning.speedups import Bounds, time_ratio
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
+from attn_dispatch.text import titled
+
+_DIGITS = re.compile(r"\d[\d.,]*(?:e[-+]?\d+)?")
+
+
+class Gain(NamedTuple):
+    """The default and time of the default / time of the chosen candidate, with bounds; None where one has no time."""
+
+    default: CandidateId | None
+    is_chosen: bool
+    bounds: Bounds | None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether another candidate than the default was chosen."""
+        return self.default is not None and not self.is_chosen
+
+    @property
+    def verdict(self) -> str:
+        """`2.10x faster`; or why there is no such number."""
+        if self.default is None:
+            return "no default"
+        if self.is_chosen:
+            return "is the default"
+        if self.bounds is None:
+            return f"no time of {titled(*self.default)}"
+        low, middle, high = self.bounds
+        return f"{middle:.2f}x {'faster' if low > 1 else 'slower' if high < 1 else 'undecided'}"
+
+    @property
+    def interval(self) -> str:
+        """`2.01 - 2.20`; empty for the default itself, or without times."""
+        return f"{self.bounds[0]:.2f} - {self.bounds[2]:.2f}" if self.bounds and self.is_changed else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """How often a candidate ended in each status, its reasons with their counts, and its times over the chosen one's.
+
+    Reasons that differ in numbers only are counted together; the first stands for all.
+    """
+
+    name: str
+    statuses: Counter[str]
+    reasons: tuple[tuple[str, str, int], ...]
+    ratios: tuple[float, ...]
+
+
+def preference(backend: str) -> int:
+    """The place of a backend in the order of preference; plug-ins come before the last resort."""
+    if backend == LAST_RESORT:
+        return len(BUILT_IN) + 1
+    return BUILT_IN.index(backend) if backend in BUILT_IN else len(BUILT_IN)
+
+
+def default_of(decision: Decision) -> Row | None:
+    """The static choice: the first backend by preference that can run, in natural order if possible."""
+    able = [row for row in decision.candidates if row.status in (*TIMED, "not_measured")]
+    return min(able, key=lambda row: (row.order != NATURAL, preference(row.backend)), default=None)
+
+
+def gain_over(default: Row | None, row: Row) -> Bounds | None:
+    """Low, middle and high of the default's time / the row's; None where one of them has no time."""
+    if default is None or not is_timed(default) or not is_timed(row):
+        return None
+    return (1.0, 1.0, 1.0) if default.id == row.id else time_ratio(default, row)
+
+
+def gain_of(decision: Decision) -> Gain:
+    """The gain of a decision's choice."""
+    default = default_of(decision)
+    chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
+    if default is None or chosen is None:
+        return Gain(None, False, None)
+    return Gain(default.id, default.id == chosen.id, gain_over(default, chosen))
+
+
+def mean_gain(gains: Iterable[Gain]) -> float | None:
+    """The geometric mean over the decisions with times of both."""
+    found = [math.log(gain.bounds[1]) for gain in gains if gain.bounds is not None]
+    return math.exp(sum(found) / len(found)) if found else None
+
+
+def outcomes(decisions: Sequence[Decision]) -> list[Outcomes]:
+    """One for each candidate, by preference."""
+    statuses: defaultdict[CandidateId, Counter[str]] = defaultdict(Counter)
+    reasons: defaultdict[CandidateId, dict[tuple[str, str], list[str]]] = defaultdict(dict)
+    ratios: defaultdict[CandidateId, list[float]] = defaultdict(list)
+    for decision in decisions:
+        chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
+        for row in decision.candidates:
+            statuses[row.id][row.status] += 1
+            if chosen is not None and row is not chosen and is_timed(row) and is_timed(chosen):
+                ratios[row.id].append(time_ratio(row, chosen)[1])
+            if row.status != "chosen" and row.reason:
+                alike = row.status, _DIGITS.sub("#", row.reason)
+                reasons[row.id].setdefault(alike, []).append(row.reason)
+    return [
+        Outcomes(titled(*name), statuses[name], _most_common(reasons[name]), tuple(sorted(ratios[name])))
+        for name in sorted(statuses, key=lambda name: (preference(name[0]), name[0], name[1] != NATURAL, name[1]))
+    ]
+
+
+def _most_common(reasons: dict[tuple[str, str], list[str]]) -> tuple[tuple[str, str, int], ...]:
+    found = sorted(reasons.items(), key=lambda each: -len(each[1]))
+    return tuple((status, texts[0], len(texts)) for (status, _), texts in found)

@@ -1,0 +1,193 @@
+"""The page as one HTML file that loads nothing: its sections, its data, its style and its scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from attn_dispatch.cli import thresholds
+from attn_dispatch.cli.report import plots, sections
+from attn_dispatch.cli.report.comparisons import gain_of, outcomes, preference
+from attn_dispatch.cli.report.markup import Html, element, packed_json
+from attn_dispatch.cli.report.sections import Machine
+from attn_dispatch.cli.report.series import Series, all_series
+from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
+from attn_dispatch.learning import speedups
+from attn_dispatch.learning.predict import is_timed
+from attn_dispatch.learning.speedups import SpeedupSeries
+from attn_dispatch.learning.thresholds import Threshold, by_length, threshold_of
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.store.decision import CandidateId, Decision
+from attn_dispatch.text import printable, titled
+
+COLOURS = 14  #: in page.css; a backend's is its place by preference, so that it has the same one on every page
+LICENCE = (
+    "Plots: Vega, copyright 2015-2023 University of Washington Interactive Data Lab, under the BSD 3-Clause licence."
+)
+
+Section = tuple[str, str, Html]  #: its id, title and content
+
+
+def page(decisions: Sequence[Decision], machine: Machine, *, folder: str, made: str, version: str) -> str:
+    """The whole page.
+
+    Args:
+        decisions: in the order in which they are listed.
+        made: the time, for people.
+
+    Raises:
+        AttnDispatchError: vl-convert is not installed.
+    """
+    hardware = ("machine", "Machine", sections.hardware(machine))
+    quarantine = ("quarantine", "Strikes and quarantines", sections.quarantine(machine))
+    if not decisions:
+        start = ("decisions", "Decisions", sections.no_decisions(folder))
+        return _document([start, hardware, quarantine], None, [_text("page.js")], made=made, version=version)
+    found = list(map(Explanation.of, decisions))
+    gains = list(map(gain_of, decisions))
+    series = all_series(decisions)
+    orders = [(each, threshold_of(each)) for each in sorted(speedups.all_series(decisions), key=thresholds.sort_key)]
+    shown = [
+        ("summary", "Summary", sections.summary(decisions, gains, machine)),
+        hardware,
+        ("decisions", "Decisions", sections.decided(decisions, found, gains)),
+        ("lengths", "Time and memory against length", sections.lengths(series)),
+        ("orders", "Token orders: Hilbert and others", sections.orders(orders)),
+        ("losers", "Why the others lost", sections.losers(outcomes(decisions))),
+        quarantine,
+        ("drift", "Drift", sections.drift(decisions)),
+    ]
+    strings, candidates = Strings(), _candidates(decisions)
+    names = [title for _, title, _, _ in candidates]
+    data = {
+        "decisions": [_details(*pair, strings) for pair in zip(decisions, found)],
+        "series": [_plain_series(each, names) for each in series],
+        "orders": [_plain_order(*pair, decisions) for pair in orders],
+        "candidates": candidates,
+        "head": [[name, at not in LEFT] for at, name in enumerate(HEAD)],
+        "plots": plots.compiled(),
+        "strings": strings.texts,
+    }
+    return _document(shown, data, [plots.runtime(), _text("page.js")], made=made, version=version)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class Strings:
+    """Texts that occur often, each held once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, text: str) -> int:
+        """The place of a text in `texts`."""
+        if text not in self._places:
+            self._places[text] = len(self.texts)
+            self.texts.append(text)
+        return self._places[text]
+
+
+def _details(decision: Decision, explanation: Explanation, strings: Strings) -> dict[str, Any]:
+    """What the page shows of a decision on request, as places of texts: pairs of name and text, and candidates."""
+    lines = str(explanation).split("\n\n")[0].splitlines()
+    pairs = [*(line.split(maxsplit=1) for line in lines), ["silicon", decision.silicon]]
+    place = strings.place
+    return {
+        "about": [[place(name.rstrip(":")), place(text)] for name, text in pairs],
+        "rows": [[place(printable(cell)) for cell in row] for row in explanation.rows()],
+    }
+
+
+def _candidates(decisions: Sequence[Decision]) -> list[list[Any]]:
+    """Order, title, and the numbers of colour and shape of every candidate, by preference."""
+    found: set[CandidateId] = {row.id for decision in decisions for row in decision.candidates}
+    ordered = sorted(found, key=lambda name: (preference(name[0]), name[0], name[1] != NATURAL, name[1]))
+    timed = {row.backend for decision in decisions for row in decision.candidates if is_timed(row)}
+    backends = sorted(dict.fromkeys(backend for backend, _ in ordered), key=lambda name: name not in timed)
+    return [[name[1], titled(*name), preference(name[0]) % COLOURS, backends.index(name[0])] for name in ordered]
+
+
+def _plain_series(series: Series, names: Sequence[str]) -> dict[str, Any]:
+    """Points with the place of their candidate in `names`; what is drawn only is rounded, for the page's size."""
+    return {
+        "defaults": series.defaults,
+        "points": [
+            [
+                names.index(titled(*point.candidate)),
+                point.tokens,
+                point.median_ms,
+                *map(_rounded, (point.low_ms, point.high_ms)),
+                point.peak_bytes,
+                point.gain and list(map(_rounded, point.gain)),
+                point.decision,
+                point.row,
+            ]
+            for point in series.points
+        ],
+        "crossings": [[each.tokens and _rounded(each.tokens), str(each)] for each in series.crossings],
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _plain_order(series: SpeedupSeries, threshold: Threshold | None, decisions: Sequence[Decision]) -> dict[str, Any]:
+    """The evidence of a token order: all speed-ups by length, and each with the place of its decision."""
+    places = {decision.key: at for at, decision in enumerate(decisions) if decision.silicon == series.silicon}
+    return {
+        "tokens": None if threshold is None else threshold.tokens,
+        "text": thresholds.threshold_text(threshold),
+        "points": [[each.tokens, each.factor, each.low, each.high] for each in by_length(series.speedups)],
+        "measured": [[*each[:-1], places[each.key]] for each in sorted(series.speedups)],
+    }
+
+
+# --- document ---------------------------------------------------------------------------------------------------------
+
+
+def _document(shown: Sequence[Section], data: Any, scripts: Sequence[str], *, made: str, version: str) -> str:
+    links = [element("li", element("a", title, href=f"#{name}")) for name, title, _ in shown]
+    toggle = element("button", "Theme", type="button", id="theme", hidden=True)
+    title = element("div", element("h1", "attn-dispatch report"), element("p", f"{made} UTC, attn-dispatch {version}"))
+    body = [
+        element("section", element("h2", title, id=f"{name}-title"), content, id=name, aria_labelledby=f"{name}-title")
+        for name, title, content in shown
+    ]
+    # Only these scripts run, and nothing is loaded, whatever a name in the store holds. Vega compiles its expressions.
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        f"default-src 'none'; script-src {allowed} 'unsafe-eval'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = [
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"attn-dispatch report, {made} UTC"),
+        element("link", rel="icon", href="data:,"),
+        element("style", Html(_text("page.css"))),
+    ]
+    parts = [
+        element("a", "Skip to the content", href="#content", class_="skip"),
+        element("header", title, toggle),
+        element("nav", element("ul", *links), aria_label="sections"),
+        element("main", *body, id="content"),
+        element("footer", element("p", "Made by 'attn-dispatch report'."), *[element("p", LICENCE)] * bool(data)),
+        element("script", packed_json(data), type="text/plain", id="data"),
+        *(element("script", Html(script)) for script in scripts),
+    ]
+    return f"<!doctype html>\n{element('html', element('head', *head), element('body', *parts), lang='en')}\n"
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _text(name: str) -> str:
+    return files("attn_dispatch.cli.report").joinpath(name).read_text(encoding="utf-8")
