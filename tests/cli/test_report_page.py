@@ -280,6 +280,8 @@ def test_names_from_elsewhere_run_nothing(page: Page, tmp_path: Path) -> None:
     page.ask(f"{ROWS}[0].cells[0].firstChild.click()")
     assert page.ask("document.querySelector('.detail').textContent").count(EVIL) >= 2
     assert EVIL in page.ask("document.querySelector('#legend').textContent")
+    colours = page.ask("[...document.querySelectorAll('#legend svg')].map((each) => each.lastChild.style.fill)")
+    assert len(set(colours)) == 3
     assert page.ask("document.title").startswith("attn-dispatch report")
 
 

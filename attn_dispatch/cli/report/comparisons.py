@@ -69,6 +69,11 @@ def preference(backend: str) -> int:
     return BUILT_IN.index(backend) if backend in BUILT_IN else len(BUILT_IN)
 
 
+def by_preference(name: CandidateId) -> tuple[int, str, bool, str]:
+    """Sorts candidates by preference, natural order first."""
+    return preference(name[0]), name[0], name[1] != NATURAL, name[1]
+
+
 def default_of(decision: Decision) -> Row | None:
     """The static choice: the first backend by preference that can run, in natural order if possible."""
     able = [row for row in decision.candidates if row.status in (*TIMED, "not_measured")]
@@ -113,7 +118,7 @@ def outcomes(decisions: Sequence[Decision]) -> list[Outcomes]:
                 reasons[row.id].setdefault(alike, []).append(row.reason)
     return [
         Outcomes(titled(*name), statuses[name], _most_common(reasons[name]), tuple(sorted(ratios[name])))
-        for name in sorted(statuses, key=lambda name: (preference(name[0]), name[0], name[1] != NATURAL, name[1]))
+        for name in sorted(statuses, key=by_preference)
     ]
 
 

@@ -10,20 +10,20 @@ from typing import Any
 
 from attn_dispatch.cli import thresholds
 from attn_dispatch.cli.report import plots, sections
-from attn_dispatch.cli.report.comparisons import gain_of, outcomes, preference
+from attn_dispatch.cli.report.comparisons import by_preference, gain_of, outcomes, preference
 from attn_dispatch.cli.report.markup import Html, element, packed_json
 from attn_dispatch.cli.report.sections import Machine
 from attn_dispatch.cli.report.series import Series, all_series
 from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
+from attn_dispatch.kernels.registry import is_built_in
 from attn_dispatch.learning import speedups
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import SpeedupSeries
 from attn_dispatch.learning.thresholds import Threshold, by_length, threshold_of
-from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.store.decision import CandidateId, Decision
+from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import printable, titled
 
-COLOURS = 14  #: in page.css; a backend's is its place by preference, so that it has the same one on every page
+COLOURS = 14  #: in page.css
 LICENCE = (
     "Plots: Vega, copyright 2015-2023 University of Washington Interactive Data Lab, under the BSD 3-Clause licence."
 )
@@ -104,12 +104,19 @@ def _details(decision: Decision, explanation: Explanation, strings: Strings) -> 
 
 
 def _candidates(decisions: Sequence[Decision]) -> list[list[Any]]:
-    """Order, title, and the numbers of colour and shape of every candidate, by preference."""
-    found: set[CandidateId] = {row.id for decision in decisions for row in decision.candidates}
-    ordered = sorted(found, key=lambda name: (preference(name[0]), name[0], name[1] != NATURAL, name[1]))
-    timed = {row.backend for decision in decisions for row in decision.candidates if is_timed(row)}
+    """Order, title, and the numbers of colour and shape of every candidate, by preference.
+
+    A backend of this package has the colour of its place by preference; others share those that no timed one has.
+    """
+    rows = [row for decision in decisions for row in decision.candidates]
+    ordered = sorted({row.id for row in rows}, key=by_preference)
+    timed = {row.backend for row in rows if is_timed(row)}
     backends = sorted(dict.fromkeys(backend for backend, _ in ordered), key=lambda name: name not in timed)
-    return [[name[1], titled(*name), preference(name[0]) % COLOURS, backends.index(name[0])] for name in ordered]
+    colours = {name: preference(name) for name in backends if is_built_in(name)}
+    free = [at for at in range(COLOURS) if at not in {colours.get(name) for name in timed}] or list(range(COLOURS))
+    others = [name for name in backends if name not in colours]
+    colours |= {name: free[at % len(free)] for at, name in enumerate(others)}
+    return [[name[1], titled(*name), colours[name[0]], backends.index(name[0])] for name in ordered]
 
 
 def _plain_series(series: Series, names: Sequence[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from attn_dispatch.cli.thresholds import cells as order_cells
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.speedups import SpeedupSeries
 from attn_dispatch.learning.thresholds import Threshold
+from attn_dispatch.settings import NO_HOME, NOWHERE
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import milliseconds, titled
 
@@ -103,6 +104,8 @@ def hardware(machine: Machine) -> Html:
 
 def no_decisions(folder: str) -> Html:
     """What to run."""
+    if folder == str(NOWHERE):
+        return element("p", f"No decisions are stored: {NO_HOME}")
     text = f"No decision is stored in {folder} yet. This measures some, in under a minute; then make the report again:"
     return join([element("p", text), element("pre", element("code", "attn-dispatch profile --quick"))])
 
@@ -211,7 +214,8 @@ def orders(found: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Html:
         return element("p", NOTHING)
     rows = [order_cells(*pair) for pair in found]
     titles = [
-        (series.silicon, f"{order}: {', '.join(what)}") for (series, _), (*what, order, _, _, _) in zip(found, rows)
+        (series.silicon, f"{order}: {pattern}, {dtype}, head_dim {head_dim}, {direction}")
+        for (series, _), (pattern, dtype, head_dim, direction, order, *_) in zip(found, rows)
     ]
     pays = (at for at, (_, threshold) in enumerate(found) if threshold is not None and threshold.tokens is not None)
     return join([
