@@ -24,7 +24,14 @@ from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, next_power_of_two, precision
+from attn_dispatch.kernels.triton.blocks import (
+    SMALLEST_SIDE,
+    BlockConfig,
+    clipped,
+    next_power_of_two,
+    parts_of,
+    precision,
+)
 from attn_dispatch.kernels.triton.launch_order import (
     L2Cache,
     heads_in_turn,
@@ -315,6 +322,7 @@ def _launch_block(
     programs, repeated = (work.most_tiles, heads) if launches is None else (len(launches), 1)
     if programs * repeated * problem.batch == 0:
         return
+    block_d, rest_d = parts_of(problem.head_dim)
     kernel[(programs * repeated * problem.batch,)](
         *tensors,
         call.seq_lens,
@@ -336,7 +344,8 @@ def _launch_block(
         as_float32(problem.scale),
         GROUP=problem.heads // problem.kv_heads,
         HEAD_DIM=problem.head_dim,
-        BLOCK_D=padded_head_dim(problem),
+        BLOCK_D=block_d,
+        REST_D=rest_d,
         ROWS=block.rows,
         COLUMNS=block.columns,
         LOW=work.low is not None,

@@ -27,7 +27,7 @@ from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, es
 from attn_dispatch.kernels.tiles.lists import tile_lists_bytes, tile_lists_of
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, precision
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, parts_of, precision
 from attn_dispatch.kernels.triton.support import (
     FUSED,
     TritonKernel,
@@ -37,7 +37,6 @@ from attn_dispatch.kernels.triton.support import (
     kernels_of,
     launch,
     needs_wide_offsets,
-    padded_head_dim,
 )
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
@@ -207,6 +206,7 @@ def _launch(
     side, heads = (lists.queries, problem.heads) if each.side == "queries" else (lists.keys, problem.kv_heads)
     assert side is not None
     places = lists.q_pos if each.side == "queries" else lists.k_pos
+    block_d, rest_d = parts_of(problem.head_dim)
     branches, axes = (0, 0) if lists.reach is None else lists.reach.shape[1:3]
 
     def start(block: BlockConfig) -> None:
@@ -231,7 +231,8 @@ def _launch(
             as_float32(problem.scale),
             GROUP=problem.heads // problem.kv_heads,
             HEAD_DIM=problem.head_dim,
-            BLOCK_D=padded_head_dim(problem),
+            BLOCK_D=block_d,
+            REST_D=rest_d,
             TILE=tile,
             ROWS=block.rows,
             COLUMNS=block.columns,

@@ -28,7 +28,7 @@ def _fresh_blocks() -> Iterator[None]:
 
 @pytest.mark.parametrize("shared", [99 * 2**10, 163 * 2**10, 227 * 2**10])
 @pytest.mark.parametrize("dtype", support.DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [1, 16, 64, 100, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 16, 64, 96, 100, 128, 192, 256])
 def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0), shared)
     problem = replace(CUDA, head_dim=head_dim, dtype=dtype)

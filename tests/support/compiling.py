@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +39,7 @@ def run_alone(code: str, cache: Path) -> None:
 
 
 def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], more: Mapping[str, Any]) -> None:
-    """In the preferred block of head_dim 60: to machine code, in no more shared memory than was estimated.
+    """In the preferred block of head_dim 60, which may be another in `more`: to machine code, in no more shared memory than was estimated.
 
     `lists` are the types of a kernel's own pointers, `more` its constants beyond those of every kernel.
     """
@@ -46,7 +47,7 @@ def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], m
     compiler: Any = import_module("triton.compiler")
     kernel, block = each.load(), HALF[capability // 10 in WGMMA][each.kernel][64][0]
     constants: dict[str, Any] = {"ROWS": block.rows, "COLUMNS": block.columns, "PRECISION": "ieee", "WIDE": False}
-    constants |= {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "SEQ_LENS": True, "KEY_MASK": True, **more}
+    constants |= {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "REST_D": 0, "SEQ_LENS": True, "KEY_MASK": True, **more}
     constants |= {"GRAD_LSE": True} if each.kernel == "backward_q" else {}
     # The last stride is 1 in nearly every call, and a constant then.
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}
@@ -59,5 +60,5 @@ def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], m
     target = import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     made = triton.compile(source, target=target, options={"num_warps": block.warps, "num_stages": block.stages})
     assert made.asm["cubin"]
-    estimate = shared_bytes(each, PROBLEM, block)
+    estimate = shared_bytes(each, replace(PROBLEM, head_dim=constants["HEAD_DIM"]), block)
     assert made.metadata.shared <= estimate, (each.kernel, capability, made.metadata.shared, estimate)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from attn_dispatch.kernels.triton.blocks import padded
 from tests.support.compiling import compiled
 from tools.docs import compiled_tables
 from tools.docs.results import load
@@ -132,7 +133,7 @@ found = [each for each in items([80, 86, 90]) if "share" not in each and tuple(e
 print(json.dumps([row_of(each) for each in found]))
 """
 KERNELS = ("forward", "backward_q", "backward_kv")
-HALF = [(kernel, head_dim, "bfloat16", "highest") for kernel in KERNELS for head_dim in (64, 128)]
+HALF = [(kernel, head_dim, "bfloat16", "highest") for kernel in KERNELS for head_dim in (64, 96, 128)]
 #: With other blocks these spill most of what they hold.
 CLIFFS = {80: (80, "backward_kv", 64, "float32", "highest"), 90: (86, "backward_q", 256, "float32", "highest")}
 
@@ -154,16 +155,30 @@ def test_preferred_blocks_as_they_are_compiled(capability: int, tmp_path: Path) 
         if row["dtype"] == "bfloat16":
             assert row["tensor_instructions"] > 0, row
             assert row["shared_bytes"] <= row["estimated_bytes"], row
+            assert row["bounds"]["tensor"] == 1.0, row  # no product is made twice, nor of more than head_dim's parts
         if row["local_instructions"]:
             assert row["capability"] == 90, row
             assert is_timed_fastest(row), row
 
 
 def is_timed_fastest(row: dict[str, Any]) -> bool:
-    """Whether no block of a kernel was faster on an H100, by the mean over patterns in bfloat16, than that of `row`."""
+    """Whether no block of a kernel was faster on an H100, by the mean over patterns in bfloat16, than that of `row`.
+
+    Timed with head_dim rounded up to a power of two.
+    """
     found = json.loads((ROOT / "tools" / "results" / "gpu" / "blocks.json").read_text())["summary"]
-    ranked = found[f"triton {row['kernel']} bfloat16 hd{row['head_dim']}"]
+    ranked = found[f"triton {row['kernel']} bfloat16 hd{padded(row['head_dim'])}"]
     return bool(ranked[0]["block"] == row["block"])
+
+
+def test_sums_of_two_powers_are_shown_beside_the_next_power() -> None:
+    """Of a bound of 0.8 at head_dim 128, head_dim 96 would have 0.6, were it padded."""
+    row = {"capability": 80, "kernel": "forward", "dtype": "bfloat16", "precision": None, "stack_bytes": 0}
+    row |= {"block": [128, 32, 4, 3], "registers": 255, "local_instructions": 0}
+    rows = [row | {"head_dim": 128, "bounds": {"shared": 0.8}}, row | {"head_dim": 96, "bounds": {"tensor": 1.0}}]
+    assert compiled_tables.sums(rows[:1]) == []
+    *_, line = compiled_tables.sums(rows)[-1].splitlines()
+    assert line == "| `forward` | bfloat16 | 96 | 60% -> 128 x 32, 4, 3: 100%; 255 |"
 
 
 def test_results_say_where_a_bar_is_missed() -> None:

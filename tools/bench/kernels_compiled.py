@@ -31,13 +31,16 @@ from tools.lib.common import RESULTS, parser, write
 from tools.lib.compiled_kernels import CAPABILITIES, KERNELS, compiled, examined, gpu, preferred
 from tools.lib.makespan import schedules
 
-TAKES = "10 min"
+TAKES = "15 min"
 TIMED = RESULTS / "gpu" / "blocks.json"
 LENGTH, HEADS = 512, 2  #: what a kernel is compiled to does not depend on them
 #: dtype, and torch.set_float32_matmul_precision, of the float32 products.
 KINDS = (("bfloat16", "highest"), ("float16", "highest"), ("float32", "highest"), ("float32", "high"))
 DTYPES = tuple(dict.fromkeys(dtype for dtype, _ in KINDS))
 HEAD_DIMS = (64, 128, 256)
+#: Sums of two powers of two, and where those are compiled, for the first and the third of KINDS.
+SUMS = (80, 96, 160, 192)
+SUM_CAPABILITIES = (80, 90, 120)
 
 Item = dict[str, Any]
 
@@ -48,6 +51,11 @@ def items(capabilities: Sequence[int], dtypes: Sequence[str] = DTYPES) -> list[I
         {"capability": capability, "kernel": each.kernel, "head_dim": head_dim, "dtype": dtype, "precision": precision}
         for capability, head_dim, (dtype, precision), each in product(capabilities, HEAD_DIMS, KINDS, KERNELS)
         if dtype in dtypes and (dtype != "float16" or head_dim < HEAD_DIMS[-1])
+    ]
+    found += [
+        {"capability": capability, "kernel": each.kernel, "head_dim": head_dim, "dtype": dtype, "precision": precision}
+        for capability, head_dim, (dtype, precision), each in product(capabilities, SUMS, KINDS[::2], KERNELS)
+        if dtype in dtypes and capability in SUM_CAPABILITIES
     ]
     half = {"capability": 90, "dtype": "bfloat16", "precision": "highest"}
     return found + [{**half, **one} for one in timed_blocks() if 90 in capabilities]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from attn_dispatch.kernels.triton.blocks import padded
 from tools.docs.results import load
 from tools.lib.tables import table
 
@@ -48,7 +49,9 @@ def limit_of(row: Row) -> str:
 
 def spilling(rows: Iterable[Row]) -> list[Row]:
     """Those with local-memory instructions in the main loop, of 16-bit dtypes at head_dim 64 and 128."""
-    return [row for row in rows if row["dtype"] != "float32" and row["head_dim"] <= 128 and row["local_instructions"]]
+    return [
+        row for row in rows if row["dtype"] != "float32" and row["head_dim"] in (64, 128) and row["local_instructions"]
+    ]
 
 
 def compiled() -> str:
@@ -58,6 +61,7 @@ def compiled() -> str:
     parts = [_about(found), "## 16-bit dtypes", _grid(rows, capabilities, "bfloat16", None)]
     for precision in ("tf32x3", "ieee", "tf32"):
         parts += [f"## float32, `{precision}`", _grid(rows, capabilities, "float32", precision)]
+    parts += sums(rows)
     parts += ["## What is aimed at", *_bars(found, rows), "## Beside times of an H100", _beside(found)]
     return "\n\n".join(parts)
 
@@ -92,6 +96,29 @@ def _grid(rows: list[Row], capabilities: list[int], dtype: str, precision: str |
     return f"{note}\n\n{table(lines)}" if dtype == "bfloat16" else table(lines)
 
 
+def sums(rows: list[Row]) -> list[str]:
+    """A section about head_dims between powers of two; none where no row is of one."""
+    found = [row for row in rows if row["head_dim"] not in HEAD_DIMS]
+    if not found:
+        return []
+    names = ("kernel", "dtype", "precision", "capability")
+    powers = {(*(row[each] for each in names), row["head_dim"]): bound(row) for row in rows}
+    there = sorted({row["capability"] for row in found})
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    for row in found:
+        power = padded(row["head_dim"])
+        as_one = powers[*(row[each] for each in names), power] * row["head_dim"] / power
+        line = lines.setdefault((f"`{row['kernel']}`", row["dtype"], str(row["head_dim"])), {})
+        line[row["capability"]] = f"{as_one:.0%} -> {_cell(row)}"
+    head = ("kernel", "dtype", "head_dim", *map(name, there))
+    cells = [(*line, *(found.get(each, "-") for each in there)) for line, found in lines.items()]
+    about = (
+        "Such a head_dim is the sum of two powers of two, and each product two products. Before the arrow what would "
+        "be left to it of the peak rate, were it padded to the next power, in that one's block."
+    )
+    return ["## head_dims between powers of two", f"{about}\n\n{table([head, ('---',) * len(head), *cells])}"]
+
+
 def _cell(row: Row) -> str:
     rows, columns, warps, stages = row["block"]
     unit = limit_of(row)
@@ -114,7 +141,7 @@ def _bars(found: Any, rows: list[Row]) -> list[str]:
     below = [
         row
         for row in rows
-        if row["dtype"] == "bfloat16" and row["head_dim"] <= 128 and row["capability"] in BAR_CAPABILITIES
+        if row["dtype"] == "bfloat16" and row["head_dim"] in (64, 128) and row["capability"] in BAR_CAPABILITIES
         if bound(row) < BARS.get(row["kernel"], 0.0)
     ]
     single = [row for row in rows if row["dtype"] == "float32" and row["head_dim"] == 256 and row["local_instructions"]]

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 from attn_dispatch.backends import triton as backend
-from attn_dispatch.kernels.triton.blocks import BlockConfig, precision
-from attn_dispatch.kernels.triton.support import TritonKernel, padded_head_dim, shared_bytes
+from attn_dispatch.kernels.triton.blocks import BlockConfig, parts_of, precision
+from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
 from attn_dispatch.spec.problem import Problem
 from tools.lib import machine_code
 from tools.lib.machine_code import LOCAL, RATES, TENSOR, Loop
@@ -159,7 +159,7 @@ def _shapes(problem: Problem) -> tuple[tuple[int, int], ...]:
 def examined(each: Compiled, problem: Problem, capability: int) -> dict[str, Any]:
     """Its resources, the main loop's instructions of a pass, and the share of peak that each unit leaves it."""
     block, used = each.block, machine_code.usage(each.cubin)
-    pairs = block.rows * block.columns * padded_head_dim(problem) * each.kernel.products
+    pairs = block.rows * block.columns * sum(parts_of(problem.head_dim)) * each.kernel.products
     products = pairs * (3 if each.precision == "tf32x3" and problem.dtype == torch.float32 else 1)
     loop = machine_code.main_loop(machine_code.disassembled(each.cubin))
     rate = _rate(problem, loop, capability)

@@ -24,7 +24,15 @@ from attn_dispatch.kernels.triton.forward import (
     rows_of,
     span_of,
 )
-from attn_dispatch.kernels.triton.parts import fold_scale, offsets, row_sums
+from attn_dispatch.kernels.triton.parts import (
+    add_product,
+    fold_scale,
+    load_rows,
+    row_sums,
+    scores,
+    store_rows,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -75,6 +83,7 @@ def backward_q(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
@@ -96,26 +105,37 @@ def backward_q(
     stored = tl.arange(0, ROWS) < count
     lowest = (rows + low)[:, None]
     highest = (rows + high)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
-    if HEAD_DIM < BLOCK_D:
-        d_valid = d < HEAD_DIM
+    every = tl.full([1, 1], True, tl.int1)
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int32)
     k_head = k + batch * k_b + head // GROUP * k_h
     v_head = v + batch * v_b + head // GROUP * v_h
-    query = tl.load(q + batch * q_b + head * q_h + offsets(rows, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
-    d_out = tl.load(
-        grad + batch * grad_b + head * grad_h + offsets(rows, grad_n, d, grad_d, WIDE), mask=d_valid, other=0.0
-    )
+    query_head = q + batch * q_b + head * q_h
+    grad_head = grad + batch * grad_b + head * grad_h
+    query, query_rest = load_rows(query_head, rows, every, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+    d_out, d_out_rest = load_rows(grad_head, rows, every, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
     query, slope = fold_scale(query, scale)
-    at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+    query_rest, slope = fold_scale(query_rest, scale)
+    row_at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM
     scalar_at = (batch * heads + head) * q_len + rows
     row_lse, row_delta, has_keys = row_sums(
-        out, d_out, lse, grad_lse, scaled_lse, delta, at, scalar_at, d_valid, stored, GRAD_LSE
+        out,
+        d_out,
+        d_out_rest,
+        lse,
+        grad_lse,
+        scaled_lse,
+        delta,
+        row_at,
+        scalar_at,
+        stored,
+        HEAD_DIM,
+        BLOCK_D,
+        REST_D,
+        GRAD_LSE,
     )
-    acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    acc, acc_rest = zeros(ROWS, BLOCK_D, REST_D)
     for nth_run in range(first_run, end_run):
         run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
         run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
@@ -126,21 +146,22 @@ def backward_q(
             for nth in range(n_from, n_to, COLUMNS):
                 n = mirrored(nth, n_from, n_last, backwards, LISTED)
                 columns, visible = columns_of(run_start, run_step, n, end, lowest, highest, phase, COLUMNS, LOW, HIGH)
-                seen = d_valid
+                seen = every
                 if KEY_MASK:
                     key_allowed = tl.load(key_mask + batch * mask_b + columns * mask_n) != 0
                     visible = visible & key_allowed[None, :]
-                    seen = key_allowed[:, None] & d_valid
-                key = tl.load(k_head + offsets(columns, k_n, d, k_d, WIDE), mask=seen, other=0.0)
-                s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+                    seen = key_allowed[:, None]
+                key, key_rest = load_rows(k_head, columns, seen, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+                s = scores(query, query_rest, key, key_rest, REST_D, PRECISION)
                 if phase != 1 or KEY_MASK:
                     s = tl.where(visible, s, float("-inf"))
                 p = tl.exp2(s * slope - row_lse[:, None])
-                value = tl.load(v_head + offsets(columns, v_n, d, v_d, WIDE), mask=seen, other=0.0)
-                ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
-                acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
-    result = tl.where(has_keys[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
-    tl.store(dq + at, result, mask=stored[:, None] & d_valid)
+                value, value_rest = load_rows(v_head, columns, seen, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+                ds = p * (scores(d_out, d_out_rest, value, value_rest, REST_D, PRECISION) - row_delta[:, None])
+                acc, acc_rest = add_product(ds.to(key.dtype), key, key_rest, acc, acc_rest, REST_D, PRECISION)
+    acc = tl.where(has_keys[:, None], acc * scale, 0.0)
+    acc_rest = tl.where(has_keys[:, None], acc_rest * scale, 0.0)
+    store_rows(dq, row_at, acc, acc_rest, stored, HEAD_DIM, BLOCK_D, REST_D)
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -189,6 +210,7 @@ def backward_kv(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
@@ -209,23 +231,23 @@ def backward_kv(
     stored = tl.arange(0, ROWS) < count
     lowest = (rows + low)[:, None]
     highest = (rows + high)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
-    if HEAD_DIM < BLOCK_D:
-        d_valid = d < HEAD_DIM
+    every = tl.full([1, 1], True, tl.int1)
     length = q_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int32)
-    key = tl.load(k + batch * k_b + head * k_h + offsets(rows, k_n, d, k_d, WIDE), mask=d_valid, other=0.0)
-    value = tl.load(v + batch * v_b + head * v_h + offsets(rows, v_n, d, v_d, WIDE), mask=d_valid, other=0.0)
+    k_head = k + batch * k_b + head * k_h
+    v_head = v + batch * v_b + head * v_h
+    key, key_rest = load_rows(k_head, rows, every, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+    value, value_rest = load_rows(v_head, rows, every, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
     key, slope = fold_scale(key, scale)
+    key_rest, slope = fold_scale(key_rest, scale)
     valid_key = stored
     if SEQ_LENS:
         valid_key = valid_key & (rows < length)
     if KEY_MASK:
         valid_key = valid_key & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
-    acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    acc_k, acc_k_rest = zeros(ROWS, BLOCK_D, REST_D)
+    acc_v, acc_v_rest = zeros(ROWS, BLOCK_D, REST_D)
     for nth_run in range(first_run, end_run):
         run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
         run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
@@ -240,20 +262,28 @@ def backward_kv(
             for nth in range(n_from, n_to, COLUMNS):
                 n = mirrored(nth, n_from, n_last, backwards, LISTED)
                 columns, visible = columns_of(run_start, run_step, n, end, lowest, highest, phase, COLUMNS, LOW, HIGH)
-                query = tl.load(query_head + offsets(columns, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
-                s = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+                query, query_rest = load_rows(query_head, columns, every, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+                s = scores(key, key_rest, query, query_rest, REST_D, PRECISION)
                 if SEQ_LENS or KEY_MASK:
                     visible = visible & valid_key[:, None]
                 if phase != 1 or SEQ_LENS or KEY_MASK:
                     s = tl.where(visible, s, float("-inf"))
                 p = tl.exp2(s * slope - tl.load(scaled_lse + scalars + columns)[None, :])
-                d_out = tl.load(grad_head + offsets(columns, grad_n, d, grad_d, WIDE), mask=d_valid, other=0.0)
-                acc_v = tl.dot(p.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
+                d_out, d_out_rest = load_rows(
+                    grad_head, columns, every, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE
+                )
+                acc_v, acc_v_rest = add_product(
+                    p.to(d_out.dtype), d_out, d_out_rest, acc_v, acc_v_rest, REST_D, PRECISION
+                )
                 column_delta = tl.load(delta + scalars + columns)
-                ds = p * (tl.dot(value, tl.trans(d_out), input_precision=PRECISION) - column_delta[None, :])
-                acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
-    at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+                ds = p * (scores(value, value_rest, d_out, d_out_rest, REST_D, PRECISION) - column_delta[None, :])
+                acc_k, acc_k_rest = add_product(
+                    ds.to(query.dtype), query, query_rest, acc_k, acc_k_rest, REST_D, PRECISION
+                )
+    row_at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM
     acc_k = tl.where(valid_key[:, None], acc_k * scale, 0.0)
+    acc_k_rest = tl.where(valid_key[:, None], acc_k_rest * scale, 0.0)
     acc_v = tl.where(valid_key[:, None], acc_v, 0.0)
-    tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=stored[:, None] & d_valid)
-    tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=stored[:, None] & d_valid)
+    acc_v_rest = tl.where(valid_key[:, None], acc_v_rest, 0.0)
+    store_rows(dk, row_at, acc_k, acc_k_rest, stored, HEAD_DIM, BLOCK_D, REST_D)
+    store_rows(dv, row_at, acc_v, acc_v_rest, stored, HEAD_DIM, BLOCK_D, REST_D)

@@ -49,6 +49,7 @@ HALF: dict[bool, dict[Kernel, Blocks]] = {
         "forward": _listed(
             {
                 64: [(64, 128, 4, 3), (64, 64, 4, 3)],
+                96: [(128, 64, 8, 3), (64, 64, 4, 3)],  # not measured; 128 x 128 spills in the main loop
                 128: [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
                 256: [(128, 32, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2)],
             }
@@ -72,21 +73,27 @@ HALF: dict[bool, dict[Kernel, Blocks]] = {
         "forward": _listed(
             {
                 64: [(128, 64, 4, 3), (64, 64, 4, 3)],
+                96: [(128, 32, 4, 3), (64, 32, 4, 2)],
                 128: [(128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)],
+                192: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
                 256: [(64, 32, 4, 2), (32, 32, 4, 2)],
             }
         ),
         "backward_q": _listed(
             {
                 64: [(128, 32, 4, 3), (64, 64, 4, 3)],
+                96: [(128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
                 128: [(64, 64, 4, 2), (64, 32, 4, 2)],
+                192: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
                 256: [(64, 64, 8, 2), (32, 32, 4, 2)],
             }
         ),
         "backward_kv": _listed(
             {
                 64: [(128, 32, 4, 2), (64, 32, 4, 2)],
+                96: [(64, 64, 4, 2), (64, 32, 4, 2)],
                 128: [(64, 32, 4, 2)],
+                192: [(32, 64, 4, 2), (32, 32, 4, 2)],
                 256: [(32, 32, 4, 2)],
             }
         ),
@@ -157,6 +164,16 @@ def clipped(block: BlockConfig, rows: int, columns: int | None = None) -> BlockC
 def padded(head_dim: int) -> int:
     """head_dim rounded up to a power of two, at least SMALLEST_SIDE."""
     return max(SMALLEST_SIDE, next_power_of_two(head_dim))
+
+
+def parts_of(head_dim: int) -> tuple[int, int]:
+    """head_dim rounded up to the sum of two powers of two of at least SMALLEST_SIDE, the second smaller, or 0.
+
+    A product of both takes as many instructions as their sum has dims: of 96 dims three quarters of those of 128.
+    """
+    whole = padded(head_dim)
+    first, rest = whole // 2, padded(max(0, head_dim - whole // 2))
+    return (first, rest) if rest < first else (whole, 0)
 
 
 def next_power_of_two(least: int) -> int:

@@ -16,7 +16,15 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov & Gimelshein 2018, onli
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.parts import fold_scale, offsets, softmax_weights, store_forward
+from attn_dispatch.kernels.triton.parts import (
+    add_product,
+    fold_scale,
+    load_rows,
+    scores,
+    softmax_weights,
+    store_forward,
+    zeros,
+)
 
 TILE = tl.constexpr(5)  #: entries of a tile, see work_list.WorkList
 RUN = tl.constexpr(4)
@@ -205,6 +213,7 @@ def forward(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
@@ -224,20 +233,19 @@ def forward(
     first, last, count, rows, first_run, end_run = rows_of(tiles + tile * TILE, ROWS)
     lowest = (rows + low)[:, None]
     highest = (rows + high)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
-    if HEAD_DIM < BLOCK_D:
-        d_valid = d < HEAD_DIM
+    every = tl.full([1, 1], True, tl.int1)
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int32)
     k_head = k + batch * k_b + head // GROUP * k_h
     v_head = v + batch * v_b + head // GROUP * v_h
-    query = tl.load(q + batch * q_b + head * q_h + offsets(rows, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
+    query_head = q + batch * q_b + head * q_h
+    query, query_rest = load_rows(query_head, rows, every, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
     query, slope = fold_scale(query, scale)
+    query_rest, slope = fold_scale(query_rest, scale)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    acc, acc_rest = zeros(ROWS, BLOCK_D, REST_D)
     for nth_run in range(first_run, end_run):
         run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
         run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
@@ -248,21 +256,41 @@ def forward(
             for nth in range(n_from, n_to, COLUMNS):
                 n = mirrored(nth, n_from, n_last, backwards, LISTED)
                 columns, visible = columns_of(run_start, run_step, n, end, lowest, highest, phase, COLUMNS, LOW, HIGH)
-                seen = d_valid
+                seen = every
                 if KEY_MASK:
                     key_allowed = tl.load(key_mask + batch * mask_b + columns * mask_n) != 0
                     visible = visible & key_allowed[None, :]
-                    seen = key_allowed[:, None] & d_valid
-                key = tl.load(k_head + offsets(columns, k_n, d, k_d, WIDE), mask=d_valid, other=0.0)
-                s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+                    seen = key_allowed[:, None]
+                key, key_rest = load_rows(k_head, columns, every, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+                s = scores(query, query_rest, key, key_rest, REST_D, PRECISION)
                 if phase != 1 or KEY_MASK:
                     s = tl.where(visible, s, float("-inf"))
                 p, shrink, row_max = softmax_weights(s, slope, row_max)
                 total = total * shrink + tl.sum(p, 1)
-                value = tl.load(v_head + offsets(columns, v_n, d, v_d, WIDE), mask=seen, other=0.0)
-                acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+                value, value_rest = load_rows(v_head, columns, seen, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+                acc = acc * shrink[:, None]
+                if REST_D:
+                    acc_rest = acc_rest * shrink[:, None]
+                acc, acc_rest = add_product(p.to(value.dtype), value, value_rest, acc, acc_rest, REST_D, PRECISION)
     has_keys = total > 0
     if SEQ_LENS:
         has_keys = has_keys & (rows < length)
     stored = tl.arange(0, ROWS) < count
-    store_forward(out, lse, acc, total, row_max, has_keys, batch, head, rows, d, stored, heads, q_len, HEAD_DIM)
+    store_forward(
+        out,
+        lse,
+        acc,
+        acc_rest,
+        total,
+        row_max,
+        has_keys,
+        batch,
+        head,
+        rows,
+        stored,
+        heads,
+        q_len,
+        HEAD_DIM,
+        BLOCK_D,
+        REST_D,
+    )

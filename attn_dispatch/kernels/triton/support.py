@@ -31,6 +31,7 @@ from attn_dispatch.kernels.triton.blocks import (
     blocks_for,
     multiplies_from_registers,
     padded,
+    parts_of,
     shared_limit,
 )
 from attn_dispatch.kernels.triton.work_list import Side
@@ -152,7 +153,7 @@ def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> in
         sums = 8 * block.columns * stages if each.side == "keys" else 0  # lse and delta
     streamed = 2 * block.columns * stages
     return sums + problem.dtype.itemsize * (
-        padded_head_dim(problem) * (each.row_operands * block.rows + streamed) + block.rows * block.columns
+        sum(parts_of(problem.head_dim)) * (each.row_operands * block.rows + streamed) + block.rows * block.columns
     )
 
 
@@ -169,7 +170,7 @@ def launch(
     device = problem.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for block in blocks[:-1]:
-            tried = (each.module, each.kernel, block, problem.dtype, padded_head_dim(problem), device)
+            tried = (each.module, each.kernel, block, problem.dtype, parts_of(problem.head_dim), device)
             if tried in _too_large:
                 continue
             # Triton may need more than estimated, and raises after compiling.

@@ -13,7 +13,15 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.parts import fold_scale, offsets, row_sums
+from attn_dispatch.kernels.triton.parts import (
+    add_product,
+    fold_scale,
+    load_rows,
+    row_sums,
+    scores,
+    store_rows,
+    zeros,
+)
 from attn_dispatch.kernels.triton.tile_forward import PAIR, SPAN, VARIABLE, program_place, tile_multiplicity
 
 
@@ -65,6 +73,7 @@ def backward_q(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -80,26 +89,38 @@ def backward_q(
     batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
-    if HEAD_DIM < BLOCK_D:
-        d_valid = d < HEAD_DIM
+    every = tl.full([1, 1], True, tl.int1)
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int32)
     k_head = k + batch * k_b + head // GROUP * k_h
     v_head = v + batch * v_b + head // GROUP * v_h
-    query = tl.load(q + batch * q_b + head * q_h + offsets(rows, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
+    query_head = q + batch * q_b + head * q_h
     grad_head = grad + batch * grad_b + head * grad_h
-    d_out = tl.load(grad_head + offsets(rows, grad_n, d, grad_d, WIDE), mask=d_valid, other=0.0)
+    query, query_rest = load_rows(query_head, rows, every, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+    d_out, d_out_rest = load_rows(grad_head, rows, every, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
     query, slope = fold_scale(query, scale)
-    at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM + d
+    query_rest, slope = fold_scale(query_rest, scale)
+    row_at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM
     scalar_at = (batch * heads + head) * q_len + rows
     stored = tile * TILE + lane < q_len
     row_lse, row_delta, has_keys = row_sums(
-        out, d_out, lse, grad_lse, scaled_lse, delta, at, scalar_at, d_valid, stored, GRAD_LSE
+        out,
+        d_out,
+        d_out_rest,
+        lse,
+        grad_lse,
+        scaled_lse,
+        delta,
+        row_at,
+        scalar_at,
+        stored,
+        HEAD_DIM,
+        BLOCK_D,
+        REST_D,
+        GRAD_LSE,
     )
-    acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    acc, acc_rest = zeros(ROWS, BLOCK_D, REST_D)
     PARTS: tl.constexpr = TILE // COLUMNS
     span = spans + (kind * q_tiles + tile) * SPAN
     for phase in tl.static_range(2):
@@ -114,11 +135,11 @@ def backward_q(
                 key_allowed = columns < length
             if KEY_MASK:
                 key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
-            seen = d_valid
+            seen = every
             if SEQ_LENS or KEY_MASK:
-                seen = key_allowed[:, None] & d_valid
-            key = tl.load(k_head + offsets(columns, k_n, d, k_d, WIDE), mask=seen, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+                seen = key_allowed[:, None]
+            key, key_rest = load_rows(k_head, columns, seen, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+            s = scores(query, query_rest, key, key_rest, REST_D, PRECISION)
             if SEQ_LENS or KEY_MASK:
                 s = tl.where(key_allowed[None, :], s, float("-inf"))
             if phase == 0:
@@ -131,11 +152,12 @@ def backward_q(
                 p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) * slope - row_lse[:, None])
             else:
                 p = tl.exp2(s * slope - row_lse[:, None])
-            value = tl.load(v_head + offsets(columns, v_n, d, v_d, WIDE), mask=seen, other=0.0)
-            ds = p * (tl.dot(d_out, tl.trans(value), input_precision=PRECISION) - row_delta[:, None])
-            acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
-    result = tl.where(has_keys[:, None], acc * scale, 0.0).to(dq.dtype.element_ty)
-    tl.store(dq + at, result, mask=stored[:, None] & d_valid)
+            value, value_rest = load_rows(v_head, columns, seen, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+            ds = p * (scores(d_out, d_out_rest, value, value_rest, REST_D, PRECISION) - row_delta[:, None])
+            acc, acc_rest = add_product(ds.to(key.dtype), key, key_rest, acc, acc_rest, REST_D, PRECISION)
+    acc = tl.where(has_keys[:, None], acc * scale, 0.0)
+    acc_rest = tl.where(has_keys[:, None], acc_rest * scale, 0.0)
+    store_rows(dq, row_at, acc, acc_rest, stored, HEAD_DIM, BLOCK_D, REST_D)
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -184,6 +206,7 @@ def backward_kv(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -197,23 +220,23 @@ def backward_kv(
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
     batch, head, tile, lane = program_place(heads, k_tiles, TILE, ROWS)
     rows = tl.load(k_pos + tile * TILE + lane)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
-    if HEAD_DIM < BLOCK_D:
-        d_valid = d < HEAD_DIM
+    every = tl.full([1, 1], True, tl.int1)
     length = q_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int32)
-    key = tl.load(k + batch * k_b + head * k_h + offsets(rows, k_n, d, k_d, WIDE), mask=d_valid, other=0.0)
-    value = tl.load(v + batch * v_b + head * v_h + offsets(rows, v_n, d, v_d, WIDE), mask=d_valid, other=0.0)
+    k_head = k + batch * k_b + head * k_h
+    v_head = v + batch * v_b + head * v_h
+    key, key_rest = load_rows(k_head, rows, every, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+    value, value_rest = load_rows(v_head, rows, every, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
     key_allowed = rows < k_len
     if SEQ_LENS:
         key_allowed = key_allowed & (rows < length)
     if KEY_MASK:
         key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
     key, slope = fold_scale(key, scale)
-    acc_k = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    acc_v = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    key_rest, slope = fold_scale(key_rest, scale)
+    acc_k, acc_k_rest = zeros(ROWS, BLOCK_D, REST_D)
+    acc_v, acc_v_rest = zeros(ROWS, BLOCK_D, REST_D)
     PARTS: tl.constexpr = TILE // COLUMNS
     for member in range(GROUP):
         q_head = head * GROUP + member
@@ -230,12 +253,12 @@ def backward_kv(
                 q_lane = (nth - listed * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
                 columns = tl.load(q_pos + q_tile * TILE + q_lane)
                 valid_query = q_tile * TILE + q_lane < q_len
-                seen = d_valid
+                seen = every
                 if SEQ_LENS:
                     valid_query = valid_query & (columns < length)
-                    seen = valid_query[:, None] & d_valid
-                query = tl.load(query_head + offsets(columns, q_n, d, q_d, WIDE), mask=seen, other=0.0)
-                s = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+                    seen = valid_query[:, None]
+                query, query_rest = load_rows(query_head, columns, seen, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+                s = scores(key, key_rest, query, query_rest, REST_D, PRECISION)
                 if SEQ_LENS or KEY_MASK:
                     s = tl.where(key_allowed[:, None], s, float("-inf"))
                 # Repeated queries have weight exp2(s - inf) = 0.
@@ -250,13 +273,19 @@ def backward_kv(
                     p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) * slope - column_lse[None, :])
                 else:
                     p = tl.exp2(s * slope - column_lse[None, :])
-                d_out = tl.load(grad_head + offsets(columns, grad_n, d, grad_d, WIDE), mask=seen, other=0.0)
-                acc_v = tl.dot(p.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
-                ds = p * (tl.dot(value, tl.trans(d_out), input_precision=PRECISION) - column_delta[None, :])
-                acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
-    at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM + d
-    stored = (tile * TILE + lane < k_len)[:, None] & d_valid
+                d_out, d_out_rest = load_rows(grad_head, columns, seen, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+                acc_v, acc_v_rest = add_product(
+                    p.to(d_out.dtype), d_out, d_out_rest, acc_v, acc_v_rest, REST_D, PRECISION
+                )
+                ds = p * (scores(value, value_rest, d_out, d_out_rest, REST_D, PRECISION) - column_delta[None, :])
+                acc_k, acc_k_rest = add_product(
+                    ds.to(query.dtype), query, query_rest, acc_k, acc_k_rest, REST_D, PRECISION
+                )
+    row_at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM
+    stored = tile * TILE + lane < k_len
     acc_k = tl.where(key_allowed[:, None], acc_k * scale, 0.0)
+    acc_k_rest = tl.where(key_allowed[:, None], acc_k_rest * scale, 0.0)
     acc_v = tl.where(key_allowed[:, None], acc_v, 0.0)
-    tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=stored)
-    tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=stored)
+    acc_v_rest = tl.where(key_allowed[:, None], acc_v_rest, 0.0)
+    store_rows(dk, row_at, acc_k, acc_k_rest, stored, HEAD_DIM, BLOCK_D, REST_D)
+    store_rows(dv, row_at, acc_v, acc_v_rest, stored, HEAD_DIM, BLOCK_D, REST_D)

@@ -17,7 +17,15 @@ Source: Dao 2023, FlashAttention-2, algorithms 1 and 2; Milakov & Gimelshein 201
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.parts import fold_scale, offsets, softmax_weights, store_forward
+from attn_dispatch.kernels.triton.parts import (
+    add_product,
+    fold_scale,
+    load_rows,
+    scores,
+    softmax_weights,
+    store_forward,
+    zeros,
+)
 
 SPAN = tl.constexpr(3)  #: entries of a span and of a pair, see tiles.lists.PairLists
 PAIR = tl.constexpr(2)
@@ -112,6 +120,7 @@ def forward(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -126,20 +135,19 @@ def forward(
     batch, head, tile, lane = program_place(heads, q_tiles, TILE, ROWS)
     kind = tl.load(kind_of + head).to(tl.int64)
     rows = tl.load(q_pos + tile * TILE + lane)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    d_valid = tl.full([1, BLOCK_D], True, tl.int1)
-    if HEAD_DIM < BLOCK_D:
-        d_valid = d < HEAD_DIM
+    every = tl.full([1, 1], True, tl.int1)
     length = k_len
     if SEQ_LENS:
         length = tl.load(seq_lens + batch).to(tl.int32)
     k_head = k + batch * k_b + head // GROUP * k_h
     v_head = v + batch * v_b + head // GROUP * v_h
-    query = tl.load(q + batch * q_b + head * q_h + offsets(rows, q_n, d, q_d, WIDE), mask=d_valid, other=0.0)
+    query_head = q + batch * q_b + head * q_h
+    query, query_rest = load_rows(query_head, rows, every, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
     query, slope = fold_scale(query, scale)
+    query_rest, slope = fold_scale(query_rest, scale)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+    acc, acc_rest = zeros(ROWS, BLOCK_D, REST_D)
     PARTS: tl.constexpr = TILE // COLUMNS
     span = spans + (kind * q_tiles + tile) * SPAN
     for phase in tl.static_range(2):
@@ -154,11 +162,11 @@ def forward(
                 key_allowed = columns < length
             if KEY_MASK:
                 key_allowed = key_allowed & (tl.load(key_mask + batch * mask_b + columns * mask_n) != 0)
-            seen = d_valid
+            seen = every
             if SEQ_LENS or KEY_MASK:
-                seen = key_allowed[:, None] & d_valid
-            key = tl.load(k_head + offsets(columns, k_n, d, k_d, WIDE), mask=d_valid, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+                seen = key_allowed[:, None]
+            key, key_rest = load_rows(k_head, columns, every, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+            s = scores(query, query_rest, key, key_rest, REST_D, PRECISION)
             if SEQ_LENS or KEY_MASK:
                 s = tl.where(key_allowed[None, :], s, float("-inf"))
             count = 1.0
@@ -173,10 +181,30 @@ def forward(
             if phase == 0:
                 p *= count
             total = total * shrink + tl.sum(p, 1)
-            value = tl.load(v_head + offsets(columns, v_n, d, v_d, WIDE), mask=seen, other=0.0)
-            acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+            value, value_rest = load_rows(v_head, columns, seen, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+            acc = acc * shrink[:, None]
+            if REST_D:
+                acc_rest = acc_rest * shrink[:, None]
+            acc, acc_rest = add_product(p.to(value.dtype), value, value_rest, acc, acc_rest, REST_D, PRECISION)
     has_keys = total > 0
     if SEQ_LENS:
         has_keys = has_keys & (rows < length)
     stored = tile * TILE + lane < q_len
-    store_forward(out, lse, acc, total, row_max, has_keys, batch, head, rows, d, stored, heads, q_len, HEAD_DIM)
+    store_forward(
+        out,
+        lse,
+        acc,
+        acc_rest,
+        total,
+        row_max,
+        has_keys,
+        batch,
+        head,
+        rows,
+        stored,
+        heads,
+        q_len,
+        HEAD_DIM,
+        BLOCK_D,
+        REST_D,
+    )
