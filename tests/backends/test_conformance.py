@@ -139,7 +139,9 @@ def agrees(case: Case, dtype: torch.dtype, backend_name: str, needs_grad: bool, 
 
 ROWS = [
     (case, dtype, backend, direction)
-    for case, dtype, backend, direction in product(CASES, DTYPES, BACKENDS, DIRECTIONS)
+    for (number, case), dtype, backend, direction in product(enumerate(CASES), DTYPES, BACKENDS, DIRECTIONS)
+    # Of the types of half precision, which have most code in common, each case has one.
+    if dtype != (torch.float16, torch.bfloat16)[number % 2]
     if (direction == "backward" or dtype == torch.float32)
     and (quick(case, backend) or (direction == "backward" and dtype == torch.float32 and case.id not in CONTAINED))
 ]
