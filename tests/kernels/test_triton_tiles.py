@@ -314,7 +314,9 @@ from tests.support.compiling import compile_for
 LISTS = dict.fromkeys(("q_pos", "k_pos", "kind_of", "spans", "pairs", "reach"), "*i32") | {"masks": "*u8"}
 # The compiler specializes arguments equal to 1: test a single tile too.
 ONE = dict.fromkeys(("heads", "q_tiles", "k_tiles", "q_len", "k_len"), 1)
+SUM = {"HEAD_DIM": 80, "BLOCK_D": 64, "REST_D": 16}
 CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, ONE), (BACKWARD_Q, 90, 1, ONE), (BACKWARD_KV, 90, 0, {}))
+CASES += ((FORWARD, 90, 0, SUM), (BACKWARD_Q, 80, 0, SUM), (BACKWARD_KV, 80, 0, SUM))
 
 for each, capability, branches, one in CASES:
     constants = {"TILE": 128, "BRANCHES": branches, "AXES": branches} | one

@@ -39,9 +39,10 @@ def run_alone(code: str, cache: Path) -> None:
 
 
 def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], more: Mapping[str, Any]) -> None:
-    """In the preferred block of head_dim 60, which may be another in `more`: to machine code, in no more shared memory than was estimated.
+    """In the preferred block of head_dim 60: to machine code, in no more shared memory than was estimated.
 
-    `lists` are the types of a kernel's own pointers, `more` its constants beyond those of every kernel.
+    `lists` are the types of a kernel's own pointers, `more` its constants beyond those of every kernel, or in place of
+    those, such as another HEAD_DIM.
     """
     triton: Any = import_module("triton")
     compiler: Any = import_module("triton.compiler")

@@ -9,7 +9,7 @@ Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2.
 
 # Triton reads the annotations itself: no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
