@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, V3
+from attn_dispatch.machine.compiler import compiler
 
 SUPPORT = Path(__file__).parents[1] / "support"
 #: By the compiler's option: the programs, and their argument. Races are looked for in what runs in several threads.
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 
 def built(program: Path, source: Path, *options: str) -> Path:
     try:
-        command = library.compiler().command
+        command = compiler().command
     except ImportError as error:
         pytest.skip(str(error))
     subprocess.run(
