@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attn_dispatch.kernels.native.library import cpu_flags
 from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, V3
 from attn_dispatch.machine.compiler import compiler
 
@@ -54,7 +55,7 @@ def skip_without(sanitizer: str, folder: Path) -> None:
 def test_no_fault_and_the_results_of_plain_loops(sanitizer: str, level: str, tmp_path: Path) -> None:
     if level != "native" and platform.machine() != "x86_64":
         pytest.skip(f"{level} is not for this processor")
-    if not LEVELS[level] <= library.cpu_flags():
+    if not LEVELS[level] <= cpu_flags():
         pytest.skip("this processor cannot run it")
     skip_without(sanitizer, tmp_path)
     for name, argument in SANITIZERS[sanitizer]:
