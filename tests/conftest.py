@@ -25,7 +25,7 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attn-dispatch")
     group.addoption("--all", action="store_true", help="run every case, and every property with more examples")
-    group.addoption("--rest", action="store_true", help="run what --all adds to a run without it")
+    group.addoption("--rest", action="store_true", help="run what other runs leave out, of the largest grids the half")
     group.addoption("--random-problems", type=int, help="how many random problems every backend is held to")
 
 
@@ -50,10 +50,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def _runs(config: pytest.Config, item: pytest.Item) -> bool:
+    many = item.get_closest_marker("exhaustive") is not None
     added = item.get_closest_marker("full") is not None
     if config.option.rest:
-        return added or item.get_closest_marker("hypothesis") is not None
-    return config.option.all or not added
+        return (added and not many) or item.get_closest_marker("hypothesis") is not None
+    return config.option.all or not (added or many)
 
 
 @pytest.hookimpl(trylast=True)  # Hypothesis has marked its tests then
@@ -89,5 +90,5 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     left = config.stash.get(LEFT, 0)
     if left:
-        other = "a run without --rest" if config.option.rest else "--all or --rest"
+        other = "--all or a run without --rest" if config.option.rest else "--all or --rest"
         terminalreporter.write_line(f"{left} cases are left to {other}")

@@ -31,7 +31,7 @@ def test_plain(): pass
 def suite(pytester: pytest.Pytester) -> Iterator[pytest.Pytester]:
     """Of 27 cases, a property and a plain test."""
     profile = settings.get_current_profile_name()
-    pytester.makeini("[pytest]\nmarkers = full\n")
+    pytester.makeini("[pytest]\nmarkers =\n    full\n    exhaustive\n")
     pytester.makeconftest(f"from tests.conftest import {HOOKS}")
     pytester.makepyfile(test_suite=TESTS)
     yield pytester
@@ -42,7 +42,7 @@ def suite(pytester: pytest.Pytester) -> Iterator[pytest.Pytester]:
     ("options", "passed", "left"),
     [
         ((), 11, "18 cases are left to --all or --rest"),
-        (("--rest",), 19, "10 cases are left to a run without --rest"),
+        (("--rest",), 10, "19 cases are left to --all or a run without --rest"),
         (("--all",), 29, None),
         (("test_suite.py::test_many",), 27, None),
     ],
