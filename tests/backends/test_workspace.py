@@ -1,4 +1,4 @@
-"""A backend's workspace_bytes against the resident memory of a new process."""
+"""A backend's workspace_bytes against the resident memory of a new process, and memory that grows with the length."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from attn_dispatch.kernels import registry
+from attn_dispatch.spec.pattern import Dilated
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.allocations import allocated_peak
 
 # Thread stacks, the heap's metadata, and freed blocks too small to be returned to the system.
 HEAP_MIB = 8.0
@@ -56,3 +62,16 @@ def test_resident_memory_stays_below_workspace_bytes() -> None:
     for name, problem, announced, peak in rows:
         assert peak <= announced + HEAP_MIB, (name, problem)
         print(f"{name} {problem}: announced {announced:.0f} MiB, peak {peak:.0f} MiB")
+
+
+def test_a_mask_of_dilated_keys_takes_memory_linear_in_the_length() -> None:
+    """PyTorch's kernel for CPUs copies a mask with gaps for every query."""
+
+    def peak(length: int) -> int:
+        q, mask = torch.ones(1, length, 1, 8), torch.ones(1, length, dtype=torch.bool)
+        problem = Problem.of(q, q, q, Dilated((length,), (2,)), key_mask=mask)
+        found = allocated_peak(lambda: registry.load("sdpa").run(q, q, q, problem, key_mask=mask))[1]
+        assert found is not None
+        return found
+
+    assert peak(8192) < 3 * peak(4096)  # four times as much if quadratic

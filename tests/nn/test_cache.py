@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from attn_dispatch import Dense, Dilated, Window
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.nn import DilatedAttention, KVCache, MultiheadAttention
+from tests.nn.test_attention import DIM, HEADS, drawn
 from tests.support.pairwise import crossed
 
 
@@ -21,13 +21,6 @@ from tests.support.pairwise import crossed
 def _no_trials(set_mode: Callable[[str], None]) -> None:
     """Which backend runs is tested elsewhere."""
     set_mode("off")
-
-
-DIM, HEADS = 32, 4
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @crossed(

@@ -210,7 +210,8 @@ def _index(piece: Piece, call: BranchPasses) -> Tensor:
 
 def _mask(hidden: Tensor | None, call: BranchPasses, piece: Piece) -> Tensor | None:
     """The mask added to the scores, [batch, 1, 1 or queries, keys]."""
-    mask = None if hidden is None else hidden[:, None, None, :]
+    # PyTorch copies a mask with gaps for every query on a CPU: [batch, 1, queries, keys].
+    mask = None if hidden is None else hidden.contiguous()[:, None, None, :]
     if piece.bias is None:
         return mask
     bias = call.biases[piece.bias].values

@@ -1,7 +1,7 @@
 // Attention on a CPU in one pass over the keys. A tile of queries is packed once, with queries along the vector lanes;
 // keys and values are read in place. Lanes never exchange data: neither K nor V is transposed, the softmax is a maximum
 // and a sum over registers, and all dilated branches of a tile share one softmax. A few queries at long keys (decoding)
-// are bound by memory instead: see Rowwise.
+// are bound by memory instead: see Fetch in products.h, and few_queries.h.
 //
 // Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, for the backward pass; Dao et al. 2023,
 // Flash-Decoding, for keys that are split between threads.

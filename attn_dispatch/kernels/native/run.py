@@ -28,7 +28,7 @@ UNITS_PER_THREAD = 4  #: units of work per thread from which threads end at abou
 SPLIT = 512  #: fewest keys of a run that are worth a unit of their own
 MOST_TOGETHER = 32  #: key heads that read in turns: their sums stay in the L2 cache
 VIEWS = struct.Struct(4 * "Pqqq")  #: q, k, v and out, with which Args begins
-LANES = 16  #: queries of a tile up to which the kernel reads keys row by row
+LANES = 16  #: queries of a tile up to which a call is bound by memory, FEW in attention/vectors.h
 
 
 def partial(problem: Problem, key_mask: Tensor | None = None, tables: NativeTables | None = None) -> Passes:
@@ -198,7 +198,7 @@ def work_units(problem: Problem, threads: int) -> WorkUnits:
 
 
 def few_lanes(problem: Problem) -> bool:
-    """Whether all queries of grouped heads are so few that the kernel reads keys row by row."""
+    """Whether all queries of grouped heads are so few that reading the keys bounds the call."""
     return problem.heads // problem.kv_heads * problem.q_len <= LANES
 
 

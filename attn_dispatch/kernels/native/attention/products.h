@@ -65,7 +65,7 @@ template <class Op, class Ahead = NoFetch> struct Dot {
     const void* lanes;
     float* scores;
     mutable Ahead ahead = {};
-    static constexpr int TALL = Tall::ROWS;
+    static constexpr int TALL = TALL_ROWS;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N] = {};
@@ -116,7 +116,7 @@ template <class Op, class Ahead = NoFetch> struct Mix {
     const void* lanes;
     float* sums;
     mutable Ahead ahead = {};
-    static constexpr int TALL = Tall::SUMS;
+    static constexpr int TALL = TALL_SUMS;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];

@@ -26,13 +26,13 @@ using u64 = std::uint64_t;
 // other: as many independent sums as registers hold, with few loads for each.
 #if defined(__AVX512F__)
 constexpr int W = 16, NV = 4, MR = 6;
-struct Tall { static constexpr int ROWS = 8, SUMS = 16; }; // of a register tile of one vector: see Dot, Mix
+constexpr int TALL_ROWS = 8, TALL_SUMS = 16; // of a register tile of one vector: see Dot and Mix
 #elif defined(__AVX2__)
 constexpr int W = 8, NV = 2, MR = 6;
-struct Tall { static constexpr int ROWS = 6, SUMS = 12; };
+constexpr int TALL_ROWS = 6, TALL_SUMS = 12;
 #else
 constexpr int W = 4, NV = 4, MR = 4;
-struct Tall { static constexpr int ROWS = 6, SUMS = 12; };
+constexpr int TALL_ROWS = 6, TALL_SUMS = 12;
 #endif
 constexpr int T = 64;    // queries per tile: enough work per key that reading keys takes little of the time
 constexpr int KEYS = 192; // keys per block, between rescalings: their scores fit the L2 cache; must be even
