@@ -156,7 +156,8 @@ class Variant(NamedTuple):
         kernel: makes the adapter for a problem.
         title: names the kernel where a backend has several.
         patterns: the supported ones; Window requires an adapter that passes the window to its kernel.
-        scratch: bytes that the kernel itself allocates, besides `branches.workspace_bytes`.
+        scratch: bytes that the kernel itself allocates, besides `workspace`.
+        workspace: upper bound of what `branches.run` and its backward allocate.
     """
 
     limits: Limits
@@ -165,6 +166,7 @@ class Variant(NamedTuple):
     package: Package | None = None
     patterns: tuple[type[Pattern], ...] = (Dense, Dilated)
     scratch: Callable[[Problem, BranchPlan], int] = no_scratch
+    workspace: Callable[[Problem, BranchPlan], int] = branches.workspace_bytes
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         found = self.package.refusals() if self.package else []
@@ -217,8 +219,7 @@ class Branched:
         return problem.batch * pairs * problem.head_dim * (14 if problem.needs_grad else 4)
 
     def workspace_bytes(self, problem: Problem) -> int:
-        _, plan, scratch = _prepared(self, problem)
-        return branches.workspace_bytes(problem, plan) + scratch
+        return _prepared(self, problem)[2]
 
     def kernel(self, problem: Problem) -> Kernel:
         """The kernel that runs a problem, one without refusals."""
@@ -240,7 +241,7 @@ def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, BranchPlan, 
     assert variant is not None, f"{backend.name} refuses {problem}"
     kernel = variant.kernel(problem)
     plan = variant.plan(problem, kernel)
-    return kernel, plan, variant.scratch(problem, plan)
+    return kernel, plan, variant.workspace(problem, plan) + variant.scratch(problem, plan)
 
 
 def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:

@@ -154,20 +154,26 @@ def _block_forward(
     if block.covers_q and _fills(block.pieces[0], q):
         part, lse_part = _piece_forward(q, k, v, hidden, call, next(pieces))
         out, lse = part.reshape(q.shape).to(wide), lse_part.reshape(q.shape[:-1])
+        del part, lse_part  # copies of them are out and lse, where they had another dtype or layout
     else:
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:-1], dtype=wide)
         if not block.covers_q:
             out.zero_()
             lse.fill_(-math.inf)
     for piece in pieces:
-        part, lse_part = _piece_forward(q, k, v, hidden, call, piece)
-        rows, lse_rows = piece.q.of(out)[:, :, :, piece.heads], piece.q.of(lse)[:, :, :, piece.heads]
-        if piece.fresh_q:
-            rows.copy_(part)
-            lse_rows.copy_(lse_part)
-        else:
-            merge_(rows, lse_rows, part.to(wide), lse_part)
+        _merge_piece(out, lse, piece, _piece_forward(q, k, v, hidden, call, piece))
     return out, lse
+
+
+def _merge_piece(out: Tensor, lse: Tensor, piece: Piece, found: tuple[Tensor, Tensor]) -> None:
+    """Join a piece's results into those of its block. They are freed before the next piece is computed."""
+    part, lse_part = found
+    rows, lse_rows = piece.q.of(out)[:, :, :, piece.heads], piece.q.of(lse)[:, :, :, piece.heads]
+    if piece.fresh_q:
+        rows.copy_(part)
+        lse_rows.copy_(lse_part)
+    else:
+        merge_(rows, lse_rows, part.to(out.dtype), lse_part)
 
 
 def _fills(piece: Piece, q: Tensor) -> bool:
@@ -291,26 +297,34 @@ def _block_backward(
     dq = new_q(q.shape, dtype=wide)
     dk, dv = (new_k(k.shape, dtype=wide) for _ in range(2))
     for piece in block.pieces:
-        mine = [piece.q.of(x)[:, :, :, piece.heads] for x in q_side]
-        keys = [_kv(x, piece, call) for x in (k, v)]
-        views = [*mine, *keys] + ([] if hidden is None else [piece.k.of(hidden)])
-        found: list[list[Tensor]] = [[], [], []]
-        for part in _folds(views):
-            mask = _mask(part[-1] if hidden is not None else None, call, piece)
-            g, rows, o, *stats = part[: len(mine)]
-            side = [g, rows, o, *(x.transpose(1, 2) for x in stats)]
-            grads = _kernel_backward(side, part[len(mine)], part[len(mine) + 1], piece, call, mask)
-            for store, one in zip(found, grads):
-                store.append(one)
-        shapes = (mine[1].shape, keys[0].shape, keys[1].shape)
-        gq, gk, gv = (_unfold(parts, shape) for parts, shape in zip(found, shapes))
+        gq, gk, gv = _piece_backward(q_side, k, v, hidden, call, piece)
         _put(piece.q.of(dq)[:, :, :, piece.heads], gq, piece.fresh_q)
         for total, one in ((dk, gk), (dv, gv)):
             if isinstance(piece.kv_heads, slice):
                 _put(piece.k.of(total)[:, :, :, piece.kv_heads], one, piece.fresh_k)
             else:
                 piece.k.of(total).index_add_(3, _index(piece, call), one.to(wide))
+        del gq, gk, gv, one  # before the next piece is computed
     return dq, dk, dv
+
+
+def _piece_backward(
+    q_side: list[Tensor], k: Tensor, v: Tensor, hidden: Tensor | None, call: BranchPasses, piece: Piece
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of the rows and heads of one piece, [batch, segments, count, heads, head_dim]."""
+    mine = [piece.q.of(x)[:, :, :, piece.heads] for x in q_side]
+    keys = [_kv(x, piece, call) for x in (k, v)]
+    views = [*mine, *keys] + ([] if hidden is None else [piece.k.of(hidden)])
+    found: list[list[Tensor]] = [[], [], []]
+    for part in _folds(views):
+        mask = _mask(part[-1] if hidden is not None else None, call, piece)
+        g, rows, o, *stats = part[: len(mine)]
+        side = [g, rows, o, *(x.transpose(1, 2) for x in stats)]
+        grads = _kernel_backward(side, part[len(mine)], part[len(mine) + 1], piece, call, mask)
+        for store, one in zip(found, grads):
+            store.append(one)
+    gq, gk, gv = (_unfold(parts, x.shape) for parts, x in zip(found, (mine[1], *keys)))
+    return gq, gk, gv
 
 
 def _kernel_backward(

@@ -1,0 +1,94 @@
+"""`workspace_bytes` on a CPU: at least what a call takes, and within 1.3 of it where that is 16 MiB or more."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from attn_dispatch import Dense, Dilated
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import gradients
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.allocations import allocated_peak
+from attn_dispatch.testing.cases import Case
+from attn_dispatch.tuning.example import make
+
+MATTERS = 2**24  #: bytes from which a loose bound costs a program something
+LOOSE = 1.3
+
+LONGNET = Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True)
+#: By name: the case of a number of tokens.
+CASES = {
+    "dense": lambda n: Case("dense", Dense(), (1, n, 8, 64)),
+    "causal": lambda n: Case("causal", Dense(is_causal=True), (2, n, 4, 64)),
+    "grouped": lambda n: Case("grouped", Dense(), (2, n, 6, 80), kv_heads=2),
+    "masked": lambda n: Case("masked", Dense(), (2, n - n // 8 + 3, 4, 64), key_mask=True),
+    "ahead": lambda n: Case("ahead", Dense(is_causal=True), (1, n // 2, 8, 64), k_len=n),
+    "longnet": lambda n: Case("longnet", LONGNET, (1, n, 8, 64)),
+    "longnet-ragged": lambda n: Case("longnet-ragged", LONGNET, (2, n - n // 8 + 3, 4, 64), key_mask=True),
+    "longnet-grouped": lambda n: Case("longnet-grouped", LONGNET, (2, n, 8, 32), kv_heads=2),
+    "segments": lambda n: Case("segments", Dilated((1024,), (1,)), (2, n, 4, 64)),
+    "sparse": lambda n: Case("sparse", Dilated((2048,), (2,)), (1, n, 8, 64)),
+}
+DIRECTIONS = ("forward", "backward", "backward with lse")
+DTYPES = (torch.float32, torch.bfloat16)
+TOKENS = (512, 2048, 4096, 16384)
+SHORTEST, LONGEST = TOKENS[0], TOKENS[-1]
+MOST_DENSE = 4096  #: tokens: dense attention of more takes seconds
+
+
+def problem_of(name: str, tokens: int, dtype: torch.dtype, direction: str) -> Problem:
+    problem = CASES[name](tokens).problem(dtype, needs_grad=direction != "forward")
+    return replace(problem, return_lse=direction.endswith("lse"))
+
+
+def taken_bytes(backend_name: str, problem: Problem) -> int:
+    """The peak of a call with its results; of the gradient's layouts the one that takes most."""
+    backend, example = registry.load(backend_name), make(problem)
+
+    def call(expanded: bool) -> tuple[torch.Tensor, ...]:
+        with torch.set_grad_enabled(problem.needs_grad):
+            out, lse = backend.run(example.q, example.k, example.v, problem, **example.masks)
+        if not problem.needs_grad:
+            return out, lse
+        weight = weights if expanded else example.grad
+        assert weight is not None
+        results, of_results = ([out, lse], [weight, torch.ones_like(lse)]) if problem.return_lse else ([out], [weight])
+        return out.detach(), lse.detach(), *gradients(results, (example.q, example.k, example.v), of_results)
+
+    weights = torch.ones((), dtype=problem.dtype).expand(example.q.shape)
+    call(False)  # libraries are loaded, caches filled
+    gc.collect()
+    return max(allocated_peak(partial(call, expanded))[1] for expanded in {False, problem.needs_grad})
+
+
+def has_row(name: str, tokens: int, dtype: torch.dtype, direction: str) -> bool:
+    """Long ones take seconds: of these, only what takes the most memory."""
+    if not isinstance(CASES[name](tokens).pattern, Dilated):
+        return tokens <= MOST_DENSE
+    return tokens < LONGEST or (dtype, direction) == (torch.bfloat16, "backward")
+
+
+def marks(tokens: int, dtype: torch.dtype, direction: str) -> list[pytest.MarkDecorator]:
+    short = tokens == SHORTEST or (tokens, dtype, direction) == (2048, torch.bfloat16, "backward")
+    return [] if short else [pytest.mark.full]
+
+
+ROWS = [
+    pytest.param(*row, marks=marks(*row[1:])) for row in product(CASES, TOKENS, DTYPES, DIRECTIONS) if has_row(*row)
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "dtype", "direction"), ROWS)
+def test_sdpa_declares_what_it_takes(name: str, tokens: int, dtype: torch.dtype, direction: str) -> None:
+    problem = problem_of(name, tokens, dtype, direction)
+    declared = registry.load("sdpa").workspace_bytes(problem) + problem.result_bytes
+    taken = taken_bytes("sdpa", problem)
+    print(f"declared {declared / 2**20:.1f} MiB, {declared / taken:.2f} of what was taken")
+    assert taken <= declared
+    assert taken < MATTERS or declared <= LOOSE * taken
