@@ -1,8 +1,8 @@
-"""Rates of the kernels relative to dense attention: rates, training, rivals, ragged lengths.
+"""The kernels against a mask and FlexAttention, on ragged lengths, and against the plain formula.
 
-    python -m tools.bench.kernels [rates training rivals ragged plain]
+    python -m tools.bench.kernels [rivals ragged plain]
 
-A rate is counted in the arithmetic that the pattern needs. Everything in one entry is timed in turns, in one run.
+Everything in one entry is timed in turns, in one run. Rates against the processor's limits: tools/bench/native.py.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from attn_dispatch import Dense, Dilated, Problem
+from attn_dispatch import Dilated, Problem
 from attn_dispatch.backends import sdpa
 from attn_dispatch.kernels import registry
 from attn_dispatch.tuning.rounds import time_in_rounds
-from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
 
-HEADS, HEAD_DIM, SEGMENT = 8, 64, 2048
+HEADS, HEAD_DIM = 8, 64
 HOPELESS = 12.0  #: times the fastest: beyond it, a candidate is timed only once after warm-up
 PATTERNS = (
-    Dilated((2048,), (1,)),
-    Dilated((2048,), (2,)),
     Dilated((2048, 4096, 8192), (1, 2, 4)),
     Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True),
 )
@@ -34,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 CPU_BACKENDS = ("sdpa", "native")
 RAGGED = (
     # The shape, and the nearest one in which rates divide segments and segments the length.
-    (PATTERNS[2], 8191, PATTERNS[2], 8192),
+    (PATTERNS[0], 8191, PATTERNS[0], 8192),
     (Dilated((16384,), (6,)), 40_000, Dilated((16380,), (6,)), 32_760),
 )
 REPORT = [(n, w, r) for n in (256, 512, 4096) for w in (128, 1024, 2048) for r in (1, 2, 4) if w <= n]
@@ -42,10 +38,8 @@ REPORT = [(n, w, r) for n in (256, 512, 4096) for w in (128, 1024, 2048) for r i
 Calls = dict[str, Callable[[], Any]]
 
 
-def tensors(
-    tokens: int, dtype: torch.dtype, *, batch: int = 1, needs_grad: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.randn(batch, tokens, HEADS, HEAD_DIM).to(dtype).requires_grad_(needs_grad) for _ in range(3))
+def tensors(tokens: int, dtype: torch.dtype, *, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(batch, tokens, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
     return q, k, v
 
 
@@ -56,51 +50,13 @@ def backends(problem: Problem, q: Tensor, k: Tensor, v: Tensor, names: tuple[str
     return {name: partial(backend.run, q, k, v, problem) for name, backend in able.items()}
 
 
-def dense(tokens: int, dtype: torch.dtype, batch: int = 1, needs_grad: bool = False, is_causal: bool = False) -> Calls:
-    """PyTorch's dense attention as its users call it, on its own layout."""
-    q, k, v = (torch.randn(batch, HEADS, tokens, HEAD_DIM).to(dtype).requires_grad_(needs_grad) for _ in range(3))
-
-    def call() -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-    return {"dense": trained(call, (q, k, v)) if needs_grad else call}
-
-
 def turns(calls: Calls, rounds: int, hopeless: float | None = None) -> Mapping[str, Any]:
     return time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless).timings
 
 
-def flops(tokens: int, pattern: Any, dtype: torch.dtype, needs_grad: bool = False, batch: int = 1) -> int:
-    q, k, v = (torch.empty(batch, tokens, HEADS, HEAD_DIM, dtype=dtype, device="meta") for _ in range(3))
-    q.requires_grad_(needs_grad)
+def flops(tokens: int, pattern: Any, dtype: torch.dtype) -> int:
+    q, k, v = (torch.empty(1, tokens, HEADS, HEAD_DIM, dtype=dtype, device="meta") for _ in range(3))
     return sdpa.flops(Problem.of(q, k, v, pattern, device="cpu"))
-
-
-def rates(pattern: Dilated, tokens: int, dtype: torch.dtype, rounds: int, needs_grad: bool = False) -> dict[str, Any]:
-    """Each backend's rate, that of dense attention at 8,192 tokens, and that of the dense kernel on whole segments."""
-    q, k, v = tensors(tokens, dtype, needs_grad=needs_grad)
-    problem = Problem.of(q, k, v, pattern)
-    calls = backends(problem, q, k, v, CPU_BACKENDS)
-    if needs_grad:
-        calls = {name: trained(call, (q, k, v)) for name, call in calls.items()}
-    causal = pattern.is_causal
-    calls |= dense(8192, dtype, needs_grad=needs_grad, is_causal=causal)
-    calls["segments"] = dense(SEGMENT, dtype, tokens // SEGMENT, needs_grad, causal)["dense"]
-    found = turns(calls, rounds)
-    work: dict[str, int] = dict.fromkeys(CPU_BACKENDS, flops(tokens, pattern, dtype, needs_grad))
-    work["dense"] = flops(8192, Dense(causal), dtype, needs_grad)
-    work["segments"] = flops(SEGMENT, Dense(causal), dtype, needs_grad, tokens // SEGMENT)
-    gflops = {name: work[name] / one.median_ms / 1e6 for name, one in found.items()}
-    return {
-        "pattern": str(pattern),
-        "tokens": tokens,
-        "dtype": name_of(dtype),
-        "backward": needs_grad,
-        "times": {name: timing(one) for name, one in found.items()},
-        "gflops": gflops,
-        "share_of_dense": {name: gflops[name] / gflops["dense"] for name in gflops if name != "dense"},
-        "faster": {name: ratio(found["sdpa"], one) for name, one in found.items() if name == "native"},
-    }
 
 
 def rivals(pattern: Dilated, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
@@ -162,11 +118,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def main() -> None:
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "rates": lambda: [
-            rates(p, n, t, rounds) for n, rounds in ((8192, 6), (32_768, 3)) for t in DTYPES for p in PATTERNS
-        ],
-        "training": lambda: [rates(p, 8192, t, 3, needs_grad=True) for t in DTYPES for p in PATTERNS],
-        "rivals": lambda: [rivals(p, t, 3) for t in DTYPES for p in PATTERNS[2:]],
+        "rivals": lambda: [rivals(p, t, 3) for t in DTYPES for p in PATTERNS],
         "ragged": lambda: [ragged(*shapes, t) for t in DTYPES for shapes in RAGGED],
         "plain": lambda: [plain(*shape) for shape in REPORT],
     }

@@ -1,4 +1,4 @@
-"""Write the generated blocks of README.md and docs/, between `<!-- NAME: ... -->` and `<!-- /NAME -->`, and the plot.
+"""Write the generated blocks of README.md and docs/, between `<!-- NAME: ... -->` and `<!-- /NAME -->`, and the plots.
 
 python -m tools.docs.build            write
 python -m tools.docs.build --check    fail where a file would change
@@ -19,6 +19,7 @@ from tools.docs.hilbert_tables import hilbert
 from tools.docs.report_tables import markdown as reports
 from tools.docs.results import index, load, machine
 from tools.docs.ring_tables import markdown as ring
+from tools.docs.roofline_plot import svg as roofline
 from tools.docs.rooms import rooms
 from tools.docs.variables import variables
 from tools.lib.common import RESULTS
@@ -97,7 +98,8 @@ def made() -> dict[Path, str]:
     contents = {name: make() for name, make in BLOCKS.items()}
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     filled_pages = {page: filled(text, contents) for page, text in texts.items() if names(text)}
-    return {**filled_pages, RESULTS / "hilbert.svg": svg(load("hilbert"))}
+    plots = {RESULTS / "hilbert.svg": svg(load("hilbert")), RESULTS / "native.svg": roofline(load("native"))}
+    return {**filled_pages, **plots}
 
 
 def stale(files: Mapping[Path, str]) -> list[str]:

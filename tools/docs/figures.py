@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_dispatch.tuning.intervals import ONE_LOOK, fewest
+from tools.docs.native_tables import native
 from tools.docs.results import load, machine
 from tools.lib.tables import table
 
@@ -31,18 +32,6 @@ def masked(longnet: Any) -> str:
         ratios = [interval(one[f"torch_with_mask_over_{name}"]) for name in ("sdpa", "native")]
         rate = ", ".join(f"{one[f'{name}_gflops'] / one['dense_gflops']:.2f}" for name in ("sdpa", "native"))
         rows.append((f"{one['dtype']}{causal}, {kind}", *times, *ratios, rate))
-    return table(rows)
-
-
-def kernels(found: Any) -> str:
-    """Rates as shares of dense attention's at 8,192 tokens."""
-    head = ("pattern", "tokens", "dtype", "dense kernel on segments of 2,048", "`sdpa`", "`native`")
-    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
-    for one in found["rates"] + found["training"]:
-        share = one["share_of_dense"]
-        pattern = one["pattern"] + (", forward + backward" if one["backward"] else "")
-        shares = [f"{share[name]:.2f}" for name in ("segments", "sdpa", "native")]
-        rows.append((pattern, f"{one['tokens']:,}", one["dtype"], *shares))
     return table(rows)
 
 
@@ -248,19 +237,16 @@ def figures() -> str:
         f"{2 * ratio:.1f} times against causal), and takes {cost:.2f} times as long with a mask as without: that "
         "bounds the ratios here."
     )
-    rates = (
-        "By `python -m tools.bench.kernels`: the rate of a pattern's arithmetic, as a share of that of "
-        " PyTorch's dense attention (of the same kind, causal or not) at 8,192 tokens, in the same run."
-    )
     simulated = "By `python -m tools.bench.trust`; winners and synthetic cost surfaces on a simulated clock."
     parts = (
         f"{machine(longnet)}. On CUDA: not measured.",
         "## LongNet against a mask",
         about,
         masked(longnet),
-        "## Rates of the kernels",
-        rates,
-        kernels(found),
+        "## Rates of the native kernel, and the processor's limits",
+        native(load("native")),
+        "## The kernels against a mask, and on uneven shapes",
+        "By `python -m tools.bench.kernels`, in one run each.",
         rivals(found),
         ragged(found),
         plain(found),

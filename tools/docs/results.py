@@ -12,7 +12,7 @@ from tools.lib.tables import table
 PAGES = {
     "figures": (
         "LongNet, kernels, decoding, documents, robustness, cost of a call, compiled libraries",
-        ("longnet", "kernels", "decode", "documents", "trust", "strikes", "routes", "dispatch", "prebuilt"),
+        ("longnet", "native", "kernels", "decode", "documents", "trust", "strikes", "routes", "dispatch", "prebuilt"),
     ),
     "choices": ("choices beside other programs and running calls, first calls", ("load", "first_call", "online")),
     "examples": ("what the examples print", ("examples",)),

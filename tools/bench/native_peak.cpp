@@ -1,0 +1,74 @@
+// What a processor can do at most: multiply-adds and dot products of bfloat16 on sums that stay in registers, and reading
+// memory. tools/bench/native.py compiles it as the native kernel is compiled, and calls it between the kernel's calls.
+
+#include "attention/products.h"
+
+// Of the OpenMP library that PyTorch has loaded, as the kernel calls it.
+extern "C" void GOMP_parallel(void (*work)(void*), void* given, unsigned threads, unsigned flags);
+extern "C" int omp_get_thread_num();
+
+namespace {
+
+// Independent sums: enough that none waits for the one before, and few enough for the registers.
+constexpr int SUMS = Tall::SUMS;
+
+#if defined(__x86_64__)
+#define OPAQUE(x) asm volatile("" : "+x"(x)) // so that no product is taken out of the loop
+#else
+#define OPAQUE(x) asm volatile("" : "+w"(x))
+#endif
+
+volatile float sink;
+
+template <class Op> __attribute__((noinline)) void add_products(i64 steps) {
+    float start = sink;
+    vec sum[SUMS], scalar = splat(start), lanes = splat(start);
+    UNROLL for (int i = 0; i < SUMS; i++) sum[i] = splat(start + i);
+    for (i64 n = 0; n < steps; n++) {
+        OPAQUE(lanes);
+        UNROLL for (int i = 0; i < SUMS; i++) sum[i] = Op::add(sum[i], scalar, lanes);
+    }
+    for (int i = 1; i < SUMS; i++) sum[0] += sum[i];
+    sink = total(sum[0]);
+}
+
+struct Shared { i64 threads, count; const float* data; };
+
+template <void (*work)(const Shared&, i64 thread)> void in_each(Shared shared) {
+    auto each = [](void* given) { work(*(const Shared*)given, omp_get_thread_num()); };
+    GOMP_parallel(each, &shared, (unsigned)shared.threads, 0);
+}
+
+void adds(const Shared& shared, i64) { add_products<Single>(shared.count); }
+#if defined(HAS_PAIRS)
+void dots(const Shared& shared, i64) { add_products<Pair>(shared.count); }
+#endif
+
+void reads(const Shared& shared, i64 thread) {
+    const i64 first = shared.count * thread / shared.threads, last = shared.count * (thread + 1) / shared.threads;
+    constexpr int AT_ONCE = 8;
+    vec sum[AT_ONCE] = {};
+    for (i64 i = first; i + AT_ONCE * W <= last; i += AT_ONCE * W)
+        UNROLL for (int n = 0; n < AT_ONCE; n++) sum[n] += load(shared.data + i + n * W);
+    for (int n = 1; n < AT_ONCE; n++) sum[0] += sum[n];
+    sink = total(sum[0]);
+}
+
+} // namespace
+
+extern "C" {
+
+// In each thread `steps` times as many multiply-adds as sum_lanes() says.
+void multiply_add(i64 threads, i64 steps) { in_each<adds>({threads, steps, nullptr}); }
+
+#if defined(HAS_PAIRS)
+void dot_product(i64 threads, i64 steps) { in_each<dots>({threads, steps, nullptr}); }
+int dot_product_terms() { return 2; }
+#else
+int dot_product_terms() { return 0; } // the processor has none
+#endif
+
+void read_memory(i64 threads, const float* data, i64 count) { in_each<reads>({threads, count, data}); }
+
+int sum_lanes() { return SUMS * W; }
+}
