@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import run
+from attn_dispatch.kernels.native.neighbours import VECTOR
 from attn_dispatch.kernels.native.steps import native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
 from attn_dispatch.spec.orders import TOKEN_ORDERS
@@ -51,11 +52,15 @@ def list_multiplicity(problem: Problem, order: str) -> torch.Tensor:
     for first, step, count, first_run, runs in tables.tiles.tolist():
         assert (step, 1 <= count <= TILE) == (0, True)
         queries = tables.order[first : first + count].long()
-        for start, masked, keys, low, high in tables.runs[first_run : first_run + runs].tolist():
+        for start, step, keys, low, high in tables.runs[first_run : first_run + runs].tolist():
+            assert step == 0
             listed, bits = tables.listed[start : start + keys].long(), tables.lanes[start : start + keys]
             sees = bits[None, :] >> torch.arange(TILE)[:, None] & 1
             assert sees[:low].sum() + sees[high:].sum() + sees[count:].sum() == 0
-            assert masked or sees[low:high].all()
+            by_vector = sees[low:high].view(-1, VECTOR, keys).any(1)
+            assert by_vector[0].all()
+            assert by_vector[-1].all()
+            assert not (by_vector.long().diff(dim=0) == 1).any(), "a vector between two is computed in vain"
             found[queries[:, None], listed] += sees[:count]
     return found
 

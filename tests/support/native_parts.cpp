@@ -164,9 +164,17 @@ template <class Op, class Ahead> void dots(Random random) {
                 for (int d = 0; d < size.depth; d++)
                     sum += Word<Op>::product(rows[i * stride + d], lanes[d * size.pitch + lane]);
             }
-        multiply(Dot<Op, Ahead>{(const char*)rows.data(), 4 * stride, size.depth, size.pitch, lanes.data(), scores.data()},
-                 size.count, size.from, size.to);
+        Rows even{(const char*)rows.data(), 4 * stride};
+        multiply(Dot<Op, Ahead>{even, size.depth, size.pitch, lanes.data(), scores.data()}, size.count, size.from, size.to);
         compare("Dot", size, scores, wanted);
+        Exact<i32> at(size.count + 50, [&] { return (i32)random.below(size.count); }); // more are listed than are computed
+        std::vector<double> listed(scores.size, 1000.0);
+        for (int i = 0; i < size.count; i++)
+            std::copy_n(&wanted[at[i] * size.pitch], size.pitch, &listed[i * size.pitch]);
+        std::fill_n(scores.data(), scores.size, 1000.0f);
+        dot<Op>({even.data, even.stride, at.data()}, {even.data, even.stride, at.data()}, (int)at.size, size.depth, size.pitch,
+                lanes.data(), scores.data(), size.count, size.from, size.to);
+        compare("Dot of listed rows", size, scores, listed);
     });
 }
 
@@ -182,8 +190,8 @@ template <class Op, class Ahead> void mixes(Random random) {
                 for (int t = 0; t < size.depth; t++)
                     wanted[i * size.pitch + lane] +=
                         Word<Op>::product(rows[t * stride + i], lanes[t * size.pitch + lane]);
-        multiply(Mix<Op, Ahead>{(const char*)rows.data(), 4 * stride, size.depth, size.pitch, lanes.data(), sums.data()},
-                 size.count, size.from, size.to);
+        Rows even{(const char*)rows.data(), 4 * stride};
+        multiply(Mix<Op, Ahead>{even, size.depth, size.pitch, lanes.data(), sums.data()}, size.count, size.from, size.to);
         compare("Mix", size, sums, wanted);
     });
 }
@@ -194,14 +202,24 @@ template <class Op> void spreads(Random random) {
         Exact<float> lanes((size.count - 1) * T + last, [&] { return Word<Op>::drawn(random); });
         Exact<float> others(last * size.pitch, [&] { return Word<Op>::drawn(random); });
         Exact<float> rows((size.count - 1) * stride + size.to * W, [&] { return (float)random.below(10); });
-        std::vector<double> wanted(rows.data(), rows.data() + rows.size);
+        Exact<float> listed(rows.size);
+        std::copy_n(rows.data(), rows.size, listed.data());
+        std::vector<double> wanted(rows.data(), rows.data() + rows.size), wanted_listed = wanted;
+        int next = size.count;
+        Exact<i32> at(size.count, [&] { return --next; }); // in reverse
         for (int t = 0; t < size.count; t++)
             for (int d = size.from * W; d < size.to * W; d++)
-                for (int l = first; l < last; l++)
-                    wanted[t * stride + d] += Word<Op>::product(lanes[t * T + l], others[l * size.pitch + d]);
-        multiply(Spread<Op>{rows.data(), stride, lanes.data(), first, last, others.data(), size.pitch}, size.count,
-                 size.from, size.to);
+                for (int l = first; l < last; l++) {
+                    double product = Word<Op>::product(lanes[t * T + l], others[l * size.pitch + d]);
+                    wanted[t * stride + d] += product;
+                    wanted_listed[at[t] * stride + d] += product;
+                }
+        multiply(Spread<Op>{{(const char*)rows.data(), 4 * stride}, lanes.data(), first, last, others.data(), size.pitch},
+                 size.count, size.from, size.to);
         compare("Spread", size, rows, wanted);
+        multiply(Spread<Op, true>{{(const char*)listed.data(), 4 * stride, at.data()}, lanes.data(), first, last,
+                                  others.data(), size.pitch}, size.count, size.from, size.to);
+        compare("Spread to listed rows", size, listed, wanted_listed);
     });
 }
 
@@ -274,7 +292,7 @@ void spans(Random random) {
     }
 }
 
-// Listed runs: full ones and those with a mask for each key.
+// Listed runs, of which many keys are seen by all lanes.
 void lists(Random random) {
     for (int round = 0; round < 200; round++) {
         Args a{};
@@ -285,11 +303,11 @@ void lists(Random random) {
         i64 total = 0;
         for (int r = 0; r < tile.runs; r++) {
             int low = random.below((int)(tile.count - 1) / 16 + 1), count = random.below(3 * KEYS / 2);
-            runs[r] = {total, r % 2 ? 0 : -1, count, 16 * low, 16 * (low + 1 + random.below(T / 16 - low))};
+            runs[r] = {total, 0, count, 16 * low, 16 * (low + 1 + random.below(T / 16 - low))};
             total += count;
         }
         Exact<i32> listed(total, [&] { return (i32)random.below((int)a.k_len); });
-        Exact<u64> lanes(total, [&] { return random.bits(); });
+        Exact<u64> lanes(total, [&] { return random.below(2) ? random.bits() : ~(u64)0; });
         Exact<u8> mask(a.k_len, [&] { return (u8)(random.below(8) > 0); });
         a.runs = runs.data(), a.listed = listed.data(), a.lanes = lanes.data();
         if (random.below(2)) a.seen = mask.data();
@@ -298,7 +316,7 @@ void lists(Random random) {
             for (i64 i = runs[r].key; i < runs[r].key + runs[r].count; i++)
                 for (i64 lane = runs[r].lo; lane < std::min(runs[r].hi, tile.count); lane++)
                     wanted[lane * a.k_len + listed[i]] +=
-                        (!runs[r].is_masked() || lanes[i] >> lane & 1) && (!a.seen || mask[listed[i]]);
+                        (lanes[i] >> lane & 1) && (!a.seen || mask[listed[i]]);
         compare_seen("a list", a, seen_in_blocks(a, tile, 1), wanted);
     }
 }

@@ -54,7 +54,7 @@ struct Apart : Scratch {
             part = kept.back().data();
         };
         for (float** part : {&q, &grad, &sums, &q_rows, &grad_rows}) own(*part, lanes);
-        for (float** part : {&scores, &other, &keys, &values, &dk_rows, &dv_rows}) own(*part, block);
+        for (float** part : {&scores, &other, &keys, &values}) own(*part, block);
         shared_q = q;
         shared_sums = sums;
     }

@@ -139,14 +139,14 @@ Tables listed(const Problem& p, Random random) {
             for (i64 i = 0; i < count; i++) bits |= (u64)p.times(0, t.order[first + i], k) << i;
             if (bits) (bits == all ? full : bits >> 32 ? both : first_half).push_back({(i32)k, bits});
         }
-        auto add = [&](const std::vector<std::pair<i32, u64>>& keys, i64 step, i64 lanes) {
+        auto add = [&](const std::vector<std::pair<i32, u64>>& keys, i64 lanes) {
             if (keys.empty()) return;
-            t.runs.push_back({(i64)t.listed.size(), step, (i64)keys.size(), 0, lanes});
+            t.runs.push_back({(i64)t.listed.size(), 0, (i64)keys.size(), 0, lanes});
             for (const auto& key : keys) t.listed.push_back(key.first), t.lanes.push_back(key.second);
         };
-        add(full, 0, T);
-        add(both, -1, T);
-        add(first_half, -1, 32);
+        add(full, T);
+        add(both, T);
+        add(first_half, 32);
         t.tiles.push_back({first, 0, count, begin, (i64)t.runs.size() - begin});
     }
     t.first_tile.push_back((i64)t.tiles.size());

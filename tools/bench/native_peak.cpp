@@ -10,7 +10,7 @@ extern "C" int omp_get_thread_num();
 namespace {
 
 // Independent sums: enough that none waits for the one before, and few enough for the registers.
-constexpr int SUMS = Tall::SUMS;
+constexpr int SUMS = TALL_SUMS;
 
 #if defined(__x86_64__)
 #define OPAQUE(x) asm volatile("" : "+x"(x)) // so that no product is taken out of the loop

@@ -1,7 +1,8 @@
 """Builds a neighbourhood's tables: tiles of queries consecutive in a token order, each with a list of visible keys.
 
 A tile's keys are listed by position, each with a bit mask of the queries that see it: the bitwise AND of one mask per
-axis. Keys visible to the same vectors of queries are consecutive, so that the kernel skips the other vectors.
+axis. Keys visible to the same vectors of queries are consecutive, so that the kernel skips the other vectors, and among
+them those that all these queries see.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from attn_dispatch.spec.pattern import Neighborhood
 
 VECTOR = 16  #: queries that the kernel skips together
 VECTORS = TILE // VECTOR
-GROUPS = 2 * (VECTORS + 1) ** 2
+GROUPS = (VECTORS + 1) ** 2
 NO_ROW = -1  #: marks keys that the tensors do not hold
-FULL, MASKED = 0, -1  #: steps of listed runs, as in attention.cpp
 CHUNK_BYTES = 2**25  #: of one temporary table
 CHUNK_TEMPORARIES = 16  #: temporary tables of a chunk
 KEY_BYTES = 28  #: of a listed key: position and bits, and while building its tile and group
-COPIES = 2  #: of the lists: in chunks, and concatenated
+COPIES = 4  #: of the lists, in which a key may be twice: in chunks, and concatenated
 
 
 def neighbour_tables(pattern: Neighborhood, q_len: int, heads: int, order: str, stored: str = NATURAL) -> NativeTables:
@@ -112,12 +112,12 @@ def _chunks(
             near = pattern.axes[axis].sees(x[:, :, None], y[:, None, :]) & (y <= high[some, None])[:, None, :]
             masks.append(_packed(near & in_range[some, :, None]))
             coordinates.append(y)
-        tile, key, bits = _product(pattern, masks, coordinates)
+        tile, key, bits = _adjacent(*_product(pattern, masks, coordinates))
         if rows is not None:
             key = rows[key]
             tile, key, bits = (x[key != NO_ROW] for x in (tile, key, bits))
-        group = _group(bits)
-        by_group = (tile * GROUPS + group).argsort(stable=True)
+        group, full = _group(bits)
+        by_group = ((tile * GROUPS + group) * 2 + full).argsort(stable=True)
         yield key[by_group].to(torch.int32), bits[by_group], tile[by_group] + first, group[by_group]
 
 
@@ -153,14 +153,31 @@ def _product(pattern: Neighborhood, masks: list[Tensor], coordinates: list[Tenso
     return tile, key, seen[tile, place]
 
 
-def _group(bits: Tensor) -> Tensor:
-    """One number per key for the first and last vector that see it, and whether all queries between do."""
-    by_vector = torch.stack([bits >> (VECTOR * n) & (1 << VECTOR) - 1 for n in range(VECTORS)])
+def _by_vector(bits: Tensor) -> Tensor:
+    return torch.stack([bits >> (VECTOR * n) & (1 << VECTOR) - 1 for n in range(VECTORS)])
+
+
+def _adjacent(tile: Tensor, key: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys that vectors see which are not adjacent are listed twice: the vectors between would be computed in vain."""
+    sees = _by_vector(bits) != 0
+    after = (sees.long().diff(dim=0) == -1).cumsum(0)  # of each vector but the first: whether a gap lies before it
+    later = (sees[1:] & (after > 0)).any(0)
+    low = torch.full_like(bits, -1)
+    for n in range(VECTORS - 1, 0, -1):
+        low = torch.where(after[n - 1] > 0, (1 << VECTOR * n) - 1, low)  # the bits below the first gap
+    twice = later.nonzero()[:, 0]
+    rest = bits[twice] & ~low[twice]
+    return torch.cat([tile, tile[twice]]), torch.cat([key, key[twice]]), torch.cat([bits & low, rest])
+
+
+def _group(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """One number per key for the first and last vector that see it; and whether all queries between do, 0 or 1."""
+    by_vector = _by_vector(bits)
     sees, numbers = by_vector != 0, torch.arange(VECTORS)[:, None]
     first = torch.where(sees, numbers, VECTORS).amin(0)
     last = torch.where(sees, numbers, -1).amax(0)
     full = ((by_vector == (1 << VECTOR) - 1) == sees).all(0) & (sees.sum(0) == last - first + 1)
-    return (first * (VECTORS + 1) + last + 1) * 2 + full
+    return first * (VECTORS + 1) + last + 1, full.long()
 
 
 def _runs(tile: Tensor, group: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -169,9 +186,8 @@ def _runs(tile: Tensor, group: Tensor, length: int) -> tuple[Tensor, Tensor]:
     changed[1:] = (tile[1:] != tile[:-1]) | (group[1:] != group[:-1])
     start = changed.nonzero()[:, 0]
     count = torch.diff(start, append=torch.tensor([len(tile)]))
-    vectors, full = group[start] // 2, group[start] % 2
-    low, high = vectors // (VECTORS + 1) * VECTOR, vectors % (VECTORS + 1) * VECTOR
-    runs = torch.stack([start, torch.where(full == 1, FULL, MASKED), count, low, high], dim=1)
+    low, high = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
+    runs = torch.stack([start, torch.zeros_like(start), count, low, high], dim=1)
     first = torch.arange(0, length, TILE)
     run_counts = torch.bincount(tile[start], minlength=len(first))
     queries = (length - first).clamp(max=TILE)

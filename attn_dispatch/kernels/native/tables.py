@@ -17,8 +17,7 @@ class NativeTables:
         tiles: [tiles, 5]: first query, step, count, first run, number of runs. With step 0 the first query is an index
             into `order`, and the runs are listed.
         runs: [runs, 5]: first key, step, count, and the bounds `lo <= key - query <= hi` of visible keys. A listed run
-            has: first index into `listed`, step 0 or -1, count, and the lanes [lo, hi) that see any of its keys. With
-            step 0 all these lanes see all its keys; with -1 `lanes` has a bit mask per key.
+            has: first index into `listed`, step 0, count, and the lanes [lo, hi) that see any of its keys.
         first_tile: [classes + 1]: the first tile of each class of heads.
         head_class: [heads]: the class of each head.
         order: int32 [q_len], the row of each query in tile order; None where tiles have steps.

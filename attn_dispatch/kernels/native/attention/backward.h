@@ -24,9 +24,9 @@ template <class E> struct WideBack {
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
-        Rows kr = rows_of(a.k, k, block, depth, s.keys), vr = rows_of(a.v, v, block, depth, s.values);
-        multiply(Dot<Single>{kr.data, kr.stride, depth, T, s.q, s.scores}, block.keys, block.from, block.to);
-        multiply(Dot<Single>{vr.data, vr.stride, depth, T, s.grad, s.other}, block.keys, block.from, block.to);
+        Rows kr = rows_once(a.k, k, block, depth, s.keys), vr = rows_once(a.v, v, block, depth, s.values);
+        dot<Single>(kr, vr, block.listed, depth, T, s.q, s.scores, block.keys, block.from, block.to);
+        dot<Single>(vr, vr, 0, depth, T, s.grad, s.other, block.keys, block.from, block.to);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
         for (int t = 0; t < block.keys; t++)
@@ -37,13 +37,13 @@ template <class E> struct WideBack {
                 store(s.other + t * T + n * W, ds);
             }
     }
-    void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
-        int depth = (int)a.head_dim, vectors = s.width / W, first = block.from * W, last = std::min(block.to * W, count);
-        Rows kr = is_copied<E>(block) ? Rows{(const char*)s.keys, (i64)sizeof(float) * depth} // by score()
-                                      : rows_of(a.k, k, block, depth, s.keys);
-        multiply(Mix<Single>{kr.data, kr.stride, block.keys, T, s.other, s.sums}, depth, block.from, block.to);
-        multiply(Spread<Single>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
-        multiply(Spread<Single>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
+    void add(const Block& block, int count, Rows dk, Rows dv) {
+        int depth = (int)a.head_dim, first = block.from * W, last = std::min(block.to * W, count);
+        // score() has copied what are not floats.
+        Rows kr = are_floats<E>(block) ? rows_often(a.k, k, block, depth, s.keys) : Rows{(const char*)s.keys, (i64)sizeof(float) * depth};
+        multiply(Mix<Single>{kr, block.keys, T, s.other, s.sums}, depth, block.from, block.to);
+        spread<Single>(dk, s.other, first, last, s.q_rows, s.width, block.keys);
+        spread<Single>(dv, s.scores, first, last, s.grad_rows, s.width, block.keys);
     }
 };
 
@@ -66,9 +66,10 @@ struct PairedBack {
     }
     void score(const Block& block) {
         int depth = (int)a.head_dim;
-        Rows kr = pair_rows(a.k, k, block, depth, s.keys), vr = pair_rows(a.v, v, block, depth, s.values);
-        multiply(Dot<Pair>{kr.data, kr.stride, depth / 2, T, s.q, s.scores}, block.keys, block.from, block.to);
-        multiply(Dot<Pair>{vr.data, vr.stride, depth / 2, T, s.grad, s.other}, block.keys, block.from, block.to);
+        // Hidden keys may hold NaN: their scores are overwritten.
+        Rows kr = own_rows(a.k, k, block), vr = own_rows(a.v, v, block);
+        dot<Pair>(kr, vr, block.listed, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to);
+        dot<Pair>(vr, vr, 0, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
         for (int t = 0; t < block.keys; t += 2)
@@ -86,24 +87,16 @@ struct PairedBack {
         store((u16*)(s.other + t * T) + n * W, rounded);
         return _mm512_cvtepu16_epi32(rounded);
     }
-    void add(const Block& block, int count, float* dk, i64 dk_stride, float* dv, i64 dv_stride) {
-        int depth = (int)a.head_dim, vectors = s.width / W, pairs = (block.keys + 1) / 2;
+    void add(const Block& block, int count, Rows dk, Rows dv) {
+        int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
         key_pairs(a.k, k, block, depth, (u32*)s.keys);
-        multiply(Mix<Pair>{(const char*)s.keys, 4 * depth, pairs, T, s.values, s.sums}, depth, block.from, block.to);
+        multiply(Mix<Pair>{{(const char*)s.keys, 4 * depth}, pairs, T, s.values, s.sums}, depth, block.from, block.to);
         int first = block.from * W / 2, last = (std::min(block.to * W, count) + 1) / 2;
-        multiply(Spread<Pair>{dk, dk_stride, s.other, first, last, s.q_rows, s.width}, block.keys, 0, vectors);
-        multiply(Spread<Pair>{dv, dv_stride, s.scores, first, last, s.grad_rows, s.width}, block.keys, 0, vectors);
+        spread<Pair>(dk, s.other, first, last, s.q_rows, s.width, block.keys);
+        spread<Pair>(dv, s.scores, first, last, s.grad_rows, s.width, block.keys);
     }
 };
 #endif
-
-// Adds the rows of a block to the rows of its keys.
-void add_rows(const Block& block, const float* rows, int width, float* to, i64 stride) {
-    for (int i = 0; i < block.keys; i++) {
-        float* row = to + block.key(i) * stride;
-        for (int d = 0; d < width; d += W) store(row + d, load(row + d) + load(rows + i * width + d));
-    }
-}
 
 // P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): with the lse of all branches, each branch is a term of a sum.
 template <class E, class Products>
@@ -143,16 +136,7 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         block.hide(s.scores);
         block.fill_hidden(s.other, 0.0f); // hidden values may hold NaN
         products.weigh(block, slope);
-        if (block.positions) {
-            std::memset(s.dk_rows, 0, sizeof(float) * block.keys * s.width);
-            std::memset(s.dv_rows, 0, sizeof(float) * block.keys * s.width);
-            products.add(block, count, s.dk_rows, s.width, s.dv_rows, s.width);
-            add_rows(block, s.dk_rows, s.width, dk, a.dk.row);
-            add_rows(block, s.dv_rows, s.width, dv, a.dv.row);
-        } else {
-            i64 key = block.key(0), step = block.run.step;
-            products.add(block, count, dk + key * a.dk.row, step * a.dk.row, dv + key * a.dv.row, step * a.dv.row);
-        }
+        products.add(block, count, own_rows(a.dk, dk, block), own_rows(a.dv, dv, block));
     });
     for (int i = 0; i < count; i++)
         for (int d = 0; d < depth; d++) dq[s.at[i] * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);

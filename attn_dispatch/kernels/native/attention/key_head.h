@@ -26,14 +26,14 @@ template <class E> struct KeyHead {
         return {(const char*)row, step * size, block.positions ? 0 : FEW_KEYS, (int)(depth * size + CACHE_LINE - 1) / CACHE_LINE};
     }
     template <class Op> void dot(const Block& block, Rows rows, int steps) const {
-        if (s.pitch > FEW) multiply(Dot<Op>{rows.data, rows.stride, steps, s.pitch, s.q, s.scores}, block.keys, block.from, block.to);
-        else multiply(Dot<Op, Fetch>{rows.data, rows.stride, steps, s.pitch, s.q, s.scores, next_rows(a.k, k, block)},
-                      block.keys, block.from, block.to);
+        if (s.pitch > FEW || rows.at)
+            ::dot<Op>(rows, own_rows(a.v, v, block), block.listed, steps, s.pitch, s.q, s.scores, block.keys, block.from, block.to);
+        else
+            multiply(Dot<Op, Fetch>{rows, steps, s.pitch, s.q, s.scores, next_rows(a.k, k, block)}, block.keys, block.from, block.to);
     }
     template <class Op> void add(const Block& block, Rows rows, int steps, const float* weights) const {
-        if (s.pitch > FEW) multiply(Mix<Op>{rows.data, rows.stride, steps, s.pitch, weights, s.sums}, depth, block.from, block.to);
-        else multiply(Mix<Op, Fetch>{rows.data, rows.stride, steps, s.pitch, weights, s.sums, next_rows(a.v, v, block)},
-                      depth, block.from, block.to);
+        if (s.pitch > FEW) multiply(Mix<Op>{rows, steps, s.pitch, weights, s.sums}, depth, block.from, block.to);
+        else multiply(Mix<Op, Fetch>{rows, steps, s.pitch, weights, s.sums, next_rows(a.v, v, block)}, depth, block.from, block.to);
     }
 };
 
@@ -43,9 +43,9 @@ template <class E> struct Wide : KeyHead<E> {
     using KeyHead<E>::KeyHead, KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth;
 
     void begin(i64 b, i64 h) { pack(a.q, head_of<E>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q); }
-    void score(const Block& block) { this->template dot<Single>(block, rows_of(a.k, k, block, depth, s.keys), depth); }
+    void score(const Block& block) { this->template dot<Single>(block, rows_once(a.k, k, block, depth, s.keys), depth); }
     void mix(const Block& block) {
-        this->template add<Single>(block, rows_of(a.v, v, block, depth, s.values), block.keys, s.scores);
+        this->template add<Single>(block, rows_often(a.v, v, block, depth, s.values), block.keys, s.scores);
     }
 };
 
@@ -58,7 +58,7 @@ struct Paired : KeyHead<Bf16> {
     void begin(i64 b, i64 h) {
         unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q);
     }
-    void score(const Block& block) { dot<Pair>(block, pair_rows(a.k, k, block, depth, s.keys), depth / 2); }
+    void score(const Block& block) { dot<Pair>(block, own_rows(a.k, k, block), depth / 2); }
     void mix(const Block& block) {
         key_pairs(a.v, v, block, depth, (u32*)s.values);
         add<Pair>(block, {(const char*)s.values, 4 * depth}, (block.keys + 1) / 2, s.other);

@@ -36,6 +36,15 @@ inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bi
 // Without unrolling, the compiler stores the sums on the stack.
 #define UNROLL _Pragma("GCC unroll 16")
 
+// Rows `stride` bytes apart, or those at the listed positions.
+struct Rows {
+    const char* data;
+    i64 stride;
+    const i32* at = nullptr;
+
+    template <bool LISTED> const char* row(int i) const { return data + (LISTED ? at[i] : i) * stride; }
+};
+
 // The rows that are read next, fetched from memory line by line, one at each step of a product: all at once, the processor
 // would wait for them. Past the end of the rows there is nothing to fetch, and fetching does no harm.
 struct Fetch {
@@ -54,13 +63,28 @@ struct Fetch {
 };
 struct NoFetch { void fetch() const {} };
 
-// Three matrix products. `lanes` is [., pitch] with queries along the lanes; rows are `stride` bytes apart; multiply()
-// computes the vectors [from, to) of the tile.
+// The same for listed rows of two tensors, some ahead of a register tile: a line of each at every other step.
+struct FetchListed {
+    Rows first, second;
+    int listed, lines, at = 0, line = 0;
+    static constexpr int AHEAD = 24; // rows
+    void start(int row) { at = row + AHEAD; line = 0; }
+    void fetch() {
+        if (at >= listed) return;
+        __builtin_prefetch(first.row<true>(at) + line * CACHE_LINE, 0, 3);
+        __builtin_prefetch(second.row<true>(at) + line * CACHE_LINE, 0, 2);
+        if (++line < lines) return;
+        line = 0;
+        at++;
+    }
+};
+
+// Three matrix products. `lanes` is [., pitch] with queries along the lanes; multiply() computes the vectors [from, to) of
+// the tile.
 
 // scores[i][lane] = sum_d rows[i][d] * lanes[d][lane]
-template <class Op, class Ahead = NoFetch> struct Dot {
-    const char* rows;
-    i64 stride;
+template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
+    Rows rows;
     int depth, pitch;
     const void* lanes;
     float* scores;
@@ -69,13 +93,17 @@ template <class Op, class Ahead = NoFetch> struct Dot {
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N] = {};
-        const char* row = rows + i0 * stride;
+        const char* row[LISTED ? M : 1];
+        UNROLL for (int i = 0; i < (LISTED ? M : 1); i++) row[i] = rows.row<LISTED>(i0 + i);
         const float* x = (const float*)lanes + n0 * W;
+        Ahead next = ahead;
+        if constexpr (LISTED) next.start(i0);
         for (int d = 0; d < depth; d++) {
+            if constexpr (LISTED) if (d % 2) next.fetch();
             vec lane[N];
             UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * pitch + n * W);
             UNROLL for (int i = 0; i < M; i++) {
-                vec scalar = Op::spread(row + i * stride + d * 4);
+                vec scalar = Op::spread((LISTED ? row[i] : row[0] + i * rows.stride) + d * 4);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
             }
         }
@@ -85,23 +113,24 @@ template <class Op, class Ahead = NoFetch> struct Dot {
     // TALL rows for one vector of lanes; even and odd entries have sums of their own. More rows that lie a power of two
     // apart would share one set of the L1 cache.
     void tall(int i0, int n0) const {
-        constexpr int EACH = 2;
+        constexpr int EACH = 2, NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one
         vec sum[EACH][TALL] = {};
-        const i64 step = stride, size = pitch;
-        const char* row[(TALL + 2) / 3]; // every third: an address has a register and up to twice another one
-        UNROLL for (int i = 0; i < TALL; i += 3) row[i / 3] = rows + (i0 + i) * step;
+        const i64 step = rows.stride, size = pitch;
+        const char* row[(TALL + NEAR - 1) / NEAR];
+        UNROLL for (int i = 0; i < TALL; i += NEAR) row[i / NEAR] = rows.row<LISTED>(i0 + i);
         const float* x = (const float*)lanes + n0 * W;
         Ahead next = ahead; // in registers
+        if constexpr (LISTED) next.start(i0);
         for (int d = 0; d < depth; d += EACH) {
             UNROLL for (int e = 0; e < EACH; e++) {
                 if (e > 0 && d + e == depth) break;
-                next.fetch();
+                if (!LISTED || e == 0) next.fetch();
                 vec lane = load(x);
                 x += size;
                 UNROLL for (int i = 0; i < TALL; i++)
-                    sum[e][i] = Op::add(sum[e][i], Op::spread(row[i / 3] + i % 3 * step + e * 4), lane);
+                    sum[e][i] = Op::add(sum[e][i], Op::spread(row[i / NEAR] + i % NEAR * step + e * 4), lane);
             }
-            UNROLL for (int i = 0; i < TALL; i += 3) row[i / 3] += EACH * 4;
+            UNROLL for (int i = 0; i < TALL; i += NEAR) row[i / NEAR] += EACH * 4;
         }
         ahead = next;
         UNROLL for (int i = 0; i < TALL; i++) store(scores + (i0 + i) * size + n0 * W, sum[0][i] + sum[1][i]);
@@ -110,8 +139,7 @@ template <class Op, class Ahead = NoFetch> struct Dot {
 
 // sums[i][lane] += sum_t rows[t][i] * lanes[t][lane]
 template <class Op, class Ahead = NoFetch> struct Mix {
-    const char* rows;
-    i64 stride;
+    Rows rows;
     int keys, pitch;
     const void* lanes;
     float* sums;
@@ -123,13 +151,13 @@ template <class Op, class Ahead = NoFetch> struct Mix {
         float* to = sums + i0 * pitch + n0 * W;
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * pitch + n * W);
-        const char* row = rows + i0 * 4;
         const float* x = (const float*)lanes + n0 * W;
         for (int t = 0; t < keys; t++) {
+            const char* row = rows.row<false>(t) + i0 * 4;
             vec lane[N];
             UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * pitch + n * W);
             UNROLL for (int i = 0; i < M; i++) {
-                vec scalar = Op::spread(row + t * stride + i * 4);
+                vec scalar = Op::spread(row + i * 4);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
             }
         }
@@ -139,18 +167,17 @@ template <class Op, class Ahead = NoFetch> struct Mix {
     // The same for one vector of lanes.
     void tall(int i0, int n0) const {
         vec sum[TALL];
-        const i64 step = stride, size = pitch;
+        const i64 size = pitch;
         float* to = sums + i0 * size + n0 * W;
         UNROLL for (int i = 0; i < TALL; i++) sum[i] = load(to + i * size);
-        const char* row = rows + i0 * 4;
         const float* x = (const float*)lanes + n0 * W;
         Ahead next = ahead;
         for (int t = 0; t < keys; t++) {
             next.fetch();
+            const char* row = rows.row<false>(t) + i0 * 4;
             vec lane = load(x);
             UNROLL for (int i = 0; i < TALL; i++) sum[i] = Op::add(sum[i], Op::spread(row + i * 4), lane);
             x += size;
-            row += step;
         }
         ahead = next;
         UNROLL for (int i = 0; i < TALL; i++) store(to + i * size, sum[i]);
@@ -159,9 +186,8 @@ template <class Op, class Ahead = NoFetch> struct Mix {
 
 // rows[t][d] += sum_lane lanes[t][lane] * others[lane][d], with vectors along d; `first` and `last` count lanes, or pairs
 // of lanes
-template <class Op> struct Spread {
-    float* rows;
-    i64 stride; // in floats
+template <class Op, bool LISTED = false> struct Spread {
+    Rows rows;
     const float* lanes;
     int first, last;
     const float* others;
@@ -170,9 +196,10 @@ template <class Op> struct Spread {
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
-        float* to = rows + i0 * stride + n0 * W;
+        float* to[M];
+        UNROLL for (int i = 0; i < M; i++) to[i] = (float*)rows.row<LISTED>(i0 + i) + n0 * W;
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * stride + n * W);
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to[i] + n * W);
         const float* x = lanes + i0 * T;
         for (int l = first; l < last; l++) {
             vec other[N];
@@ -183,7 +210,7 @@ template <class Op> struct Spread {
             }
         }
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) store(to + i * stride + n * W, sum[i][n]);
+            UNROLL for (int n = 0; n < N; n++) store(to[i] + n * W, sum[i][n]);
     }
 };
 
@@ -204,6 +231,20 @@ template <class P> void multiply(const P& product, int count, int from, int to) 
     if (count - i >= 4) { row_of_tiles<4>(product, i, from, to); i += 4; }
     if (count - i >= 2) { row_of_tiles<2>(product, i, from, to); i += 2; }
     if (i < count) row_of_tiles<1>(product, i, from, to);
+}
+
+// Scores of keys; `next` are their values, which are read after them.
+template <class Op>
+void dot(Rows rows, Rows next, int listed, int depth, int pitch, const void* lanes, float* scores, int keys, int from, int to) {
+    if (!rows.at) return multiply(Dot<Op>{rows, depth, pitch, lanes, scores}, keys, from, to);
+    FetchListed ahead{rows, next, listed, (depth * 4 + CACHE_LINE - 1) / CACHE_LINE};
+    multiply(Dot<Op, FetchListed, true>{rows, depth, pitch, lanes, scores, ahead}, keys, from, to);
+}
+
+template <class Op>
+void spread(Rows rows, const float* lanes, int first, int last, const float* others, int width, int keys) {
+    if (rows.at) multiply(Spread<Op, true>{rows, lanes, first, last, others, width}, keys, 0, width / W);
+    else multiply(Spread<Op>{rows, lanes, first, last, others, width}, keys, 0, width / W);
 }
 
 } // namespace

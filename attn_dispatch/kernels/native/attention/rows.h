@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "products.h"
 #include "tiles.h"
 
@@ -9,7 +11,7 @@ namespace {
 
 // The memory of one thread.
 struct Scratch {
-    float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *dk_rows, *dv_rows, *memory;
+    float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *memory;
     float peaks[T], totals[T], delta[T];
     float *peak = peaks, *total = totals;
     float *own = nullptr, *shared_q, *shared_sums; // `own`: of each of several heads, q, sums, peak and total
@@ -22,13 +24,13 @@ struct Scratch {
 
     explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
-        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes, block, block};
-        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows, &dk_rows, &dv_rows};
+        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
+        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
         i64 all = 0;
         for (i64 size : sizes) all += size;
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
         float* next = memory;
-        for (int i = 0; i < 11; i++) { *parts[i] = next; next += sizes[i]; }
+        for (int i = 0; i < 9; i++) { *parts[i] = next; next += sizes[i]; }
         shared_q = q;
         shared_sums = sums;
     }
@@ -154,33 +156,31 @@ void key_pairs(const View& x, const Bf16* head, const Block& block, int depth, u
 }
 #endif
 
-// The rows of a block as floats; not copied if they are floats in an arithmetic progression. Hidden keys become zeros, even
-// if they hold NaN.
-struct Rows { const char* data; i64 stride; };
-template <class E> bool is_copied(const Block& block) { return sizeof(E) < sizeof(float) || block.hidden || block.positions; }
+// The rows of a block where they are.
+template <class E> Rows own_rows(const View& x, const E* head, const Block& block) {
+    i64 size = (i64)sizeof(E) * x.row;
+    if (block.positions) return {(const char*)head, size, block.positions};
+    return {(const char*)(head + block.key(0) * x.row), size * block.run.step};
+}
 
+// The rows of a block as floats. Hidden keys become zeros, even if they hold NaN.
 template <class E> Rows copied_rows(const View& x, const E* head, const Block& block, int depth, float* to) {
     for (int i = 0; i < block.keys; i++)
         if (block.sees(i)) widen_row(head + block.key(i) * x.row, to + i * depth, depth);
         else std::fill_n(to + i * depth, depth, 0.0f);
     return {(const char*)to, (i64)sizeof(float) * depth};
 }
-template <class E> Rows rows_of(const View& x, const E* head, const Block& block, int depth, float* to) {
-    return copied_rows(x, head, block, depth, to);
-}
-template <> Rows rows_of<float>(const View& x, const float* head, const Block& block, int depth, float* to) {
-    if (is_copied<float>(block)) return copied_rows(x, head, block, depth, to);
-    return {(const char*)(head + block.key(0) * x.row), (i64)sizeof(float) * block.run.step * x.row};
+template <class E> bool are_floats(const Block& block) { return std::is_same_v<E, float> && !block.hidden; }
+
+// The same for products that read a row once: floats are not copied.
+template <class E> Rows rows_once(const View& x, const E* head, const Block& block, int depth, float* to) {
+    return are_floats<E>(block) ? own_rows(x, head, block) : copied_rows(x, head, block, depth, to);
 }
 
-#if defined(HAS_PAIRS)
-// Rows without conversion, for products in pairs. Hidden keys may hold NaN: their scores are overwritten.
-Rows pair_rows(const View& x, const Bf16* head, const Block& block, int depth, float* to) {
-    i64 size = (i64)sizeof(Bf16);
-    if (!block.positions) return {(const char*)(head + block.key(0) * x.row), size * block.run.step * x.row};
-    for (int i = 0; i < block.keys; i++) std::memcpy((Bf16*)to + i * depth, head + block.key(i) * x.row, size * depth);
-    return {(const char*)to, size * depth};
+// The same for products that read a row often: floats in an arithmetic progression are not copied. Rows that lie a power of
+// two apart share a few sets of the L1 cache.
+template <class E> Rows rows_often(const View& x, const E* head, const Block& block, int depth, float* to) {
+    return are_floats<E>(block) && !block.positions ? own_rows(x, head, block) : copied_rows(x, head, block, depth, to);
 }
-#endif
 
 } // namespace

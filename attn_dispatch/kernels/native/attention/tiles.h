@@ -8,12 +8,11 @@ namespace {
 
 // The arguments. tables.py describes the tables.
 
-// A tile with step 0 reads its queries from `order`; its runs are listed. A listed run reads its keys from `listed`. With
-// step 0 the lanes [lo, hi) see all its keys; with step -1 each key is seen by the lanes of its bit mask.
+// A tile with step 0 reads its queries from `order`; its runs are listed. A listed run, with step 0, reads its keys from
+// `listed`; some of the lanes [lo, hi) see each, those of its bit mask.
 struct Run {
     i64 key, step, count, lo, hi;
-    bool is_listed() const { return step <= 0; }
-    bool is_masked() const { return step < 0; }
+    bool is_listed() const { return step == 0; }
 };
 struct Tile { i64 query, step, count, run, runs; };
 struct View { void* data; i64 batch, row, head; }; // strides in elements; rows are contiguous
@@ -97,6 +96,7 @@ struct Block {
     const u64* lanes;      // bit mask of the lanes that see each key, or null
     u64 run_lanes;         // bit mask of the lanes that see any key of the run
     i64 packed_heads;              // lanes per query
+    int listed = 0; // keys of the tile that are listed from the block's first one on
     int keys, from, to, pitch;
     bool partial, hidden;
 
@@ -113,9 +113,11 @@ struct Block {
     }
     Block(const Args& a, const Tile& tile, const Run& run, i64 t, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(a.listed + run.key + t),
-          lanes(run.is_masked() ? a.lanes + run.key + t : nullptr), run_lanes(~(u64)0), packed_heads(1),
+          lanes(a.lanes + run.key + t), run_lanes(~(u64)0), packed_heads(1),
           keys((int)std::min<i64>(KEYS, run.count - t)), from((int)run.lo / W),
           to((int)(std::min(run.hi, tile.count) + W - 1) / W), pitch(pitch), partial(false), hidden(false) {
+        const Run& last = a.runs[tile.run + tile.runs - 1];
+        listed = (int)(last.key + last.count - run.key - t);
         find_hidden();
     }
     i64 key(int i) const { return positions ? positions[i] : run.key + (t + i) * run.step; }
@@ -151,12 +153,16 @@ struct Block {
     void hide_unseen(float* scores) const {
         ivec bit;
         for (int i = 0; i < W; i++) bit[i] = 1 << i;
-        for (int i = 0; i < keys; i++)
+        if (from >= to) return;
+        const u64 all = ~(u64)0 >> (64 - (to - from) * W);
+        for (int i = 0; i < keys; i++) {
+            u64 see = (lanes ? lanes[i] : run_lanes) >> from * W;
+            if ((see & all) == all) continue;
             for (int n = from; n < to; n++) {
                 float* p = scores + i * pitch + n * W;
-                u64 see = lanes ? lanes[i] : run_lanes;
-                store(p, ((bit & (int)(see >> n * W)) != 0) ? load(p) : splat(NONE));
+                store(p, ((bit & (int)(see >> (n - from) * W)) != 0) ? load(p) : splat(NONE));
             }
+        }
     }
 };
 
