@@ -20,6 +20,7 @@ COMMANDS = {
     "inspect": "show the stored decisions",
     "explain": "show which backend would run a problem, and why; runs nothing",
     "plan": "predict memory, traffic and time of a sequence over many ranks; runs nothing",
+    "limits": "find the longest sequence that fits, without endangering the machine",
     "export": "write the stored decisions into one file",
     "import": "merge decisions from files into the stored ones",
     "report": "write one HTML page about the stored decisions, with plots",

@@ -52,11 +52,14 @@ class Shape(NamedTuple):
 DEFAULT = Shape(1, 0, 8, 8, 64)  #: where the options give only lengths
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe problems. Numbers may end in k (times 1024) or M (times 1024 * 1024)."""
-    shapes = parser.add_argument_group(
-        "problems", "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists give every combination."
-    )
+def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
+    """Add the options that describe problems. Numbers may end in k (times 1024) or M (times 1024 * 1024).
+
+    Args:
+        about: more for `--help`.
+    """
+    text = "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists give every combination."
+    shapes = parser.add_argument_group("problems", f"{text} {about}".rstrip())
     add = shapes.add_argument
     add("--shape", metavar="B,N,H,D", type=shape, action="append",
         help="batch, length, heads, head_dim of q; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
@@ -139,6 +142,25 @@ def count(text: str) -> int:
 
 def counts(text: str) -> tuple[int, ...]:
     return tuple(map(count, text.split(",")))
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
+
+
+def size(text: str) -> int:
+    """A number of bytes with its unit: KB, MB, GB, TB or KiB, MiB, GiB, TiB."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT])(i?)B", text.strip())
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)) if match else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 8GiB (8 * 2**30) or 8GB (8 * 10**9), got {text!r}")
+    return value
 
 
 def shape(text: str) -> Shape:

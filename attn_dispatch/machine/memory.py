@@ -78,6 +78,29 @@ def address_space_left(proc: Path = PROC) -> int | None:
     return None if limit is None else limit - _mapped_bytes(proc)
 
 
+def limit_address_space(room: int) -> bool:
+    """Let this process map ``room`` bytes more than now, for good; whether the system enforces it, as Linux does.
+
+    Allocations beyond it fail. A process that maps memory for new threads or libraries has that much less.
+    """
+    if sys.platform == "win32":
+        return False
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = _mapped_bytes(PROC) + room
+    if soft == resource.RLIM_INFINITY or wanted < soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+        except (OSError, ValueError):
+            return False
+    try:
+        mmap.mmap(-1, room + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()  # used by nothing
+    except (OSError, ValueError):
+        return True
+    return False
+
+
 def _address_space_limit(proc: Path) -> int | None:
     """RLIMIT_AS in bytes; None without a limit."""
     lines = (read_text(proc / "self" / "limits") or "").splitlines()

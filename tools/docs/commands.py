@@ -20,6 +20,7 @@ EXAMPLES = {
     "inspect": "inspect --key 3f9a",
     "explain": "explain --shape 1,8k,16,128 --causal --dtype bf16",
     "plan": "plan --tokens 1M --ranks 1,2,4,8 --causal --link 10",
+    "limits": "limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16 --memory 8GiB",
     "export": "export decisions.json",
     "import": "import decisions.json",
     "report": "report -o report.html",

@@ -42,8 +42,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="N", type=options.count, help="sequence length; may end in k or M: 1M is 1048576")
     add("--ranks", metavar="P,..", type=options.lengths, required=True,
         help="number of ranks that share the sequence; A:B doubles from A up to B")  # fmt: skip
-    add("--link", metavar="GB/s", type=_positive, required=True, help="of each rank, each way; a GB is 10**9 bytes")
-    add("--rate", metavar="TFLOP/s", type=_positive,
+    add(
+        "--link",
+        metavar="GB/s",
+        type=options.positive,
+        required=True,
+        help="of each rank, each way; a GB is 10**9 bytes",
+    )
+    add("--rate", metavar="TFLOP/s", type=options.positive,
         help="rate of each rank on the pattern's query-key pairs; by default that of the fastest backend in the "
         "nearest decision stored on this machine")  # fmt: skip
     add("--heads", metavar="H", type=options.count, default=options.DEFAULT.heads, help="of q; by default %(default)s")
@@ -88,16 +94,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(*map(printable, _lines(args, problem, rate, plans)), sep="\n")
     return 0
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
-    return value
 
 
 def _problem(args: argparse.Namespace) -> Problem:

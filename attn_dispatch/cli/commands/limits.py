@@ -1,0 +1,203 @@
+"""Find the longest sequence that fits. Each length is tried in a process of its own that can take no more memory than
+--memory, and never more than 80 % of what is free. Stores no decisions, and measures nothing for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from attn_dispatch.cli import options
+from attn_dispatch.cli.tables import compact, print_json
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.text import align, gib, milliseconds, printable
+
+if TYPE_CHECKING:
+    import torch
+
+    from attn_dispatch.cli.longest import Search, Tried
+    from attn_dispatch.spec.problem import Problem
+
+EXAMPLE = """examples:
+  attn-dispatch limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16
+      LongNet's attention in all the memory that is free
+  attn-dispatch limits --shape 1,8k,16/4,128 --causal --backward --backend all --memory 8GiB
+      a training step, from 8192 tokens upward, as on a device of 8 GiB; a row for each backend
+  attn-dispatch limits --lengths 64k:1M --window 4k --max-seconds 10
+      between 65536 and 1048576 tokens, in calls of 10 s at most
+
+Ctrl-C prints what was found."""
+
+START = 1024  #: tokens, without --shape, --lengths and --grid
+LONGEST = 2**40  #: tokens
+ALL = "all"
+HEAD = ("backend", "longest", "peak memory", "besides tensors", "time", "tokens/s", "by estimate", "did not run", "why")
+LEFT = {0, 8}
+EXPLAINED = (
+    "longest: to 1/8; peak memory: q, k, v and results included, besides tensors: the rest of it; by estimate: the",
+    "longest whose declared memory fits; did not run: the shortest tried above the longest",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_options(
+        parser, "The search goes upward from N of --shape, or from A to B of --lengths; by default from 1024."
+    )
+    add = parser.add_argument
+    add("--backend", metavar="NAME", help="this one, or 'all' for a row each; by default the one that attend() takes "
+        "at each length without measuring")  # fmt: skip
+    add("--memory", metavar="SIZE", type=options.size,
+        help="for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is "
+        "free")  # fmt: skip
+    add("--max-seconds", metavar="S", type=options.positive, default=60.0,
+        help="of one call: lengths that would take longer are not tried; by default %(default)g")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    single = list(_singles(args))
+    device = options.device_of(args)
+    memory_bytes = _memory(args, device)
+    searches: list[Search] = []
+    interrupted = False
+    try:
+        _search(args, single, memory_bytes, searches)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("interrupted: what was found so far follows", file=sys.stderr)
+    if args.json:
+        found = [_to_dict(each) for each in searches]
+        print_json({"device": str(device), "memory_bytes": memory_bytes, "max_seconds": args.max_seconds,
+                    "interrupted": interrupted, "limits": found})  # fmt: skip
+    else:
+        print(*map(printable, _lines(searches, device, memory_bytes)), sep="\n")
+    return 1 if interrupted or any(each.longest is None for each in searches) else 0
+
+
+def _singles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The options of each combination of the listed values."""
+    shapes = args.shape or [None if args.grid else options.DEFAULT._replace(length=START)]
+    switches = [("no", "yes") if each == "both" else (each,) for each in (args.causal, args.backward)]
+    for shape, dtype, causal, backward in product(shapes, args.dtype or [None], *switches):
+        given = {"shape": shape and [shape], "dtype": dtype and [dtype], "causal": causal, "backward": backward}
+        yield argparse.Namespace(**{**vars(args), **given})
+
+
+def _range(args: argparse.Namespace) -> tuple[int, int]:
+    """The length to start with, and the longest."""
+    if args.lengths:
+        return min(args.lengths), max(args.lengths)
+    return (math.prod(args.grid) if args.grid else args.shape[0].length), LONGEST
+
+
+def _problem(args: argparse.Namespace, tokens: int) -> Problem:
+    (problem,) = options.problems_of(argparse.Namespace(**{**vars(args), "lengths": (tokens,)}))
+    return problem
+
+
+def _memory(args: argparse.Namespace, device: torch.device) -> int:
+    from attn_dispatch.machine.memory import available_bytes
+    from attn_dispatch.tuning.candidates import MEMORY_SHARE
+
+    free = available_bytes(device)
+    most = int(MEMORY_SHARE * free)
+    if args.memory is not None and args.memory > most:
+        raise InvalidInput(
+            f"--memory may be {gib(most)} at most, {MEMORY_SHARE:.0%} of the {gib(free)} free on {device}, "
+            f"got {gib(args.memory)}"
+        )
+    return most if args.memory is None else int(args.memory)
+
+
+def _search(
+    args: argparse.Namespace, singles: list[argparse.Namespace], memory_bytes: int, searches: list[Search]
+) -> None:
+    from functools import partial
+
+    from rich.console import Console
+
+    from attn_dispatch.cli.longest import Search, Tried
+    from attn_dispatch.kernels import registry
+
+    with Console(stderr=True).status("") as status:
+
+        def report(each: str | Tried) -> None:
+            if isinstance(each, Tried):
+                status.console.print(printable(_progress(each)), markup=False, highlight=False, soft_wrap=True)
+            else:
+                status.update(f"trying {each}")
+
+        names = registry.names() if args.backend == ALL else (args.backend,)
+        for single, name in product(singles, names):
+            found = Search(
+                partial(_problem, single), *_range(single), name, memory_bytes, args.max_seconds, report=report
+            )
+            searches.append(found)
+            found.run()
+
+
+def _progress(tried: Tried) -> str:
+    start = f"{tried.tokens:,} tokens" + f" with {tried.backend}" * bool(tried.backend)
+    if tried.seconds is None:
+        return f"{start}: {tried.reason}"
+    return f"{start}: {milliseconds(tried.seconds * 1e3)}" + f", {_bytes(tried.peak_bytes)}" * bool(tried.peak_bytes)
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def _lines(searches: list[Search], device: torch.device, memory_bytes: int) -> list[str]:
+    groups: dict[str, list[list[str]]] = {}
+    for each in searches:
+        groups.setdefault(_title(each), []).append(_cells(each))
+    lines = iter(align([list(HEAD), *(row for rows in groups.values() for row in rows)], LEFT))
+    found = [f"device   {device}, {gib(memory_bytes)} at most", "", next(lines)]
+    for title, rows in groups.items():
+        found += ["", title, *(next(lines) for _ in rows)]
+    return [*found, "", *EXPLAINED]
+
+
+def _title(search: Search) -> str:
+    """The problem, with N for its length."""
+    problem = search.problem
+    return compact(str(problem).replace(f"[{problem.batch}, {problem.q_len},", f"[{problem.batch}, N,", 1))
+
+
+def _cells(search: Search) -> list[str]:
+    best, failed = search.longest, search.stopped_by
+    backend = (best and best.backend) or (failed and failed.backend) or search.backend or "-"
+    cells = [backend, *"-" * 5]
+    if best is not None and best.seconds is not None:
+        cells = [backend, f"{best.tokens:,}", _bytes(best.peak_bytes), _bytes(best.above_bytes),
+                 milliseconds(best.seconds * 1e3), f"{_speed(search, best):,.0f}"]  # fmt: skip
+    cells.append("-" if search.estimate is None else f"{search.estimate:,}")
+    if failed is None:
+        return [*cells, "-", "" if best is None else "the longest that was asked for"]
+    by_other = f"{failed.backend}: " * (failed.backend not in ("", backend))
+    return [*cells, f"{failed.tokens:,}", by_other + failed.reason]
+
+
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else gib(count)
+
+
+def _speed(search: Search, tried: Tried) -> float:
+    """Tokens per second."""
+    return search.problem.batch * tried.tokens / (tried.seconds or math.inf)
+
+
+def _to_dict(search: Search) -> dict[str, Any]:
+    best, failed = search.longest, search.stopped_by
+    return {
+        "problem": search.problem.to_dict(),
+        "title": _title(search),
+        "forced": search.backend,
+        "estimate_tokens": search.estimate,
+        "longest": None if best is None else {**asdict(best), "tokens_per_s": _speed(search, best)},
+        "stopped_by": None if failed is None else asdict(failed),
+        "tried": [asdict(each) for each in search.tried],
+    }

@@ -1,0 +1,224 @@
+"""Searches for the longest sequence that fits: upward from a length, then between the last that ran and the first that
+did not. Each length is tried in a process of its own (`limited`), which can take no more memory than it may.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_dispatch.cli import limited
+from attn_dispatch.decisions.decide import explain_problem
+from attn_dispatch.decisions.unmeasured import check_names, forced_candidates
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.machine.child import Outcome, run_alone
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Row
+from attn_dispatch.text import gib, one_line
+from attn_dispatch.tuning.candidates import Candidate, Request, work
+from attn_dispatch.tuning.example import example_bytes
+
+RESOLUTION = 8  #: the search ends where the first length that failed is within 1 / 8 of the longest that ran
+LEAP = 4  #: factor from one length to the next, while that is far below the estimate; else 2
+START_S = 600.0  #: seconds in which a process loads torch and compiles what its backend needs
+FILL_BYTES_PER_S = 5e7  #: random numbers that a process draws at least
+FAILURES = 3  #: failures for another reason than memory and time after which nothing shorter is tried
+WARM_TOKENS = 64  #: of the call before the limit is set
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What became of a length. `status` is "ran", or why it did not: "refused" by the backend, "memory", "time",
+    "died" with its process, or "failed".
+    """
+
+    tokens: int
+    backend: str
+    status: str
+    reason: str = ""
+    detail: str = ""
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    above_bytes: int | None = None
+
+
+@dataclass
+class Search:
+    """The search for one pattern; what it found so far is valid after an interruption too.
+
+    Args:
+        problem_at: the problem with so many tokens, or about so many on a grid.
+        start: the length to begin with. most: the longest to try.
+        backend: its name, or None for the one that attend() would take without measuring.
+        memory_bytes: for q, k, v, out, gradients and workspace together.
+        max_seconds: of one call.
+        report: called with what is tried, and with the result.
+    """
+
+    problem_at: Callable[[int], Problem]
+    start: int
+    most: int
+    backend: str | None
+    memory_bytes: int
+    max_seconds: float
+    report: Callable[[str | Tried], None] = lambda _: None
+    tried: list[Tried] = field(default_factory=list)
+    estimate: int | None = None  #: tokens whose declared bytes fit; None where not even the start's do
+    _rate: dict[str, float] = field(default_factory=dict)  # operations per second of each backend's last call
+
+    def __post_init__(self) -> None:
+        check_names(self.backend, None)
+        self.problem_at(self.start)  # raises InvalidInput where there is none
+
+    @property
+    def longest(self) -> Tried | None:
+        """The longest that ran."""
+        return max((each for each in self.tried if each.status == "ran"), key=lambda each: each.tokens, default=None)
+
+    @property
+    def stopped_by(self) -> Tried | None:
+        """The shortest above it that did not; where none ran, the first that was tried."""
+        longest = self.longest
+        if longest is None:
+            return next(iter(self.tried), None)
+        above = (each for each in self.tried if each.tokens > longest.tokens)
+        return min(above, key=lambda each: each.tokens, default=None)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem with the longest length that ran, else with the first."""
+        longest = self.longest
+        return self.problem_at(self.start if longest is None else longest.tokens)
+
+    def run(self) -> None:
+        """Find the longest length of `start` to `most`; below `start` only where that does not run."""
+        self.estimate = find_longest(self._fits, self.start, self.most)
+        find_longest(self._runs, self.start, self.most, self._leap)
+
+    def _leap(self, tokens: int) -> int:
+        return LEAP if self.estimate is not None and 2 * LEAP * tokens <= self.estimate else 2
+
+    def _runs(self, tokens: int) -> bool:
+        # A backend that fails whatever the length is not tried at twenty.
+        hopeless = self.longest is None and sum(each.status in ("failed", "died") for each in self.tried) >= FAILURES
+        return not hopeless and self._try(tokens).status == "ran"
+
+    def _fits(self, tokens: int) -> bool:
+        try:
+            problem = self.problem_at(tokens)
+        except InvalidInput:
+            return False
+        if _tensor_bytes(problem) > self.memory_bytes:
+            return False  # before the backends are asked, which takes long for very long sequences
+        found = self._candidate(problem)
+        return isinstance(found, Candidate) and self._declared(found, problem) <= self.memory_bytes
+
+    def _declared(self, candidate: Candidate, problem: Problem) -> int:
+        return _tensor_bytes(problem) + int(candidate.backend.workspace_bytes(problem))
+
+    def _candidate(self, problem: Problem) -> Candidate | Tried:
+        """The candidate that would run, or why none does."""
+        name, order, reasons = self.backend, None, ""
+        if name is None:
+            explained = explain_problem(problem)
+            name, order = explained.choice, explained.order
+            reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
+            if name is None:
+                why = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
+                return Tried(problem.q_len, "", why, "no backend can run it", reasons)
+        found, _ = forced_candidates(Request.of(problem), name, order)
+        row: Row | None = found[0].row
+        if row is None:
+            return found[0]
+        return Tried(problem.q_len, name, "memory" if row.status == "over_memory" else "refused", row.reason)
+
+    def _try(self, tokens: int) -> Tried:
+        found = self._tried(tokens)
+        self.tried.append(found)
+        self.report(found)
+        return found
+
+    def _tried(self, tokens: int) -> Tried:
+        try:
+            problem = self.problem_at(tokens)
+        except InvalidInput as error:
+            return Tried(tokens, self.backend or "", "refused", one_line(error))
+        needed = _tensor_bytes(problem)
+        if needed > self.memory_bytes:
+            what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
+            text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
+            return Tried(problem.q_len, self.backend or "", "memory", text)
+        candidate = self._candidate(problem)
+        if isinstance(candidate, Tried):
+            return candidate
+        operations = work(candidate, problem)
+        if candidate.name in self._rate and (expected := operations / self._rate[candidate.name]) > self.max_seconds:
+            text = f"by estimate, not tried: would take {expected:.3g} s, the limit is {self.max_seconds:g} s"
+            return Tried(problem.q_len, candidate.name, "time", text)
+        self.report(f"{problem.q_len:,} tokens with {candidate.title}")
+        found = self._alone(candidate, problem, needed)
+        if found.seconds:
+            self._rate[candidate.name] = operations / found.seconds
+        return found
+
+    def _alone(self, candidate: Candidate, problem: Problem, needed: int) -> Tried:
+        declared = self._declared(candidate, problem)
+        args = (problem, self._warm(candidate, problem), candidate.name, candidate.order, self.memory_bytes, declared,
+                self.max_seconds)  # fmt: skip
+        limit_s = 2 * self.max_seconds + START_S / 10 + needed / FILL_BYTES_PER_S
+        outcome = run_alone(limited.__name__, "run_limited", args, start_s=START_S, limit_s=limit_s)
+        return Tried(problem.q_len, candidate.name, **_told(outcome, self.max_seconds))
+
+    def _warm(self, candidate: Candidate, problem: Problem) -> Problem | None:
+        """A short problem that the candidate can run too."""
+        try:
+            short = self.problem_at(min(WARM_TOKENS, problem.q_len))
+        except InvalidInput:
+            return None
+        found, _ = forced_candidates(Request.of(short), candidate.name, candidate.order)
+        return short if found[0].row is None else None
+
+
+def _tensor_bytes(problem: Problem) -> int:
+    """Bytes of q, k, v, out and, where they are needed, all their gradients."""
+    return example_bytes(problem) + problem.result_bytes
+
+
+def _told(outcome: Outcome, max_seconds: float) -> dict[str, Any]:
+    """The fields of a `Tried`."""
+    if outcome.value is not None:
+        told: dict[str, Any] = outcome.value
+        return told
+    if outcome.code is None and outcome.begun:
+        return {"status": "time", "reason": f"killed: two calls did not end within {max_seconds:g} s each"}
+    when = "" if outcome.begun else " before the call"
+    if outcome.code is None:
+        return {"status": "failed", "reason": f"killed: it did not start within {START_S:g} s"}
+    if outcome.code < 0:
+        name = signal.Signals(-outcome.code).name if -outcome.code in signal.valid_signals() else ""
+        return {"status": "died", "reason": f"its process died{when} by signal {-outcome.code} {name}".rstrip()}
+    return {"status": "died" if outcome.begun else "failed", "reason": f"its process ended{when}, code {outcome.code}"}
+
+
+def find_longest(
+    runs: Callable[[int], bool], start: int, most: int, leap: Callable[[int], int] = lambda _: 2
+) -> int | None:
+    """The longest length that runs, to 1 / `RESOLUTION` of it; None where none does.
+
+    Upward from `start` by `leap` to the first that does not run, then halves the distance. Where `start` does not run,
+    first downward by halves. Lengths above the first that does not run are not tried.
+    """
+    good, bad = start, None
+    while not runs(good):
+        if good == 1:
+            return None
+        good, bad = good // 2, good
+    while bad is None and good < most:
+        longer = min(good * leap(good), most)
+        good, bad = (longer, None) if runs(longer) else (good, longer)
+    while bad is not None and bad - good > max(1, good // RESOLUTION):
+        middle = (good + bad) // 2 if bad <= 2 * good else 2 * good
+        good, bad = (middle, bad) if runs(middle) else (good, middle)
+    return good
