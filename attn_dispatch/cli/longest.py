@@ -65,6 +65,7 @@ class Search:
     max_seconds: float
     report: Callable[[str | Tried], None] = lambda _: None
     tried: list[Tried] = field(default_factory=list)
+    complete: bool = False  #: whether `run` came to its end
     estimate: int | None = None  #: tokens whose declared bytes fit; None where not even the start's do
     _rate: dict[str, float] = field(default_factory=dict)  # operations per second of each backend's last call
 
@@ -96,6 +97,7 @@ class Search:
         """Find the longest length of `start` to `most`; below `start` only where that does not run."""
         self.estimate = find_longest(self._fits, self.start, self.most)
         find_longest(self._runs, self.start, self.most, self._leap)
+        self.complete = True
 
     def _leap(self, tokens: int) -> int:
         return LEAP if self.estimate is not None and 2 * LEAP * tokens <= self.estimate else 2

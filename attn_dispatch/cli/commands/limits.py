@@ -176,7 +176,7 @@ def _cells(search: Search) -> list[str]:
                  milliseconds(best.seconds * 1e3), f"{_speed(search, best):,.0f}"]  # fmt: skip
     cells.append("-" if search.estimate is None else f"{search.estimate:,}")
     if failed is None:
-        return [*cells, "-", "" if best is None else "the longest that was asked for"]
+        return [*cells, "-", "the longest that was asked for" if search.complete else "interrupted"]
     by_other = f"{failed.backend}: " * (failed.backend not in ("", backend))
     return [*cells, f"{failed.tokens:,}", by_other + failed.reason]
 
@@ -196,6 +196,7 @@ def _to_dict(search: Search) -> dict[str, Any]:
         "problem": search.problem.to_dict(),
         "title": _title(search),
         "forced": search.backend,
+        "complete": search.complete,
         "estimate_tokens": search.estimate,
         "longest": None if best is None else {**asdict(best), "tokens_per_s": _speed(search, best)},
         "stopped_by": None if failed is None else asdict(failed),

@@ -1,0 +1,232 @@
+"""`attn-dispatch limits`: the search with made-up processes, and with real ones under a limit of memory."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch.cli import longest
+from attn_dispatch.cli.longest import Search, Tried, find_longest
+from attn_dispatch.machine.child import Outcome
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import problem_of
+from tests.support.commands import command, plain
+
+ROOM = 64 << 20
+Answer = Callable[[int], Outcome]
+
+
+def problem_at(tokens: int) -> Problem:
+    return problem_of((1, tokens, 2, 16), Dense(is_causal=True), torch.float32, torch.device("cpu"))
+
+
+def ran(seconds: float = 1e-3) -> Outcome:
+    return Outcome(True, {"status": "ran", "seconds": seconds, "peak_bytes": 10, "above_bytes": 1})
+
+
+def out_of_memory() -> Outcome:
+    return Outcome(True, {"status": "memory", "reason": "out of memory"})
+
+
+class Processes:
+    """In place of `run_alone`: what `answer` says of a length."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.lengths: list[int] = []
+
+    def run_alone(
+        self, module: str, function: str, args: tuple[Any, ...], *, start_s: float, limit_s: float
+    ) -> Outcome:
+        assert callable(getattr(sys.modules[module], function))
+        assert min(start_s, limit_s) > args[-1]
+        self.lengths.append(args[0].q_len)
+        return self.answer(args[0].q_len)
+
+
+def search(
+    monkeypatch: pytest.MonkeyPatch, answer: Answer, start: int = 1024, most: int = 2**40, **more: Any
+) -> tuple[Search, list[int]]:
+    processes = Processes(answer)
+    monkeypatch.setattr(longest, "run_alone", processes.run_alone)
+    found = Search(problem_at, start, most, **{"backend": "sdpa", "memory_bytes": ROOM, "max_seconds": 30.0, **more})
+    found.run()
+    return found, processes.lengths
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leap", [2, 4])
+@pytest.mark.parametrize("start", [1, 7, 1024, 5000])
+@pytest.mark.parametrize("limit", [1, 2, 9, 1023, 1024, 4097, 12_345, 1_000_000])
+def test_the_longest_is_found_to_an_eighth(limit: int, start: int, leap: int) -> None:
+    tried: list[int] = []
+
+    def runs(tokens: int) -> bool:
+        tried.append(tokens)
+        return tokens <= limit
+
+    found = find_longest(runs, start, 2**40, lambda _: leap)
+    assert found is not None
+    assert found <= limit < found + max(2, found // longest.RESOLUTION + 1)
+    assert len(set(tried)) == len(tried) < 30
+    assert max(tried) <= max(start, leap * limit)
+
+
+def test_bounds_and_nothing() -> None:
+    assert find_longest(lambda _: False, 1024, 2**40) is None
+    assert find_longest(lambda _: True, 1024, 5000) == 5000
+    assert find_longest(lambda _: True, 1024, 1024) == 1024
+
+
+def test_nothing_above_a_length_that_did_not_run_is_tried() -> None:
+    tried: list[int] = []
+
+    def runs(tokens: int) -> bool:
+        tried.append(tokens)
+        return tokens != 8192  # the longer ones would run
+
+    assert find_longest(runs, 1024, 2**40) == 7680
+    assert max(tried) == 8192
+
+
+def test_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, lengths = search(monkeypatch, lambda n: ran() if n <= 20_000 else out_of_memory())
+    assert found.longest == Tried(18_432, "sdpa", "ran", seconds=1e-3, peak_bytes=10, above_bytes=1)
+    assert found.stopped_by == Tried(20_480, "sdpa", "memory", "out of memory")
+    assert found.estimate is not None
+    assert len(lengths) == len(found.tried)
+
+
+def test_without_room_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, lengths = search(monkeypatch, lambda _: ran(), memory_bytes=500)  # a token takes 512
+    assert lengths == []
+    assert found.longest is None
+    assert found.estimate is None
+    assert found.stopped_by is not None
+    assert found.stopped_by.tokens == 1024
+    assert found.stopped_by.reason.startswith("by estimate, not tried: q, k, v and out take 512.0 KiB")
+
+
+def test_a_length_that_would_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dense attention, four times as long for twice the length."""
+    found, lengths = search(monkeypatch, lambda n: ran((n / 1024) ** 2), max_seconds=20.0)
+    assert max(lengths) == 4096
+    assert found.stopped_by is not None
+    assert (found.stopped_by.status, found.stopped_by.tokens) == ("time", 4608)
+    assert "by estimate, not tried: would take 20.2 s" in found.stopped_by.reason
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "words"),
+    [
+        (Outcome(True), "time", "did not end within"),
+        (Outcome(False), "failed", "did not start"),
+        (Outcome(True, code=-signal.SIGKILL), "died", "signal 9 SIGKILL"),
+        (Outcome(False, code=1), "failed", "before the call, code 1"),
+        (Outcome(True, {"status": "failed", "reason": "ValueError: odd"}), "failed", "ValueError: odd"),
+    ],
+)
+def test_what_ends_a_process_is_the_reason(
+    outcome: Outcome, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = search(monkeypatch, lambda n: ran() if n < 2048 else outcome)
+    assert found.stopped_by is not None
+    assert found.stopped_by.status == status
+    assert words in found.stopped_by.reason
+    assert found.longest is not None
+    assert 1024 <= found.longest.tokens < 2048
+
+
+def test_a_backend_that_always_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, lengths = search(monkeypatch, lambda _: Outcome(True, code=3))
+    assert lengths == [1024, 512, 256]
+    assert found.longest is None
+
+
+def test_a_refusal_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, lengths = search(monkeypatch, lambda _: ran(), backend="flash")
+    assert lengths == []
+    assert found.stopped_by is not None
+    assert (found.stopped_by.status, found.stopped_by.tokens) == ("refused", 1024)
+    assert "cuda" in found.stopped_by.reason
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit of address space")
+def test_a_length_above_really_fails_under_the_limit(tmp_path: Path) -> None:
+    """A dense mask in float32: 16 MiB at 2048 tokens, 64 MiB at 4096; q, k, v and out are 2 MiB."""
+    arguments = ("--shape", "1,2k,2,16", "--window", "100", "--device", "cpu", "--backend", "sdpa_mask")
+    done = command(tmp_path, "limits", *arguments, "--memory", "48MiB", "--json")
+    (row,) = plain(done)["limits"]
+    assert 2048 <= row["longest"]["tokens"] < 4096
+    assert 16 << 20 < row["longest"]["peak_bytes"] < 64 << 20
+    assert row["longest"]["tokens_per_s"] > 0
+    assert row["stopped_by"]["reason"] == "out of memory under 48.0 MiB"
+    assert "memory" in row["stopped_by"]["detail"]
+    assert "2,048 tokens with sdpa_mask: " in done.stderr
+    assert not list(tmp_path.glob("v2/*/*/*.json"))
+
+
+def test_what_was_found_is_printed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(tokens: int) -> Outcome:
+        if tokens > 2048:
+            raise KeyboardInterrupt
+        return ran()
+
+    monkeypatch.setattr(longest, "run_alone", Processes(answer).run_alone)
+    arguments = ("limits", "--shape", "1,2k,2,16", "--backend", "sdpa", "--device", "cpu")
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 1
+    assert "interrupted" in done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("sdpa "))
+    assert "2,048" in line
+    assert line.endswith("   interrupted")
+    found = json.loads(command(tmp_path, *arguments, "--json").stdout)
+    assert found["interrupted"]
+    assert not found["limits"][0]["complete"]
+    assert found["limits"][0]["longest"]["tokens"] == 2048
+
+
+def test_a_row_for_each_combination_and_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest, "run_alone", Processes(lambda _: ran()).run_alone)
+    given = ("--lengths", "64:128", "--causal", "both", "--dtype", "fp32,bf16", "--device", "cpu")
+    rows = plain(command(tmp_path, "limits", *given, "--json"))["limits"]
+    assert [each["longest"]["tokens"] for each in rows] == [128] * 4
+    assert [each["stopped_by"] for each in rows] == [None] * 4
+    assert len({each["title"] for each in rows}) == 4
+    every = plain(
+        command(tmp_path, "limits", "--lengths", "64:128", "--device", "cpu", "--backend", "all", "--json"), 1
+    )
+    found = {each["forced"]: each["longest"] for each in every["limits"]}
+    assert found["flash"] is None
+    assert found["manual"]["tokens"] == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--memory", "8"), "expected bytes such as 8GiB"),
+        (("--memory", "0GiB"), "expected bytes such as 8GiB"),
+        (("--memory", "9000TiB"), "--memory may be"),
+        (("--max-seconds", "0"), "expected a number > 0"),
+        (("--backend", "nope"), "backend must be None or one of"),
+        (("--segments", "64"), "--segments and --dilations go together"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    done = command(tmp_path, "limits", *arguments, "--device", "cpu")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
