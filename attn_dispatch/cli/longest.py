@@ -103,9 +103,11 @@ class Search:
         return LEAP if self.estimate is not None and 2 * LEAP * tokens <= self.estimate else 2
 
     def _runs(self, tokens: int) -> bool:
-        # A backend that fails whatever the length is not tried at twenty.
-        hopeless = self.longest is None and sum(each.status in ("failed", "died") for each in self.tried) >= FAILURES
-        return not hopeless and self._try(tokens).status == "ran"
+        # A backend that fails whatever the length is not tried at twenty; one that refuses two alike refuses all.
+        failures = sum(each.status in ("failed", "died") for each in self.tried)
+        refusals = [each.reason for each in self.tried if each.status == "refused"]
+        hopeless = failures >= FAILURES or len(refusals) != len(set(refusals))
+        return not (hopeless and self.longest is None) and self._try(tokens).status == "ran"
 
     def _fits(self, tokens: int) -> bool:
         try:

@@ -159,6 +159,7 @@ def test_a_refusal_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.stopped_by is not None
     assert (found.stopped_by.status, found.stopped_by.tokens) == ("refused", 1024)
     assert "cuda" in found.stopped_by.reason
+    assert len(found.tried) == 2  # another length has the same refusal
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
