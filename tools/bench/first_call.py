@@ -1,5 +1,5 @@
-"""CPU seconds of first calls: of 24 problems in a process with an empty cache folder, in the next process, which tries
-provisional decisions again, and in a third; the compilation of `native` is done before.
+"""CPU seconds of first calls: of every third problem of `tools/lib/models.py` in a process with an empty cache folder,
+in the next process, which tries provisional decisions again, and in a third; `native` is compiled before.
 
 python -m tools.bench.first_call
 
@@ -15,7 +15,9 @@ from typing import Any
 from attn_dispatch.kernels import registry
 from tools.lib import choices
 from tools.lib.common import parser, write
+from tools.lib.models import planned
 
+EVERY = 3  #: problems: one of them is timed
 OWN_CALLS = 20  #: calls of the problem itself that its trial may take
 LATER_S, FIRST_S = 0.3, 1.0  #: further CPU seconds: of later problems of a process, and of its first
 PROCESSES = ("empty cache", "second process", "third process")
@@ -44,9 +46,9 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     given = parser(__doc__, "first_call.json").parse_args()
     prepare = getattr(registry.load("native"), "prepare", None)
-    if prepare is not None and not registry.load("native").refusals(choices.planned()[0].problem()):
+    if prepare is not None and not registry.load("native").refusals(planned()[0].problem()):
         prepare()
-    which = list(range(len(choices.planned())))
+    which = list(range(0, len(planned()), EVERY))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in PROCESSES:

@@ -25,8 +25,9 @@ import torch
 from attn_dispatch import attend, counters, explain, profile
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dense, Dilated
-from tools.lib.choices import Planned, times_of, wait_until_calm
+from tools.lib.choices import times_of, wait_until_calm
 from tools.lib.common import parser, write
+from tools.lib.models import Planned
 
 STEPS, QUICK_STEPS = 2000, 150  #: of training
 PASSES, QUICK_PASSES = 100, 3  #: over the lengths

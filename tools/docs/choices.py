@@ -1,23 +1,18 @@
-"""Tables of choices made beside other programs or the running calls, and of what first calls cost."""
+"""Tables of choices against every backend and beside the running calls, and of what first calls cost."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from attn_dispatch.kernels.registry import LAST_RESORT
 from tools.docs.results import load, machine
 from tools.lib.tables import table
 
-#: How load.json and first_call.json name a run, and what it is.
+#: How choices.json names a run, and what it is.
 RUNS = {
-    "0": "idle",
-    "0 then calm": "idle, and after a second process",
-    "1": "beside 1 busy loop",
-    "1 then calm": "beside 1, then a process on the idle machine",
-    "2": "beside 2 busy loops",
-    "2 then calm": "beside 2, then a process on the idle machine",
-    "4": "beside 4 busy loops",
-    "4 then calm": "beside 4, then a process on the idle machine",
-    "profile": "`profile`, 8 s for each problem",
+    "idle": "by first calls, idle",
+    "loaded": "by first calls, beside {loops} busy loops",
+    "loaded, then idle": "and after a second process, idle",
 }
 
 
@@ -25,33 +20,67 @@ def choices() -> str:
     """The tables, with the machine of each."""
     return "\n\n".join(
         (
-            *("## Beside other programs", _loaded(load("load"))),
+            *("## Against every backend", _chosen(load("choices"))),
             *("## First calls", _first(load("first_call"))),
             *("## Beside the running calls", _online(load("online"))),
         )
     )
 
 
-def _loaded(found: Any) -> str:
+def _chosen(found: Any) -> str:
+    problems = found["problems"]
+    judges = len(problems[0]["judges"])
+    compiled = sum(bool(each["left_out"]) for each in problems)
     about = (
-        f"By `python -m tools.bench.load`: {len(found['problems'])} problems of 0.05 to 500 ms, three dtypes, both "
-        "directions, tuned by first calls in a process of its own, then judged on the idle machine by interleaved runs "
-        "of all candidates that were chosen, in each of three processes. Off: more than a tenth slower than the best "
-        "of these, by the median of the three; and in all of them, since two candidates may differ by a tenth from "
-        f"one process to the next, whatever was measured before. {machine(found)}."
+        f"By `python -m tools.bench.choices`{' --quick' * found['quick']}: {len(problems)} of the problems in "
+        "`tools/lib/models.py`, with the shapes of published models, tuned by first calls with an empty cache folder. "
+        f"Then all candidates that can run a problem are checked against float64 and timed, interleaved, on the idle "
+        f"machine in {judges} process{'es' * (judges > 1)} that knew no choice; those over three times slower by two "
+        "samples are not timed further. Ratios are to the fastest candidate in the same process, which is the "
+        f"fastest by chance too. {machine(found)}."
     )
-    rows: list[tuple[str, ...]] = [("tuned", "off", "in all three", "geometric mean", "worst"), ("---",) * 5]
+    if compiled:
+        about += (
+            f" Not timed: backends compiled for each problem (`flex`, for seconds), on the {compiled} problems "
+            "that they accept; `--compiled` times them."
+        )
+    disturbed = sum(map(any, (each["disturbed"] for each in problems)))
+    if disturbed:
+        about += (
+            f" Other programs took the cores while {disturbed} of the problems were timed (load before: "
+            f"{found['load_before']:.1f}): these figures are to be measured again."
+        )
+    near = list(found["runs"]["idle"]["within"])
+    head = ("tuned", "geometric mean", "worst", *(f"within {each}" for each in near))
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for name, one in found["runs"].items():
-        off = f"{one['off']} of {one['problems']}"
-        figures = f"{one['off_in_all']}", f"{one['geometric_mean']:.2f}", f"{one['worst']:.2f}"
-        rows.append((RUNS[name], off, *figures))
+        counts = (f"{one['within'][each]} of {one['problems']}" for each in near)
+        rows.append((RUNS[name].format(loops=found["loops"]), *_figures(one), *counts))
+    return "\n\n".join((about, table(rows), _fixed(found)))
+
+
+def _fixed(found: Any) -> str:
+    """What users of a single backend lose."""
+    about = (
+        "The same for a user who always takes one backend, in natural order: on the problems that it runs, and on all, "
+        f"where `{LAST_RESORT}` runs what it does not. The best of them by the latter is `{found['single_best']}`."
+    )
+    head = ("backend", "does not run", "geometric mean", "worst", "of all problems", "worst of all")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for name, one in sorted(found["backends"].items(), key=lambda each: each[1]["with_last_resort"]["geometric_mean"]):
+        rows.append((f"`{name}`", f"{one['does_not_run']}", *_figures(one["runs"]), *_figures(one["with_last_resort"])))
     return f"{about}\n\n{table(rows)}"
+
+
+def _figures(one: Any) -> tuple[str, str]:
+    return f"{one['geometric_mean']:.2f}", f"{one['worst']:.2f}"
 
 
 def _first(found: Any) -> str:
     about = (
-        "By `python -m tools.bench.first_call`: CPU seconds of the first call of each of the same problems, less those "
-        f"of {found['own_calls']} later calls of it. What the design asks for: at most {found['first_s']:g} s for the "
+        "By `python -m tools.bench.first_call`: CPU seconds of the first call of each of "
+        f"{len(found['processes']['empty cache']['problems'])} problems, less those of {found['own_calls']} later "
+        "calls of it. What the design asks for: at most {found['first_s']:g} s for the "
         f"first problem of a process, {found['later_s']:g} s for later ones (median). {machine(found)}."
     )
     head = ("process", "first problem", "later ones, median", "largest", "provisional")

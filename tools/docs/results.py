@@ -14,7 +14,10 @@ PAGES = {
         "LongNet, kernels, decoding, documents, robustness, cost of a call, compiled libraries",
         ("longnet", "native", "kernels", "decode", "documents", "trust", "strikes", "routes", "dispatch", "prebuilt"),
     ),
-    "choices": ("choices beside other programs and running calls, first calls", ("load", "first_call", "online")),
+    "choices": (
+        "choices against every backend and beside running calls, first calls",
+        ("choices", "first_call", "online"),
+    ),
     "examples": ("what the examples print", ("examples",)),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
     "ring": ("a sequence over many ranks", ("ring", "ring_reports")),

@@ -1,10 +1,10 @@
-"""24 problems of 0.05 to 300 ms, tuned by first calls in a process of its own, next to busy loops; and how far each
-choice is from the best.
+"""The problems of `models`, tuned by first calls in a process of its own, next to busy loops; and the times of every
+candidate.
 
     python -m tools.lib.choices NUMBER ...
-    python -m tools.lib.choices --judge '{NUMBER: ["native@natural", ...], ...}'
+    python -m tools.lib.choices --judge '{"names": {NUMBER: ["native@natural", ...], ...}, "seconds": 3, "compiled": 0}'
 
-Prints one line of JSON: what each problem's first call took and chose, or the times of these candidates.
+Prints one line of JSON: what each problem's first call took and chose, or the times of all that can run it.
 """
 
 from __future__ import annotations
@@ -14,69 +14,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from attn_dispatch import attend, explain, profile
+from attn_dispatch import attend, explain
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine import load
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms
+from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.rounds import time_in_rounds
+from tools.lib.common import timing
+from tools.lib.models import Planned, planned
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Shape = tuple[int, int, int, int]
-SHAPES: tuple[tuple[Pattern, Shape], ...] = (
-    (Dense(), (1, 64, 4, 32)),
-    (Dense(is_causal=True), (4, 128, 4, 64)),
-    (Dense(), (1, 512, 8, 64)),
-    (Dense(is_causal=True), (1, 2048, 8, 64)),
-    (Window(63, 0), (1, 1024, 4, 64)),
-    (Window(255, 0), (1, 8192, 4, 64)),
-    (Dilated((256, 512), (1, 2)), (1, 1024, 4, 64)),
-    (Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True), (1, 4096, 8, 64)),
-    (Neighborhood((16, 16), (5, 5)), (1, 256, 4, 32)),
-    (Neighborhood((32, 32), (13, 13)), (1, 1024, 8, 64)),
-    (Neighborhood((64, 64), (7, 7)), (1, 4096, 4, 64)),
-    (Dense(), (1, 3000, 4, 128)),
-)
-JUDGES = 3  #: processes: times may differ by a tenth from one to the next, of one candidate more than of another
-JUDGED_S, JUDGED_ROUNDS = 1.5, 7
-PROFILED_S = 8.0
+JUDGED_S, JUDGED_ROUNDS = 1.5, 7  #: of `times_of`
+HOPELESS = 3.0  #: ratio to the fastest by two samples, from which a candidate is not timed further
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 300  #: of `judgement`
+SEED = 1  #: of its tensors; trials draw others
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(10_000))"
-
-
-class Planned(NamedTuple):
-    """A problem to tune: attend's arguments without tensors."""
-
-    pattern: Pattern
-    shape: Shape
-    dtype: torch.dtype
-    backward: bool
-
-    def problem(self) -> Problem:
-        return problem_of(self.shape, self.pattern, self.dtype, torch.device("cpu"), backward=self.backward)
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(self.shape, generator=generator).to(self.dtype) for _ in range(3))
-        return (q.requires_grad_(self.backward), k.requires_grad_(self.backward), v.requires_grad_(self.backward))
-
-
-def planned() -> list[Planned]:
-    """Every shape in both directions, over three dtypes."""
-    return [
-        Planned(pattern, shape, DTYPES[(number + backward) % 3], backward)
-        for number, (pattern, shape) in enumerate(SHAPES)
-        for backward in (False, True)
-    ]
 
 
 @contextmanager
@@ -92,6 +49,11 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def tuned(folder: str, which: Sequence[int], **variables: str) -> list[dict[str, Any]]:
     """What the first calls of these problems took and chose, in a new process with this cache folder."""
     command = [sys.executable, "-m", "tools.lib.choices", *map(str, which)]
@@ -100,12 +62,16 @@ def tuned(folder: str, which: Sequence[int], **variables: str) -> list[dict[str,
     return found
 
 
-def judged(chosen: Mapping[int, Sequence[str]]) -> list[dict[str, dict[str, float]]]:
-    """Median milliseconds by problem and candidate, in each of `JUDGES` processes: of interleaved calls, forward
-    and backward where there is one.
-    """
-    command = [sys.executable, "-m", "tools.lib.choices", "--judge", json.dumps(chosen)]
-    return [_last_line(command, dict(os.environ)) for _ in range(JUDGES)]
+def judged(names: Mapping[int, Collection[str]], seconds: float, compiled: bool) -> dict[str, dict[str, Any]]:
+    """`judgement` of each of these problems, by number, in a new process."""
+    given = {
+        "names": {number: sorted(each) for number, each in names.items()},
+        "seconds": seconds,
+        "compiled": compiled,
+    }
+    command = [sys.executable, "-m", "tools.lib.choices", "--judge", json.dumps(given)]
+    found: dict[str, dict[str, Any]] = _last_line(command, dict(os.environ))
+    return found
 
 
 def _last_line(command: list[str], variables: dict[str, str]) -> Any:
@@ -121,16 +87,12 @@ def wait_until_calm(most_s: float = 60.0) -> None:
 
 
 def first_call(one: Planned) -> dict[str, Any]:
-    """CPU and wall seconds of the first call, and of a later one; the choice, and the rows by candidate.
-
-    With $PROFILE, `profile` measures the problem before that.
-    """
-    tensors = one.tensors()
-    if os.environ.get("PROFILE"):
-        profile([one.problem()], budget_s=PROFILED_S, progress=False)
-    first = _timed(one, tensors)
-    later = min((_timed(one, tensors) for _ in range(3)), key=lambda each: each["cpu_s"])
-    found = explain(*tensors, one.pattern)
+    """CPU and wall seconds of the first call, and of a later one; the choice, and the rows by candidate."""
+    example = one.example()
+    first = _timed(one, example)
+    later = min((_timed(one, example) for _ in range(3)), key=lambda each: each["cpu_s"])
+    masks: dict[str, Any] = dict(example.masks)
+    found = explain(example.q, example.k, example.v, one.pattern, **masks)
     rows = {f"{row.backend}@{row.order}": [row.status, row.median_ms, row.reason] for row in found.candidates}
     return {
         "title": found.problem,
@@ -144,9 +106,10 @@ def first_call(one: Planned) -> dict[str, Any]:
     }
 
 
-def _timed(one: Planned, tensors: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+def _timed(one: Planned, example: Example) -> dict[str, float]:
+    masks: dict[str, Any] = dict(example.masks)
     cpu, wall = time.process_time(), time.perf_counter()
-    out = attend(*tensors, one.pattern)
+    out = attend(example.q, example.k, example.v, one.pattern, **masks)
     if one.backward:
         out.sum().backward()
     return {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
@@ -163,12 +126,76 @@ def times_of(one: Planned, names: Sequence[str]) -> dict[str, float]:
     return {name: found.timings[name].median_ms for name in names}
 
 
+def judgement(one: Planned, names: Collection[str], seconds: float, compiled: bool) -> dict[str, Any]:
+    """The times of all candidates (BACKEND@ORDER) that can run this problem, interleaved: none of them is retired,
+    but those that two samples show to be over `HOPELESS` times slower.
+
+    Args:
+        names: candidates that are timed in any case.
+        seconds: of rounds; more where that is short of `FEWEST_ROUNDS`.
+        compiled: whether candidates are timed that are compiled for this problem, for seconds.
+    """
+    example = one.example(SEED)
+    found = {f"{each.name}@{each.order}": each for each in Request.of(example.problem).candidates}
+    refused = {name: each.row.reason for name, each in found.items() if each.row is not None}
+    able = {name: each for name, each in found.items() if name not in refused}
+    slow = {name for name, each in able.items() if first_call_ms(each, example.problem) and name not in names}
+    left_out = [] if compiled else sorted(slow)
+    first_ms, wrong = checked(example, {name: each for name, each in able.items() if name not in left_out})
+    guard.end_idle_threads()
+    calls = {name: example.call(*able[name].backend_and_order) for name in first_ms}
+    near_ms = sum(each for each in first_ms.values() if each <= HOPELESS * min(first_ms.values()))
+    turns = time_in_rounds(
+        calls,
+        budget_s=max(seconds, FEWEST_ROUNDS * near_ms / 1e3),
+        min_rounds=MOST_ROUNDS,
+        max_rounds=MOST_ROUNDS,
+        hopeless=HOPELESS,
+        first_ms=first_ms,
+    )
+    wrong |= {name: str(error) for name, error in turns.failures.items()}
+    times = {name: timing(each) for name, each in turns.timings.items()}
+    return {
+        "title": str(example.problem),
+        "times": times,
+        "disturbed": turns.load.disturbed,
+        "refused": refused,
+        "left_out": left_out,
+        "wrong": wrong,
+    }
+
+
+def checked(example: Example, able: Mapping[str, Candidate]) -> tuple[dict[str, float], dict[str, str]]:
+    """The first calls in milliseconds of candidates that agree with float64; what is wrong with the others."""
+    gate = Oracle.of(example)
+    first_ms: dict[str, float] = {}
+    wrong: dict[str, str] = {}
+    for name, each in able.items():
+        start = time.perf_counter()
+        try:
+            found = gate.run(*each.backend_and_order)
+        except Exception as error:  # noqa: BLE001 - a backend may fail in any way, which is a result here
+            wrong[name] = f"{type(error).__name__}: {error}"
+            continue
+        took_ms = (time.perf_counter() - start) * 1e3
+        failures = gate.check(found).failures
+        if failures:
+            wrong[name] = "; ".join(failures)
+        else:
+            first_ms[name] = took_ms
+    return first_ms, wrong
+
+
 if __name__ == "__main__":
     every = planned()
     if sys.argv[1] == "--judge":
+        given = json.loads(sys.argv[2])
         print(
             json.dumps(
-                {number: times_of(every[int(number)], names) for number, names in json.loads(sys.argv[2]).items()}
+                {
+                    number: judgement(every[int(number)], names, given["seconds"], given["compiled"])
+                    for number, names in given["names"].items()
+                }
             )
         )
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from attn_dispatch.machine.hardware import hardware, provenance, silicon
 from attn_dispatch.tuning.intervals import Timing, ratio_interval
 
 RESULTS = Path(__file__).parents[1] / "results"
+#: When this process began, and the load of the last minute then, before it added its own; None where unknown.
+STARTED, LOAD_BEFORE = datetime.now(UTC), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def parser(description: str | None, default: str) -> argparse.ArgumentParser:
@@ -23,10 +27,13 @@ def parser(description: str | None, default: str) -> argparse.ArgumentParser:
 
 
 def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
-    """Write figures with the machine they were measured on, and print the path."""
+    """Write figures with the machine, versions, commit and load they were measured with, and print the path."""
     where = torch.device(device)
     whole = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "took_s": round((datetime.now(UTC) - STARTED).total_seconds(), 1),
+        "load_before": LOAD_BEFORE,
+        "commit": commit(),
         "silicon": silicon(where),
         "provenance": provenance(where),
         "hardware": hardware().to_dict(),
@@ -35,6 +42,16 @@ def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def commit() -> str:
+    """The repository's commit, with "-dirty" where files differ from it; "unknown" outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def timing(found: Timing) -> dict[str, float | int]:

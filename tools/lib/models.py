@@ -1,0 +1,116 @@
+"""100 attention problems of published models: their heads, head_dim and patterns, with short to medium lengths.
+
+Lengths and batches are chosen so that a call takes milliseconds on two cores; where a window or grid is smaller than
+the model's own, the row says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.tuning.example import Example, make
+
+Shape = tuple[int, int, int, int]
+Mask = Literal["", "seq_lens", "key_mask"]
+CAUSAL = Dense(is_causal=True)
+
+
+class Attention(NamedTuple):
+    """One model's attention: q is `shape`, [batch, q_len, heads, head_dim]; k and v have `k_len` tokens (q_len unless
+    given) and `kv_heads` heads (as many as q unless given). `is_trained`: timed with its backward pass too.
+    """
+
+    model: str
+    shape: Shape
+    pattern: Pattern = Dense()
+    kv_heads: int | None = None
+    k_len: int | None = None
+    mask: Mask = ""
+    is_trained: bool = True
+
+
+MODELS = (
+    # Encoders of text.
+    Attention("BERT-base, padded", (4, 128, 12, 64), mask="seq_lens"),
+    Attention("BERT-large", (1, 512, 16, 64)),
+    Attention("RoBERTa-base, padded", (2, 384, 12, 64), mask="key_mask"),
+    Attention("MiniLM-L6 sentence embeddings, padded", (16, 64, 12, 32), mask="seq_lens"),
+    Attention("Longformer-base, half of its window", (1, 2048, 12, 64), Window(128, 128)),
+    Attention("LongNet encoder, a quarter of its segments", (1, 2048, 8, 64), Dilated((512, 1024, 2048), (1, 2, 4))),
+    # Images.
+    Attention("ViT-B/16, 224 pixels", (2, 197, 12, 64)),
+    Attention("ViT-L/14, 224 pixels", (1, 257, 16, 64)),
+    Attention("ViT-S/16, 384 pixels", (1, 577, 6, 64)),
+    Attention("Swin-T, first stage: 64 windows of 7 x 7", (64, 49, 3, 32)),
+    Attention("NAT-Mini, second stage", (1, 784, 4, 32), Neighborhood((28, 28), (7, 7))),
+    Attention("HDiT, 32 x 32 tokens", (1, 1024, 8, 64), Neighborhood((32, 32), (7, 7))),
+    Attention("Stable Diffusion 1.5, 32 x 32", (1, 1024, 8, 80)),
+    Attention("Stable Diffusion 1.5, text", (2, 1024, 8, 80), k_len=77),
+    # Video and sound.
+    Attention("Video Swin-T: 8 windows of 8 x 7 x 7", (8, 392, 3, 32)),
+    Attention("HunyuanVideo, 8 of 24 heads, 3-D windows", (1, 1024, 8, 128), Neighborhood((4, 16, 16), (3, 7, 7))),
+    Attention("Whisper-tiny, encoder", (1, 1500, 6, 64)),
+    # Causal language models.
+    Attention("GPT-2", (1, 512, 12, 64), CAUSAL),
+    Attention("Llama-3.2-1B", (1, 384, 32, 64), CAUSAL, kv_heads=8),
+    Attention("Mistral-7B, window 63 of 4,095", (1, 256, 32, 128), Window(63, 0), kv_heads=8),
+    # Decoding: few queries, many keys.
+    Attention("GPT-2, one token", (1, 1, 12, 64), CAUSAL, k_len=1024, is_trained=False),
+    Attention("Llama-3.2-1B, one token", (1, 1, 32, 64), CAUSAL, kv_heads=8, k_len=2048, is_trained=False),
+    Attention("Llama-3.2-1B, draft of 5 tokens", (1, 5, 32, 64), CAUSAL, kv_heads=8, k_len=2048, is_trained=False),
+    Attention("Llama-3-8B, one token", (1, 1, 32, 128), CAUSAL, kv_heads=8, k_len=4096, is_trained=False),
+    Attention("Llama-3-8B, 8 padded rows", (8, 1, 32, 128), CAUSAL, 8, 1024, mask="key_mask", is_trained=False),
+    Attention("Llama-3-8B, 128 tokens of a prompt", (1, 128, 32, 128), CAUSAL, 8, 1024, is_trained=False),
+    Attention("Qwen2.5-0.5B, one token", (1, 1, 14, 64), CAUSAL, kv_heads=2, k_len=8192, is_trained=False),
+    Attention("Mistral-7B, one token", (1, 1, 32, 128), Window(4095, 0), kv_heads=8, k_len=8192, is_trained=False),
+    Attention("Gemma-3-1B, one token", (1, 1, 4, 256), Window(511, 0), kv_heads=1, k_len=4096, is_trained=False),
+    Attention("Whisper-base, text on sound", (1, 1, 8, 64), k_len=1500, is_trained=False),
+)
+
+
+class Planned(NamedTuple):
+    """A problem to tune: attend's arguments without tensors, the fields as in `Attention`."""
+
+    pattern: Pattern
+    shape: Shape
+    dtype: torch.dtype
+    backward: bool
+    kv_heads: int | None = None
+    k_len: int | None = None
+    mask: Mask = ""
+    model: str = ""
+
+    def problem(self) -> Problem:
+        batch, q_len, heads, head_dim = self.shape
+        kv_shape = (batch, self.k_len or q_len, self.kv_heads or heads, head_dim)
+        q, kv = (
+            torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=self.backward)
+            for shape in (self.shape, kv_shape)
+        )
+        found = Problem.of(q, kv, kv, self.pattern, device="cpu")
+        return replace(found, has_seq_lens=self.mask == "seq_lens", has_key_mask=self.mask == "key_mask")
+
+    def example(self, seed: int = 0) -> Example:
+        """Random tensors: q, k, v and the masks."""
+        return make(self.problem(), seed)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of `example`."""
+        example = self.example()
+        return example.q, example.k, example.v
+
+
+def planned() -> list[Planned]:
+    """Every model's attention in float32 and bfloat16; forward, and with the backward pass where it is trained."""
+    return [
+        Planned(one.pattern, one.shape, dtype, backward, one.kv_heads, one.k_len, one.mask, one.model)
+        for one in MODELS
+        for dtype in (torch.float32, torch.bfloat16)
+        for backward in ((False, True) if one.is_trained else (False,))
+    ]
