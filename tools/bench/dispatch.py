@@ -27,6 +27,7 @@ from attn_dispatch.tuning.intervals import median_interval
 from tools.lib.common import parser, write
 
 CALLS, ROUNDS = 200, 201
+PROCESSES, QUICK_PROCESSES = 15, 6
 SHAPE = (1, 16, 2, 16)
 ONE_TOKEN = (1, 1, 1, 64)
 SDPA = "sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)"
@@ -95,7 +96,7 @@ DIRECT = "problem = Problem.of(q, k, v, Dense()); gc.collect(); " + FIRST.format
 DECIDE = "attend(q, k, v, Dense()); print(explain(q, k, v, Dense()).choice)"
 
 
-def warm_first(pairs: int = 15) -> dict[str, Any]:
+def warm_first(pairs: int) -> dict[str, Any]:
     """Milliseconds that attend() adds to the first call in a new process that has loaded torch and this package, where
     the decision is on disk: pairs of processes, one with each call. Both load the backend's module.
     """
@@ -132,7 +133,7 @@ def python(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=surroundings).stdout
 
 
-def import_ms(statement: str, rounds: int = 15) -> Callable[[], float]:
+def import_ms(statement: str, rounds: int) -> Callable[[], float]:
     code = f"import torch, time; t = time.perf_counter(); {statement}; print((time.perf_counter() - t) * 1e3)"
 
     def run() -> float:
@@ -143,7 +144,10 @@ def import_ms(statement: str, rounds: int = 15) -> Callable[[], float]:
 
 
 def main() -> None:
-    arguments = parser(__doc__, "dispatch.json").parse_args()
+    options = parser(__doc__, "dispatch.json")
+    options.add_argument("--quick", action="store_true", help="fewer processes")
+    arguments = options.parse_args()
+    processes = QUICK_PROCESSES if arguments.quick else PROCESSES
     os.environ["ATTN_DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()
     register(Nothing())
     dense = "attend(q, k, v, pattern, backend=name)"
@@ -161,9 +165,9 @@ def main() -> None:
         ),
         "dense_nothing": overhead("nothing", dense, pattern=Dense()),
         "dilated_nothing": overhead("nothing", dilated, **branches),
-        "warm_first_ms": warm_first(),
-        "import_after_torch_ms": import_ms("import attn_dispatch")(),
-        "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend")(),
+        "warm_first_ms": warm_first(processes),
+        "import_after_torch_ms": import_ms("import attn_dispatch", processes)(),
+        "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend", processes)(),
     }
     print(figures)
     write(arguments.output, figures)

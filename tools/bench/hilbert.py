@@ -9,7 +9,7 @@ tiles or lanes that a backend works out, needed or not; the dense rate is PyTorc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,9 +71,15 @@ OURS = {"tiles": BOTH, "native": BOTH}
 RIVALS = {"flex": BOTH, "sdpa_mask": (NATURAL,)}
 
 
-def neighbourhood(grid: tuple[int, ...], window: int, rounds: int, needs_grad: bool = False) -> dict[str, Any]:
+def neighbourhood(
+    grid: tuple[int, ...],
+    window: int,
+    rounds: int,
+    needs_grad: bool = False,
+    rivals: Mapping[str, tuple[str, ...]] = RIVALS,
+) -> dict[str, Any]:
     pattern, tokens = Neighborhood(grid, (window,)), math.prod(grid)
-    names = {**OURS, **(RIVALS if tokens <= RIVALS_UP_TO else {})}
+    names = {**OURS, **(rivals if tokens <= RIVALS_UP_TO else {})}
     found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)
     release()
     work = (14 if needs_grad else 4) * HEADS * HEAD_DIM
@@ -255,17 +261,26 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
         *(sequence("multi-dilation", tokens, 3, needs_grad=True) for tokens in (8192, 16384)),
     ],
 }
+#: Without flex, whose compilation takes longer than all else.
+QUICK_PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "plane": lambda: [neighbourhood((side, side), 13, 7, rivals={}) for side in SIDES[1:3]],
+    "volume": lambda: [neighbourhood((16,) * 3, 7, 7, rivals={})],
+}
 
 
 def main() -> None:
     arguments = parser(__doc__, "hilbert.json")
     arguments.add_argument("parts", nargs="*", default=list(PARTS), metavar="part", help=", ".join(PARTS))
+    arguments.add_argument("--quick", action="store_true", help="small planes and a volume, forward, no rivals")
     options = arguments.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         arguments.error(f"part must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     torch.manual_seed(0)
-    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **{part: PARTS[part]() for part in options.parts}})
+    if options.quick:
+        options.parts = list(QUICK_PARTS)
+    parts = {**PARTS, **(QUICK_PARTS if options.quick else {})}
+    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **{part: parts[part]() for part in options.parts}})
 
 
 if __name__ == "__main__":

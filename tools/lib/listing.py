@@ -45,11 +45,16 @@ def _read(path: Path) -> Program:
     return Program(path.stem, takes, writes, summary.split(". ")[0].rstrip("."))
 
 
-def main(room: str, arguments: Sequence[str] | None = None) -> None:
-    """List the programs, or import the named one and call its `main()` with the other arguments in `sys.argv`."""
+def main(room: str, arguments: Sequence[str] | None = None, *, more: str | None = None) -> None:
+    """List the programs, or import the named one and call its `main()` with the other arguments in `sys.argv`.
+
+    `--help` ends with `more`.
+    """
     found = programs(room)
     parser = argparse.ArgumentParser(
-        prog=f"python -m tools.{room}", description=f"Run NAME of tools/{room}/; without it, list the programs."
+        prog=f"python -m tools.{room}",
+        description=f"Run NAME of tools/{room}/; without it, list the programs.",
+        epilog=more,
     )
     parser.add_argument("name", nargs="?", choices=[each.name for each in found], metavar="NAME")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of NAME; --help shows them")

@@ -1,0 +1,108 @@
+"""`python -m tools.bench --quick` and `--full`: what they run exists and takes these options; where they write."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tools.lib import listing, suite
+from tools.lib.common import commit
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would be run; the first one fails."""
+    found: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        found.append(command[2:])
+        return SimpleNamespace(returncode=int(len(found) == 1))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("name", suite.QUICK)
+def test_quick_benchmarks_take_their_options(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"tools.bench.{name}").main()
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--output", *suite.QUICK[name]))
+
+
+def test_quick_benchmarks_write_a_file() -> None:
+    assert dict.fromkeys(suite.QUICK, ()).items() <= suite.full().items()
+
+
+def test_full_runs_whatever_writes_a_file() -> None:
+    written = {each.writes for each in listing.programs("bench") if each.name in suite.full()}
+    assert written == {path.name for path in suite.RESULTS.glob("*.json")}
+
+
+def test_a_failure_does_not_end_the_run(commands: list[list[str]], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"failed: {next(iter(suite.QUICK))}$"):
+        suite.main(["--quick", "-o", str(tmp_path)])
+    written = [tmp_path / f"{name}.json" for name in suite.QUICK]
+    assert commands == [
+        ["tools.bench", name, *options, "-o", str(path)] for (name, options), path in zip(suite.QUICK.items(), written)
+    ]
+
+
+@pytest.mark.parametrize("folder", [suite.RESULTS, suite.RESULTS / "gpu"])
+def test_quick_never_writes_over_the_results(
+    folder: Path, commands: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        suite.main(["--quick", "-o", str(folder)])
+    assert ended.value.code == 2
+    assert "give another folder" in capsys.readouterr().err
+    assert commands == []
+
+
+def test_full_writes_over_the_results(commands: list[list[str]]) -> None:
+    with pytest.raises(SystemExit, match="failed"):
+        suite.main(["--full"])
+    assert {Path(each[-1]).parent for each in commands} == {suite.RESULTS}
+    assert len(commands) == len(suite.full())
+
+
+def test_compare_takes_the_last_quick_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "LAST_QUICK", tmp_path)
+    assert suite.latest() == suite.RESULTS
+    (tmp_path / "decode.json").write_text("{}")
+    suite.main(["--compare", str(suite.RESULTS)])
+    assert "rows in both: none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--quick", "--full"], ["--compare"], ["--compare", "a", "b", "c"], ["--compare", "no-such-folder"]]
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        suite.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m tools.bench" in capsys.readouterr().err
+
+
+def test_the_command_reaches_them() -> None:
+    command = [sys.executable, "-m", "tools.bench", "--compare", str(suite.RESULTS), str(suite.RESULTS)]
+    done = subprocess.run(command, cwd=suite.ROOT, capture_output=True, text=True, check=True)
+    assert "rows in both: " in done.stdout.splitlines()[-1]
+
+
+def test_results_name_the_commit() -> None:
+    here = subprocess.run(["git", "rev-parse", "HEAD"], cwd=suite.ROOT, capture_output=True, text=True, check=False)
+    if here.returncode:
+        pytest.skip("this is no git repository")
+    assert here.stdout.startswith(commit().removesuffix("-dirty"))
