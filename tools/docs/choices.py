@@ -6,6 +6,7 @@ from typing import Any
 
 from attn_dispatch.kernels.registry import LAST_RESORT
 from tools.docs.results import load, machine
+from tools.lib.models import planned
 from tools.lib.tables import table
 
 #: How choices.json names a run, and what it is.
@@ -32,12 +33,13 @@ def _chosen(found: Any) -> str:
     judges = len(problems[0]["judges"])
     compiled = sum(bool(each["left_out"]) for each in problems)
     about = (
-        f"By `python -m tools.bench.choices`{' --quick' * found['quick']}: {len(problems)} of the problems in "
+        f"By `python -m tools.bench.choices{' --quick' * found['quick']}`: {len(problems)} of the "
+        f"{len(planned())} problems in "
         "`tools/lib/models.py`, with the shapes of published models, tuned by first calls with an empty cache folder. "
-        f"Then all candidates that can run a problem are checked against float64 and timed, interleaved, on the idle "
-        f"machine in {judges} process{'es' * (judges > 1)} that knew no choice; those over three times slower by two "
+        "Then all candidates that can run a problem are checked against float64 and timed, interleaved, without busy "
+        f"loops, in {judges} process{'es' * (judges > 1)} that knew no choice; those over three times slower by two "
         "samples are not timed further. Ratios are to the fastest candidate in the same process, which is the "
-        f"fastest by chance too. {machine(found)}."
+        f"fastest by chance too. {machine(found)}; load before: {found['load_before']:.1f}."
     )
     if compiled:
         about += (
@@ -47,8 +49,8 @@ def _chosen(found: Any) -> str:
     disturbed = sum(map(any, (each["disturbed"] for each in problems)))
     if disturbed:
         about += (
-            f" Other programs took the cores while {disturbed} of the problems were timed (load before: "
-            f"{found['load_before']:.1f}): these figures are to be measured again."
+            f" Other programs took the cores while {disturbed} of the problems were timed: these figures are to be "
+            "measured again."
         )
     near = list(found["runs"]["idle"]["within"])
     head = ("tuned", "geometric mean", "worst", *(f"within {each}" for each in near))
@@ -80,7 +82,7 @@ def _first(found: Any) -> str:
     about = (
         "By `python -m tools.bench.first_call`: CPU seconds of the first call of each of "
         f"{len(found['processes']['empty cache']['problems'])} problems, less those of {found['own_calls']} later "
-        "calls of it. What the design asks for: at most {found['first_s']:g} s for the "
+        f"calls of it. What the design asks for: at most {found['first_s']:g} s for the "
         f"first problem of a process, {found['later_s']:g} s for later ones (median). {machine(found)}."
     )
     head = ("process", "first problem", "later ones, median", "largest", "provisional")
