@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tools.bench.projections import markdown as projections
-from tools.docs import choices, commands, compiled_tables, examples, figures, gpu, summary, support
+from tools.docs import choices, commands, compiled_tables, examples, figures, gpu, peer_tables, summary, support
 from tools.docs.hilbert_plot import svg
 from tools.docs.hilbert_tables import hilbert
 from tools.docs.report_tables import markdown as reports
@@ -70,6 +70,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "choices": choices.choices,
     "examples": examples.examples,
     "gpu": gpu.gpu,
+    "peers": peer_tables.peers,
     "compiled": compiled_tables.compiled,
     "hilbert": lambda: hilbert(load("hilbert"), load("cache_misses"), load("hilbert_curve")),
     "ring": ranks,

@@ -18,6 +18,7 @@ PAGES = {
         "choices against every backend and beside running calls, first calls",
         ("choices", "first_call", "online"),
     ),
+    "peers": ("other libraries beside attend(), in the same run", ("peers",)),
     "examples": ("what the examples print", ("examples",)),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
     "ring": ("a sequence over many ranks", ("ring", "ring_reports")),

@@ -1,0 +1,147 @@
+"""Peers beside attend(): calls against the formula, refusals and predictions; no library is installed for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
+from tools.bench import peers
+from tools.docs import peer_tables
+from tools.lib import peer_calls, peer_cells
+from tools.lib.peer_calls import ATTEND, Asked, Cell
+
+SMALL = {
+    "dense causal": Asked(lambda tokens: Dense(is_causal=True), 2, (32, 64), (32,)),
+    "window": Asked(lambda tokens: Window(7, 0), 2, (32,), (32,)),
+    "LongNet": Asked(lambda tokens: Dilated((8, 16), (1, 2)), 2, (32,), (32,)),
+}
+BY_PYTORCH = {"dense causal": "SDPA", "window": "SDPA + mask", "LongNet": "SDPA + mask"}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_calls, "PROBLEMS", SMALL)
+    monkeypatch.setattr(peers, "PROBLEMS", SMALL)
+    monkeypatch.setattr(peer_cells, "PROFILED_S", 0.2)
+    monkeypatch.setattr(peer_cells, "ROUNDS_S", 0.01)
+
+
+def asked(cell: Cell, **left_out: str) -> tuple[dict[str, Any], list[str]]:
+    names: list[str] = []
+    rows = peer_cells.rows_of(cell, [BY_PYTORCH[cell.name]], left_out, names.append)
+    return {row["peer"]: row for row in rows}, names
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_cell_is_timed_and_held_to_the_formula(name: str, backward: bool) -> None:
+    peer = BY_PYTORCH[name]
+    found, names = asked(Cell(name, 32, "float32", backward))
+    assert names == [ATTEND, peer]
+    for row in found.values():
+        assert not row["wrong"]
+        assert 0 < row["error"] <= row["tolerance"]
+        assert row["time"]["rounds"] >= 1
+    assert found[ATTEND]["choice"]
+    assert found[peer]["over_attend"]["low"] <= found[peer]["over_attend"]["median"]
+    assert BY_PYTORCH[name] in peer_tables.section(name, list(found.values()))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_wrong_result_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = peer_calls.mask_of
+    monkeypatch.setattr(peer_calls, "mask_of", lambda problem: torch.ones_like(whole(problem)))
+    found, _ = asked(Cell("window", 32, "float32", False))
+    assert found["SDPA + mask"]["error"] > 0.01
+    assert "out is off by" in found["SDPA + mask"]["wrong"][0]
+    assert "WRONG: out is off by" in peer_tables.section("window", list(found.values()))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_refusal_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(problem: object) -> None:
+        raise NotImplementedError("no windows here")
+
+    monkeypatch.setattr(peer_calls, "mask_of", refuse)
+    found, _ = asked(Cell("window", 32, "float32", False))
+    assert found["SDPA + mask"]["reason"] == "NotImplementedError: no windows here"
+    assert "time" in found[ATTEND]
+    shown = peer_tables.section("window", list(found.values()))
+    assert "- SDPA + mask has no time (32 float32 forward): NotImplementedError: no windows here." in shown
+    found, names = asked(Cell("window", 32, "float32", False), **{"SDPA + mask": "predicted 9 s"})
+    assert found["SDPA + mask"]["reason"] == "predicted 9 s"
+    assert names == [ATTEND]
+
+
+def test_memory_is_estimated_before() -> None:
+    natten = next(peer for peer in peer_calls.PEERS if peer.name == "NATTEN")
+    large = Cell("neighborhood", 2048**2, "float32", False).problem()
+    assert "needs about" in peer_cells.too_large(natten, large)
+    assert not peer_cells.too_large(natten, Cell("neighborhood", 16**2, "float32", False).problem())
+
+
+@pytest.mark.parametrize(
+    "pattern", [Dense(is_causal=True), Window(1024, 0), Neighborhood((48, 48), (13, 13), edges="shift")]
+)
+def test_flex_functions_are_the_pattern(pattern: Any) -> None:
+    tokens = 2304
+    names: dict[type, str] = {Dense: "dense causal", Window: "window", Neighborhood: "neighborhood"}
+    name = names[type(pattern)]
+    problem = Cell(name, tokens, "float32", False).problem()
+    assert problem.pattern == pattern
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    found = peer_calls.FLEX_COUNTS[type(pattern)](problem)(torch.tensor(0), i, j)
+    assert torch.equal(found, pattern.multiplicity(tokens)[0].to(found.dtype))
+
+
+def test_flex_counts_of_branches() -> None:
+    problem = Cell("LongNet", 4096, "float32", False).problem()
+    i, j = torch.arange(2040, 2072)[:, None], torch.arange(4096)
+    counts = peer_calls.FLEX_COUNTS[Dilated](problem)
+    for head in range(problem.heads):
+        expected = problem.pattern.multiplicity(4096, heads=problem.heads, q_pos=i[:, 0])[head]
+        assert torch.equal(counts(torch.tensor(head), i, j), expected.to(torch.int32))
+
+
+def test_a_call_over_the_limit_is_left_out() -> None:
+    sdpa = peer_calls.peers_of("dense causal")[1]
+    short, long = Cell("dense causal", 1024, "float32", False), Cell("dense causal", 32768, "float32", False)
+    key = ("dense causal", "float32", False, "SDPA")
+    ratio = sdpa.work(long) / sdpa.work(short)
+    assert ratio == pytest.approx(1024, rel=0.01)
+    assert peers.too_slow(sdpa, long, {key: (short, 0.99 * peers.LIMIT_S * 1e3 / ratio)}) == ""
+    assert "from 1,024 tokens" in peers.too_slow(sdpa, long, {key: (short, 1.01 * peers.LIMIT_S * 1e3 / ratio)})
+    assert peers.too_slow(sdpa, long, {}) == ""
+
+
+def test_rows_are_chosen_by_their_titles() -> None:
+    cell = Cell("window", 4096, "bfloat16", True)
+    assert peers.wanted(cell, ["window", "4096", "local"]) == ["local-attention"]
+    assert peers.wanted(cell, ["float32"]) == []
+    assert peers.wanted(cell, []) == [peer.name for peer in peer_calls.peers_of("window")]
+    assert all(
+        math.isqrt(each.tokens) ** 2 == each.tokens for each in peers.cells(10**6) if each.name == "neighborhood"
+    )
+
+
+def test_a_process_that_dies_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, asked_for = Cell("window", 32, "float32", False), list[dict[str, str]]()
+
+    def end(command: list[str], folder: Path) -> str:
+        given = json.loads(command[-2])
+        asked_for.append(given["left_out"])
+        found: dict[str, Any] = {"rows": []} if given["left_out"] else {"asked": "local-attention"}
+        Path(command[-1]).write_text(json.dumps(found))
+        return "the process was ended after 150 s"
+
+    monkeypatch.setattr(peers, "run", end)
+    assert peers.measured(cell, ["local-attention"], {}, Path(sys.executable), tmp_path) == []
+    assert asked_for == [{}, {"local-attention": "the process was ended after 150 s"}]

@@ -1,0 +1,188 @@
+"""Other libraries beside attend(), on the same inputs in the same rounds: times, errors against float64, memory, and
+what each refuses.
+
+    python -m tools.bench peers
+    python -m tools.bench peers --only neighborhood NATTEN    rows whose titles contain all of these; writes nothing
+
+The libraries are installed into an environment of their own, in the user's cache folder or `--environment`, which uses
+the torch that runs this. Each cell (a problem, length, dtype and pass) is a new process. A call that is predicted to
+take more than LIMIT_S, from the same peer's time at the next shorter length, is left out, and so is one for which
+memory does not suffice; the rows say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from attn_dispatch.machine.load import is_calm
+from attn_dispatch.text import milliseconds
+from tools.lib import peer_environment
+from tools.lib.common import RESULTS, parser, write
+from tools.lib.peer_calls import HEAD_DIM, PEERS, PROBLEMS, Cell, Peer, peers_of
+
+TAKES = "15 minutes"
+LIMIT_S = 4.0  #: predicted seconds of a call, beyond which it is left out
+CELL_S = 150.0  #: seconds after which a cell's process is ended, and the peer that it was asking left out
+ROOT = RESULTS.parents[1]
+DTYPES = ("float32", "bfloat16")
+SHORT = 4096  #: tokens up to which `--short` measures
+OUTPUT = "peers.json"
+Row = dict[str, Any]
+Times = dict[tuple[str, str, bool, str], tuple[Cell, float]]  #: of the longest cell so far, in milliseconds
+
+
+def cells(longest: int) -> Iterator[Cell]:
+    """By problem, dtype and pass, with growing numbers of tokens."""
+    for name, asked in PROBLEMS.items():
+        for dtype in DTYPES:
+            for backward in (False, True):
+                every = asked.trained if backward else asked.tokens
+                yield from (Cell(name, tokens, dtype, backward) for tokens in every if tokens <= longest)
+
+
+def wanted(cell: Cell, words: Sequence[str]) -> list[str]:
+    """The peers of a cell whose titles contain all of these words."""
+    titles = {peer.name: cell.title(peer.name) for peer in peers_of(cell.name)}
+    return [name for name, title in titles.items() if all(word in title for word in words)]
+
+
+def left_out(cell: Cell, missing: Mapping[str, str], times: Times) -> dict[str, str]:
+    """Why peers are not asked, by name."""
+    found = {}
+    for peer in peers_of(cell.name):
+        reason = missing.get(peer.distribution) or uncompiled(peer, cell) or too_slow(peer, cell, times)
+        if reason:
+            found[peer.name] = reason
+    return found
+
+
+def uncompiled(peer: Peer, cell: Cell) -> str:
+    if peer.only_tokens is None or cell.tokens in peer.only_tokens:
+        return ""
+    lengths = " and ".join(f"{each:,}" for each in peer.only_tokens)
+    return f"compiles for each length anew: asked at {lengths} tokens only, where the first call shows what that takes"
+
+
+def too_slow(peer: Peer, cell: Cell, times: Times) -> str:
+    known = times.get((cell.name, cell.dtype, cell.backward, peer.name))
+    if known is None:
+        return ""
+    shorter, ms = known
+    predicted = ms * peer.work(cell) / peer.work(shorter)
+    times[cell.name, cell.dtype, cell.backward, peer.name] = cell, predicted
+    if predicted <= LIMIT_S * 1e3:
+        return ""
+    return f"predicted {milliseconds(predicted)}, from {shorter.tokens:,} tokens by its pairs; over {LIMIT_S:g} s"
+
+
+def measured(cell: Cell, names: Sequence[str], reasons: Mapping[str, str], python: Path, folder: Path) -> list[Row]:
+    """The rows of a cell. A peer whose call ends the process, or does not end, gets that as its reason; the others are
+    then asked again.
+    """
+    reasons = dict(reasons)
+    file = folder / "rows.json"
+    while True:
+        file.write_text("{}")
+        given = json.dumps({"cell": cell, "peers": names, "left_out": reasons})
+        ended = run([str(python), "-m", "tools.lib.peer_cells", given, str(file)], folder)
+        found = json.loads(file.read_text())
+        if "rows" in found:
+            rows: list[Row] = found["rows"]
+            return rows
+        if "asked" not in found or found["asked"] in reasons:
+            raise RuntimeError(f"{cell}: {ended}")
+        reasons[found["asked"]] = ended
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a cell's process with the decisions in `folder`; how it ended, if that was an error."""
+    surroundings = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": str(folder / "decisions"), "ATTN_DISPATCH_MODE": "tune"}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=CELL_S)
+    except subprocess.TimeoutExpired:
+        return f"the process was ended after {CELL_S:g} s"
+    return f"the process ended with {done.returncode}: {done.stderr[-300:]}" if done.returncode else ""
+
+
+def all_rows(given: argparse.Namespace, python: Path, missing: Mapping[str, str]) -> list[Row]:
+    rows: list[Row] = []
+    times: Times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for cell in cells(SHORT if given.short else max(max(each.tokens) for each in PROBLEMS.values())):
+            names = wanted(cell, given.only)
+            if not names:
+                continue
+            for row in measured(cell, names, left_out(cell, missing, times), python, Path(folder)):
+                print(line(row), flush=True)
+                rows.append(row)
+                if "time" in row:
+                    key = cell.name, cell.dtype, cell.backward, row["peer"]
+                    times[key] = cell, row["time"]["median_ms"]
+    return rows
+
+
+def line(row: Row) -> str:
+    """A row for the terminal."""
+    title = Cell(row["name"], row["tokens"], row["dtype"], row["backward"]).title(row["peer"])
+    if "time" not in row:
+        return f"{title:85} {row['reason']}"
+    ratio = f"{row['over_attend']['median']:.2f} times attend()" if "over_attend" in row else row.get("choice", "")
+    wrong = "; ".join(row["wrong"])
+    return f"{title:85} {milliseconds(row['time']['median_ms']):>8}  error {row['error']:.1e}  {ratio}  {wrong}"
+
+
+def options() -> argparse.ArgumentParser:
+    found = parser(__doc__, "peers.json")
+    found.formatter_class = argparse.RawDescriptionHelpFormatter
+    found.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose titles contain all of these")
+    found.add_argument("--short", action="store_true", help=f"up to {SHORT:,} tokens")
+    found.add_argument(
+        "--environment", type=Path, default=platformdirs.user_cache_path("attn-dispatch") / "peers", metavar="FOLDER"
+    )
+    found.add_argument(
+        "--source", action="append", default=[], metavar="NAME=SOURCE",
+        help=f"what pip installs for one of {', '.join(peer_environment.SOURCES)}; such as torchscale=/path",
+    )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    given = options().parse_args()
+    calm = is_calm()
+    python, missing = peer_environment.prepared(given.environment, dict(each.split("=", 1) for each in given.source))
+    for reason in missing.values():
+        print(reason)
+    rows = all_rows(given, python, missing)
+    if not rows:
+        raise SystemExit(f"no row's title contains all of {' '.join(given.only)}")
+    if given.only and given.output.resolve() == (RESULTS / OUTPUT).resolve():
+        print(f"a part of the rows: {given.output.name} is left as it is; -o FILE writes them")
+        return
+    installed = peer_environment.versions(python)
+    about = {peer.name: installed.get(peer.distribution, "not installed") for peer in PEERS}
+    figures = {
+        "head_dim": HEAD_DIM,
+        "limit_s": LIMIT_S,
+        "short": given.short,
+        "only": given.only,
+        "calm_before": calm,
+        "threads": torch.get_num_threads(),
+        "versions": about,
+        "missing": missing,
+        "rows": rows,
+    }
+    write(given.output, figures)
+
+
+if __name__ == "__main__":
+    main()
