@@ -76,8 +76,9 @@ def _queries(pattern: Neighborhood, q_len: int, order: str) -> Tensor:
 def neighbour_table_bytes(pattern: Neighborhood, q_len: int, order: str) -> int:
     """Upper bound of the bytes of the tables and of building them, without building them."""
     tiles = _tiled(_queries(pattern, q_len, order) + (math.prod(pattern.grid) - q_len))
-    listed = int(_boxes(_bounds(pattern, tiles)).prod(1).sum())
-    return (listed + q_len) * KEY_BYTES * COPIES + CHUNK_TEMPORARIES * CHUNK_BYTES
+    boxes = _boxes(_bounds(pattern, tiles))
+    chunk = min(_chunk_tiles(boxes), len(tiles)) * _tile_bytes(boxes)
+    return (int(boxes.prod(1).sum()) + q_len) * KEY_BYTES * COPIES + CHUNK_TEMPORARIES * chunk
 
 
 def _tiled(positions: Tensor) -> Tensor:
@@ -96,13 +97,21 @@ def _boxes(bounds: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([high - low + 1 for low, high in bounds], dim=1)
 
 
+def _tile_bytes(boxes: Tensor) -> int:
+    """Bytes of one tile in a temporary table, at most."""
+    return 8 * int(boxes.prod(1).max()) + 8 * TILE * int(boxes.max())
+
+
+def _chunk_tiles(boxes: Tensor) -> int:
+    return max(1, CHUNK_BYTES // _tile_bytes(boxes))
+
+
 def _chunks(
     pattern: Neighborhood, queries: Tensor, in_range: Tensor, rows: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """For some tiles at a time: the row, bits, tile and group of vectors of each visible key."""
     bounds = _bounds(pattern, queries)
-    boxes = _boxes(bounds)
-    step = max(1, CHUNK_BYTES // (8 * int(boxes.prod(1).max()) + 8 * TILE * int(boxes.max())))
+    step = _chunk_tiles(_boxes(bounds))
     for first in range(0, len(queries), step):
         some = slice(first, first + step)
         masks, coordinates = [], []
