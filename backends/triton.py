@@ -9,29 +9,34 @@ busy, and once for all heads that share them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import (
     SMALLEST_SIDE,
     BlockConfig,
+    Kernel,
     clipped,
     next_power_of_two,
     parts_of,
     precision,
+    use_of,
 )
+from attn_dispatch.kernels.triton.key_parts import FEW_LANES, KeyParts, key_parts
 from attn_dispatch.kernels.triton.launch_order import (
     L2Cache,
     heads_in_turn,
@@ -73,12 +78,7 @@ LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch version
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
 INTERPRETED = BlockConfig(64, 64, 4, 1)
-FEW_LANES = 16  #: queries by heads that share keys, up to which the keys are read in parts
-PART_BYTES = 2**14  #: of a block of keys, one of four that its loads keep in shared memory
-LEAST_PART = 4  #: blocks of keys that a part has at least
-MOST_PARTS = {True: 32, False: 64}  #: whether head_dim is above 128: sums of all parts are joined in registers
-PARTS_PER_PROCESSOR = 2  #: programs for each multiprocessor
-INTERPRETED_PARTS = 5
+INTERPRETED_RACED = (INTERPRETED, BlockConfig(32, 64, 4, 1), BlockConfig(64, 32, 4, 1))
 INTERPRETED_CACHE = L2Cache(2**14, 1)  #: so small that cache limits matter in small problems
 
 
@@ -100,14 +100,14 @@ def workspace_bytes(problem: Problem) -> int:
     sums += copied_bytes(problem, masked_keys=False, padding=False)
     if (parts := key_parts(problem)) is not None:
         sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
-    launched = {(each.side, block) for each in _kernels(problem) for block in _fitting(each, problem)}
+    launched = {(each.side, block) for each in kernels_for(problem) for block in _fitting(each, problem)}
     lists = _list_bytes(problem) + sum(launch_order_bytes(problem, side, block.rows) for side, block in launched)
     return sums + lists * (BUILDING if problem.device.type == "cpu" else 1)
 
 
 def flops(problem: Problem) -> int:
     total = 0
-    for each in _kernels(problem):
+    for each in kernels_for(problem):
         block = block_configs(each, problem)[0]
         total += _listed(problem, each.side, block.rows).pairs(block.rows, block.columns) * each.products
     return total * problem.batch * problem.head_dim * 2
@@ -117,7 +117,7 @@ def first_call_ms(problem: Problem) -> float:
     """Estimated compile time with an empty cache; 0 if this process has such kernels."""
     if problem.device.type == "cpu" or compiled.is_noted(name, problem, _blocks(problem)):
         return 0.0
-    return support.COMPILE_MS * len(_kernels(problem))
+    return support.COMPILE_MS * len(kernels_for(problem))
 
 
 def orders(problem: Problem) -> tuple[str, ...]:
@@ -129,18 +129,36 @@ def orders(problem: Problem) -> tuple[str, ...]:
     )
 
 
+def configuration(problem: Problem) -> str:
+    """The blocks of the problem's kernels, and where each is from."""
+    found = []
+    for each in kernels_for(problem):
+        source = "from the table" if _winner(each, problem) is None else "measured here"
+        found.append(f"{each.kernel} {block_configs(each, problem)[0]} ({source})")
+    return "; ".join(found)
+
+
 def run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    *,
+    order: str = NATURAL,
+    blocks: Mapping[Kernel, BlockConfig] | None = None,
+    **tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """As every backend's; `blocks` are those of a race, which may need more than the GPU has."""
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
     key_mask = tensors.get("key_mask")
     kernels = _TritonPasses(
-        problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
+        problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8), blocks
     )
     call = Hidden.of(problem).around(kernels)
     found = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
-    compiled.note(name, problem, _blocks(problem))
+    if blocks is None:
+        compiled.note(name, problem, _blocks(problem))
     return found
 
 
@@ -159,18 +177,40 @@ def release() -> None:
 @lru_cache(maxsize=4096)
 def block_configs(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory, in order of preference, clipped to the largest row group."""
+    return _clipped(each, problem, _fitting(each, problem))
+
+
+def raced_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
+    """The blocks that a race compares and that should fit into shared memory, the preferred one first."""
+    if problem.device.type == "cpu":
+        return INTERPRETED_RACED
+    return support.fitting(each, problem, triton_blocks.raced_blocks(each.kernel, problem))
+
+
+def _clipped(each: TritonKernel, problem: Problem, listed: Iterable[BlockConfig]) -> tuple[BlockConfig, ...]:
     most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side)))
-    return tuple(dict.fromkeys(clipped(block, most) for block in _fitting(each, problem)))
+    return tuple(dict.fromkeys(clipped(block, most) for block in listed))
 
 
 @lru_cache(maxsize=4096)
 def _blocks(problem: Problem) -> str:
     """The blocks of all kernels, as a text: it keeps its hash, which every call needs."""
-    return repr([block_configs(each, problem) for each in _kernels(problem)])
+    return repr([block_configs(each, problem) for each in kernels_for(problem)])
 
 
 def _fitting(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
-    return (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
+    listed = (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
+    winner = _winner(each, problem)
+    return listed if winner is None else tuple(dict.fromkeys((winner, *listed)))
+
+
+def _winner(each: TritonKernel, problem: Problem) -> BlockConfig | None:
+    """The block that won this machine's race, if it is one of those that may be raced."""
+    found = triton_blocks.winner_of(use_of(each.kernel, problem), problem.device)
+    return found if found in raced_blocks(each, problem) else None
+
+
+process_state.register(process_state.READ, block_configs.cache_clear, _blocks.cache_clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +221,7 @@ class _TritonPasses:
     order: str
     seq_lens: Tensor | None
     key_mask: Tensor | None
+    blocks: Mapping[Kernel, BlockConfig] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
@@ -204,42 +245,6 @@ class _TritonPasses:
         _launch(BACKWARD_Q, self, tensors, strided, GRAD_LSE=grad_lse is not None)
         _launch(BACKWARD_KV, self, (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
         return dq, dk, dv
-
-
-class KeyParts(NamedTuple):
-    """Keys `first` to `end` that a problem's few queries see, in `parts` parts of `share`, by blocks of `columns`."""
-
-    first: int
-    end: int
-    parts: int
-    share: int
-    columns: int
-    low: int | None  #: bounds of key - query
-    high: int | None
-
-
-@lru_cache(maxsize=4096)
-def key_parts(problem: Problem) -> KeyParts | None:
-    """How the keys of few queries are read in parts; None where they are not."""
-    lanes = problem.heads // problem.kv_heads * problem.q_len
-    if lanes > FEW_LANES or problem.k_len <= problem.q_len or not isinstance(problem.pattern, Dense | Window):
-        return None
-    (band,) = problem.pattern.bands(problem.q_len, problem.k_len, ())
-    first = 0 if band.low is None else min(max(0, band.low), problem.k_len)
-    last = problem.k_len - 1 if band.high is None else min(problem.k_len - 1, problem.q_len - 1 + band.high)
-    keys = last + 1 - first
-    if keys <= 0:
-        return None
-    columns = min(128, max(SMALLEST_SIDE, PART_BYTES // (padded_head_dim(problem) * problem.dtype.itemsize)))
-    if problem.device.type == "cpu":
-        columns, wanted = SMALLEST_SIDE, INTERPRETED_PARTS
-    else:
-        processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-        wanted = -(-PARTS_PER_PROCESSOR * processors // (problem.batch * problem.kv_heads))
-    blocks = -(-keys // columns)
-    count = max(1, min(wanted, blocks // LEAST_PART or 1, MOST_PARTS[padded_head_dim(problem) > 128]))
-    share = -(-blocks // count) * columns
-    return KeyParts(first, last + 1, -(-keys // share), share, columns, band.low, band.high)
 
 
 def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,7 +309,9 @@ def _launch(
     def start(block: BlockConfig) -> None:
         _launch_block(each, block, call, tensors, strided, constants)
 
-    launch(each, block_configs(each, call.problem), call.problem, start)
+    raced = None if call.blocks is None else call.blocks.get(each.kernel)
+    found = block_configs(each, call.problem) if raced is None else _clipped(each, call.problem, (raced,))
+    launch(each, found, call.problem, start)
 
 
 def _launch_block(
@@ -388,11 +395,12 @@ def _launched(problem: Problem, side: Side, block: BlockConfig, order: str) -> T
 
 def _list_bytes(problem: Problem) -> int:
     # Blocks clipped to the largest row group make no more tiles than there are row groups.
-    lists = {(each.side, block.rows) for each in _kernels(problem) for block in _fitting(each, problem)}
+    lists = {(each.side, block.rows) for each in kernels_for(problem) for block in _fitting(each, problem)}
     return sum(work_list_bytes(problem, side, rows) for side, rows in lists)
 
 
-def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:
+def kernels_for(problem: Problem) -> tuple[TritonKernel, ...]:
+    """The kernels of a call, without those of few queries."""
     return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
 
 

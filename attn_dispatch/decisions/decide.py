@@ -86,7 +86,8 @@ def _explained(problem: Problem, backend: str | None, order: str | None) -> Expl
         decision = look_up.with_rows(request, decision)
     if (request.silicon, problem) in on_trial:
         decision = unmeasured.with_reason(decision, "the guess, while a trial goes on between calls")
-    return Explanation.of(with_current_candidates(decision, request.candidates) if decision.choice else decision)
+    decision = with_current_candidates(decision, request.candidates) if decision.choice else decision
+    return Explanation.of(decision, request=request)
 
 
 def counters() -> dict[str, int]:

@@ -13,7 +13,7 @@ from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
 from attn_dispatch.text import align, gib, milliseconds, printable
 
 if TYPE_CHECKING:
-    from attn_dispatch.tuning.candidates import Candidate
+    from attn_dispatch.tuning.candidates import Candidate, Request
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 LEFT = {0, 1, 7}  #: left-aligned columns
@@ -83,7 +83,8 @@ class Explanation:
     it is predicted from. `drift` holds the times of live calls if they left the measured interval. `provisional` says
     why a choice is to be measured again by a later process; empty where it is settled. `load` is what took place beside
     the samples: `cpu_s` and `wall_s` of the process, and its involuntary context `switches`. `unchecked` is whether the
-    choice is imported or shipped and was not yet checked on this machine.
+    choice is imported or shipped and was not yet checked on this machine. `configurations` says how backends that can
+    run the problem are set for it on this machine, such as the blocks of Triton's kernels; only `explain` fills it.
     """
 
     choice: str | None
@@ -99,10 +100,11 @@ class Explanation:
     provisional: str = ""
     load: dict[str, float] | None = None
     unchecked: bool = False
+    configurations: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, decision: Decision, source: str | None = None) -> Explanation:
-        """The explanation of a decision."""
+    def of(cls, decision: Decision, source: str | None = None, request: Request | None = None) -> Explanation:
+        """The explanation of a decision; of that of a `request`, with `configurations`."""
         rows = tuple(CandidateReport.of(row) for row in decision.candidates)
         device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
         return cls(
@@ -119,6 +121,7 @@ class Explanation:
             provisional=decision.provisional,
             load=decision.load,
             unchecked=bool(decision.origin) and not passed.is_confirmed(cache_folder(), decision),
+            configurations=() if request is None else _configurations(request),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +137,7 @@ class Explanation:
             f"choice    {choice} ({source}), key {self.key}",
             *self._provisional(),
             *self._drifted(),
+            *(f"blocks    {each}" for each in self.configurations),
         ]
         return "\n".join([*map(printable, lines), "", *align([list(HEAD), *self.rows()], LEFT)])
 
@@ -159,6 +163,18 @@ class Explanation:
     def _best_ms(self) -> float | None:
         times = [c.median_ms for c in self.candidates if c.median_ms is not None and c.status != "incorrect"]
         return min(times, default=None)
+
+
+def _configurations(request: Request) -> tuple[str, ...]:
+    """What the built-in backends that can run the problem say of their `configuration` for it."""
+    from attn_dispatch.kernels.registry import is_built_in  # with torch
+
+    able = {each.name: each.backend for each in request.able if hasattr(each.backend, "configuration")}
+    return tuple(
+        f"{name}: {getattr(backend, 'configuration')(request.problem)}"  # noqa: B009 - not of every backend
+        for name, backend in able.items()
+        if is_built_in(name)
+    )
 
 
 def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:

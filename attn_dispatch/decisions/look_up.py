@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, lacks_space, preserved_rng
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.log import logger, say_once
 from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder, measures, trial_seconds
@@ -37,6 +39,8 @@ FIRST_RETRY, LAST_RETRY = timedelta(hours=1), timedelta(days=1)  #: after which 
 MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is accepted
 FIRST_PAUSE = timedelta(minutes=10)  #: after a second provisional trial; each further pause is four times as long
 PAUSE_FACTOR = 4
+
+triton_blocks.winner_of = kept_blocks.winner_of
 
 
 class StoredDecision(NamedTuple):

@@ -118,7 +118,7 @@ class Request:
     def candidates(self) -> list[Candidate]:
         """Every backend in its orders, by preference; ruled out by refusals, quarantine or too little free memory."""
         free = available_bytes(self.problem.device)
-        return [each for backend in registry.backends() for each in self._candidates_of(backend, free)]
+        return [each for backend in registry.backends() for each in self.candidates_of(backend, free)]
 
     @property
     def able(self) -> list[Candidate]:
@@ -136,7 +136,7 @@ class Request:
         Raises:
             InvalidInput: there is no such backend.
         """
-        return any(each.order == order and each.row is None for each in self._candidates_of(registry.load(name), None))
+        return any(each.order == order and each.row is None for each in self.candidates_of(registry.load(name), None))
 
     def decision(self, chosen: CandidateId | None, source: str, rows: Iterable[Row], **more: Any) -> Decision:
         """Make a decision, created now; `more` are further fields of `Decision`."""
@@ -153,7 +153,7 @@ class Request:
             **given,
         )
 
-    def _candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
+    def candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
         """One candidate per order; a single one, in natural order, of a backend that refuses."""
         problem, version = self.problem, version_of(backend)
         if backend.name in _stalled:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_dispatch.backends import triton
+from attn_dispatch.kernels.triton.key_parts import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
@@ -34,7 +35,7 @@ FEW = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case.problem(dtype, needs_grad=True)
-    parts = triton.key_parts(problem)
+    parts = key_parts(problem)
     assert parts is not None
     assert (parts.parts > 1) == (parts.end - parts.first > 7 * parts.columns)
     gate = Oracle.of(make(problem))
@@ -46,7 +47,7 @@ def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatc
 
 def test_which_keys_are_read_in_parts() -> None:
     def parts(pattern: Pattern, q_len: int, k_len: int, heads: int = 2) -> Any:
-        return triton.key_parts(
+        return key_parts(
             Case("few", pattern, (1, q_len, heads, 16), k_len=k_len, kv_heads=2).problem(
                 torch.float32, needs_grad=False
             )

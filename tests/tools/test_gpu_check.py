@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from attn_dispatch.decisions import block_race
+from attn_dispatch.decisions.block_race import Outcome
+from attn_dispatch.decisions.kept_blocks import Winner
+from attn_dispatch.spec.problem import Problem
 from tools.checks import gpu_check
-from tools.checks.gpu import blocks, conformance, decisions, device, graphs, smoke, workers
+from tools.checks.gpu import blocks, conformance, decisions, device, graphs, races, smoke, workers
 from tools.checks.gpu.machine import Dry
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 
@@ -171,7 +175,7 @@ def test_smoke_has_a_process_for_each_backend_and_dtype() -> None:
 
 
 def test_steps_name_their_items_apart() -> None:
-    for step in (device, blocks, graphs, decisions):
+    for step in (device, blocks, races, graphs, decisions):
         phases = [step.phase(0, [], setup) for setup in (DRY, WHOLE)]
         for found in phases:
             assert found is not None
@@ -294,6 +298,25 @@ def test_conformance_writes_every_outcome(tmp_path: Path, monkeypatch: pytest.Mo
     assert found[1]["failed"].endswith("illegal access")
     assert len(found[1]["failed"]) == conformance.MOST_TEXT
     assert conformance.summary(found) == {"passed": 1, "failed": 1, "failed tests": ["test"]}
+
+
+def test_races_say_who_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    raced: list[bool] = []
+
+    def race(problems: list[Problem]) -> list[Outcome]:
+        raced.append(problems[0].needs_grad)
+        winner = Winner(64, 32, 4, 2, 1.25, "2026-01-01T00:00:00+00:00")
+        return [] if problems[0].needs_grad else [Outcome("forward float32 16", winner, {"128 x 64": "NaN"}, True)]
+
+    monkeypatch.setattr(block_race, "race_blocks", race)
+    found = [
+        {**item, **races.measure(item, Dry(), WHOLE)}
+        for item in ({"head_dim": 16, "backward": False}, {"head_dim": 16, "backward": True})
+    ]
+    assert raced == [False, True]
+    assert "64 x 32, 4 warps, 2 stages: 1.25 times" in races.line(found[0])
+    assert "128 x 64 dropped: NaN" in races.summary(found)["forward float32 16"]
+    assert found[1]["failed"] == "nothing was raced"
 
 
 def test_decisions_write_a_profile(tmp_path: Path) -> None:

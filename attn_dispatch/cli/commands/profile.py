@@ -73,6 +73,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote"
     )
+    blocks = (
+        "first race the block sizes of Triton's kernels for these problems, some minutes for each dtype and head_dim"
+    )
+    parser.add_argument("--blocks", action="store_true", help=f"{blocks}; --full does so on a CUDA device")
     sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
     parser.add_argument("--sharded", choices=KINDS, help=sharded)
     parser.add_argument("--force", action="store_true", help="measure again problems that have a decision")
@@ -86,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if args.sharded and ranks == 1:
         raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
+    if args.blocks and ranks > 1:
+        raise InvalidInput("--blocks races on one device: run it once without torchrun; all ranks then use the result")
     if args.share and ranks > 1:
         raise InvalidInput("--share writes the decisions of one process: leave it, or run without torchrun")
     problems = [] if _only_shares(args) else _problems(args)
@@ -124,13 +130,25 @@ def _measured(
 ) -> None:
     from attn_dispatch.profiling import profile  # here, so that usage errors do not wait for torch
 
+    changed = _race_blocks(problems, args.force) if args.blocks or args.full else False
     profile(
         problems,
         budget_s=budget_s,
-        force=args.force,
+        force=args.force or changed,
         report=lambda _, explanation: explanations.append(explanation),
         weights=_weights(args, problems),
     )
+
+
+def _race_blocks(problems: list[Problem], force: bool) -> bool:
+    """Race the blocks of the problems on CUDA; whether decisions of the table's blocks are to be measured again."""
+    from attn_dispatch.decisions.block_race import race_blocks
+
+    def report(outcome: object) -> None:
+        print(outcome, file=sys.stderr)
+
+    there = [problem for problem in problems if problem.device.type == "cuda"]
+    return any(outcome.changed for outcome in race_blocks(there, force=force, report=report))
 
 
 def _measured_by_ranks(
