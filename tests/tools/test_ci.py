@@ -21,6 +21,7 @@ REQUIRED = [
         PROJECT["project"]["dependencies"],
         PROJECT["project"]["optional-dependencies"]["test"],
         PROJECT["project"]["optional-dependencies"]["dev"],
+        PROJECT["project"]["optional-dependencies"]["docs"],
     )
     for line in part
 ]
