@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
+from attn_dispatch.machine.devices import default_device
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision
@@ -81,8 +82,8 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
         torch.inference_mode(False),
         torch.autograd.graph.saved_tensors_hooks(identity, identity),
-        _on_cpu(),
         _disable_current_modes(),
+        _on_cpu(),
     ):
         yield
 
@@ -91,7 +92,7 @@ def _on_cpu() -> AbstractContextManager[object]:
     """The default device is the CPU. Nothing where it is so already: the context costs each operator microseconds of
     Python, which would count as the candidates' time.
     """
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    return nullcontext() if default_device().type == "cpu" else torch.device("cpu")
 
 
 TRIAL_SPACE = 400 << 20  #: bytes of address space that the threads of a trial, their pools and arenas may map

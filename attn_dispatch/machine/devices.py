@@ -34,6 +34,15 @@ def resolve(device: torch.device | str) -> torch.device:
     raise InvalidInput(f"device must be one of {choices}; got {device!r}")
 
 
+def default_device() -> torch.device:
+    """The device of new tensors, by making one: torch 2.6's `get_default_device` does not see `with torch.device(...)`,
+    and fails once a default device was set and taken back.
+    """
+    import torch
+
+    return torch.empty(0).device
+
+
 @cache
 def cuda_devices() -> tuple[Any, ...]:
     """The properties of each CUDA device, in torch's order. Does not initialise CUDA where there is no device."""

@@ -29,7 +29,7 @@ def integer(name: str, value: object, minimum: int, kind: str = "an integer") ->
 
 def integers(name: str, value: object) -> tuple[int, ...]:
     items: tuple[object, ...] = (value,)
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         with suppress(TypeError):  # of an array without axes
             items = tuple(value)
     if not items:
@@ -59,7 +59,7 @@ def per_axis(name: str, value: tuple[T, ...], axes: int) -> tuple[T, ...]:
 
 
 def booleans(name: str, value: object) -> tuple[bool, ...]:
-    items: Any = tuple(value) if isinstance(value, tuple | list) else (value,)
+    items: Any = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for item in items:
         boolean(name, item)
     return items  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
-from attn_dispatch.machine.devices import cuda_devices, resolve
+from attn_dispatch.machine.devices import cuda_devices, default_device, resolve
 from attn_dispatch.machine.memory import available_bytes, memory_fraction
 from attn_dispatch.text import gib, one_line
 
@@ -252,7 +252,7 @@ class _TorchState:
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.cached = torch.is_autocast_cache_enabled()
-        self.device = torch.get_default_device()
+        self.device = default_device()
         self.threads = torch.get_num_threads()
         self.stream = cuda.current_stream() if cuda.is_initialized() else None
 
@@ -263,7 +263,7 @@ class _TorchState:
         stack.enter_context(torch.set_grad_enabled(self.grad))
         for kind, enabled, dtype in self.autocast:
             stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cached))
-        if self.device != torch.get_default_device():
+        if self.device != default_device():
             stack.enter_context(self.device)
         if self.threads != torch.get_num_threads():  # a thread that has run kernels ignores later global settings
             torch.set_num_threads(self.threads)

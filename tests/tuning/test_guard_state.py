@@ -23,8 +23,7 @@ def surroundings() -> dict[str, object]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "autocast dtype": torch.get_autocast_dtype("cpu"),
         "autocast cache": torch.is_autocast_cache_enabled(),
-        "device": torch.get_default_device(),
-        "device of a tensor": torch.empty(1).device,
+        "device": torch.empty(1).device,
         "threads": torch.get_num_threads(),
     }
 

@@ -118,7 +118,7 @@ def call(
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
     for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float | torch.SymFloat)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat))):
             raise InvalidInput(f"{name} must be a number, got {number!r}")
     tensors = {
         "seq_lens": seq_lens, "key_mask": key_mask, "documents": documents, "cu_seqlens": cu_seqlens,
