@@ -29,7 +29,9 @@ def integer(name: str, value: object, minimum: int, kind: str = "an integer") ->
 
 def integers(name: str, value: object) -> tuple[int, ...]:
     items: tuple[object, ...] = (value,)
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+    if isinstance(value, (tuple, list)):  # without a context, which torch 2.6 does not compile
+        items = tuple(value)
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         with suppress(TypeError):  # of an array without axes
             items = tuple(value)
     if not items:

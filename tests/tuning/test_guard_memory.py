@@ -22,7 +22,8 @@ from tests.support.fakes import GIB, MIB
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 RLIMITS = """
-import os, resource, threading, torch
+import os, resource, threading, torch, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # from Python 3.12
 from attn_dispatch import attend
 from attn_dispatch.tuning import guard
 
