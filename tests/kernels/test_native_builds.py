@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import shutil
 import struct
@@ -24,6 +23,7 @@ from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, VARIANTS, build
 from attn_dispatch.testing.cases import CASES
 from tests.support.calls import forget_native_library
 from tests.support.cases import gate
+from tests.support.distributions import built, copied
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -131,34 +131,12 @@ def test_aarch64(emulated: Emulated) -> None:
 
 # --- wheels -----------------------------------------------------------------------------------------------------------
 
-BUILD = """
-import sys
-sys.modules["torch"] = None  # importing it fails: a build does without
-from setuptools import build_meta
-print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
-"""
-
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a distribution is made of, without what earlier builds left."""
     pytest.importorskip("setuptools")
-    tree = tmp_path_factory.mktemp("tree")
-    for name in ("attn_dispatch", "backends", "profiles"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.so")
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    return tree
-
-
-def built(kind: str, tree: Path, to: Path, **variables: str) -> tuple[Path, str]:
-    """The wheel or source distribution, and what building it printed."""
-    to.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", BUILD, kind, str(to)]
-    environment = {**os.environ, **variables}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True, timeout=600)
-    return to / done.stdout.splitlines()[-1], done.stderr
+    return copied(ROOT, tmp_path_factory.mktemp("tree"))
 
 
 def unpacked(wheel: Path, to: Path) -> Path:

@@ -1,0 +1,95 @@
+"""A release: one version, and a source distribution from which a wheel is made that runs in a new environment."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attn_dispatch
+from tests.support.distributions import built, copied
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CODE = """
+import torch, attn_dispatch
+from attn_dispatch.store.folder import shipped
+x = torch.ones(1, 2, 1, 4)
+print(attn_dispatch.__file__, attn_dispatch.__version__, attn_dispatch.attend(x, x, x).sum().item(), sep="\\n")
+print(*(len(shipped(name)) for name in {names!r}))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with a wheel of the source distribution, and this one's libraries behind it."""
+    for needed in ("pip", "setuptools"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("release")
+    source, _ = built("sdist", copied(ROOT, folder / "tree"), folder, CXX="no-such-compiler")
+    shutil.unpack_archive(source, folder / "unpacked")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    wheel, _ = built("wheel", unpacked, folder, CXX="no-such-compiler")
+    venv.create(folder / "new", symlinks=True)
+    (packages,) = (folder / "new" / "lib").glob("python*/site-packages")
+    (packages / "libraries.pth").write_text("\n".join(each for each in sys.path if each.endswith("site-packages")))
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "new" / "bin" / "python"), "install", "--no-deps"]
+    subprocess.run([*pip, "--no-index", str(wheel)], check=True, capture_output=True)
+    return folder / "new"
+
+
+def ran(installed: Path, program: str, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(installed / "bin" / program), *arguments]
+    done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_release_computes_and_has_the_shipped_profiles(installed: Path) -> None:
+    names = sorted(path.stem for path in (ROOT / "profiles").glob("*.json"))
+    where, version, total, counts = ran(installed, "python", "-c", CODE.format(names=names)).splitlines()
+    assert Path(where).is_relative_to(installed)
+    assert version == PROJECT["version"]
+    assert float(total) == 8
+    assert names
+    assert all(int(count) > 0 for count in counts.split())
+
+
+def test_its_command_runs(installed: Path) -> None:
+    found = json.loads(ran(installed, "attn-dispatch", "explain", "--shape", "1,64,2,16", "--json"))
+    assert found
+    assert "usage: attn-dispatch" in ran(installed, "attn-dispatch", "--help")
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert attn_dispatch.__version__ == PROJECT["version"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    stated = dict(re.findall(r"^(version|license|title): (\S+)$", citation, flags=re.MULTILINE))
+    assert stated == {"version": PROJECT["version"], "license": PROJECT["license"], "title": PROJECT["name"]}
+
+
+@pytest.mark.parametrize("name", ["CITATION.cff", ".github/workflows/ci.yml", ".github/workflows/wheels.yml"])
+def test_yaml_can_be_read(name: str) -> None:
+    yaml: Any = importlib.import_module("yaml")
+    found = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    if name.endswith(".yml"):
+        steps = [step for job in found["jobs"].values() for step in job["steps"]]
+        assert all(len({"uses", "run"} & set(step)) == 1 for step in steps)
+
+
+def test_the_workflows_install_what_the_readme_does() -> None:
+    readme, wheels = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", ".github/workflows/wheels.yml")
+    )
+    assert set(re.findall(r"torch==[\d.]+", wheels)) == set(re.findall(r"torch==[\d.]+", readme))
