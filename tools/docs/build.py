@@ -13,7 +13,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tools.bench.projections import markdown as projections
-from tools.docs import choices, commands, compiled_tables, examples, figures, gpu, peer_tables, summary, support
+from tools.docs import (
+    choices,
+    commands,
+    compiled_tables,
+    examples,
+    figures,
+    gpu,
+    peer_tables,
+    platforms,
+    summary,
+    support,
+)
 from tools.docs.hilbert_plot import svg
 from tools.docs.hilbert_tables import hilbert
 from tools.docs.report_tables import markdown as reports
@@ -63,6 +74,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "help": commands.page,
     "variables": variables,
     "plugin": plugin,
+    "platforms": platforms.platforms,
     "support": lambda: "\n".join(support.table()),
     "rooms": rooms,
     "results": index,

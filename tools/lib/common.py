@@ -1,4 +1,7 @@
-"""Parser, output and timing fields that all benchmarks share; results name the machine and versions."""
+"""Parser, output and timing fields that all benchmarks share; results name the machine and versions.
+
+Imports nothing but Python's own modules, for the one program that has to run without torch: `tools.checks.matrix`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,10 @@ import os
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from attn_dispatch.machine.hardware import hardware, provenance, silicon
-from attn_dispatch.tuning.intervals import Timing, ratio_interval
+if TYPE_CHECKING:
+    from attn_dispatch.tuning.intervals import Timing
 
 RESULTS = Path(__file__).parents[1] / "results"
 #: When this process began, and the load of the last minute then, before it added its own; None where unknown.
@@ -28,6 +29,10 @@ def parser(description: str | None, default: str) -> argparse.ArgumentParser:
 
 def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
     """Write figures with the machine, versions, commit and load they were measured with, and print the path."""
+    import torch
+
+    from attn_dispatch.machine.hardware import hardware, provenance, silicon
+
     where = torch.device(device)
     whole = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -65,6 +70,8 @@ def timing(found: Timing) -> dict[str, float | int]:
 
 def ratio(slow: Timing, fast: Timing) -> dict[str, float]:
     """Median and 95 % interval of the paired ratios slow / fast of one interleaved run."""
+    from attn_dispatch.tuning.intervals import ratio_interval
+
     interval = ratio_interval(slow, fast)
     ratios = sorted(a / b for a, b in zip(slow.samples_ms, fast.samples_ms))
     return {"median": ratios[len(ratios) // 2], "low": interval.low, "high": interval.high}

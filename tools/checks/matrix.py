@@ -1,0 +1,225 @@
+"""The quick tests in environments of their own: versions of Python and torch, and without NumPy, g++ or Triton.
+
+    python -m tools.checks matrix                                      every environment whose Python is on the PATH
+    python -m tools.checks matrix --only py3.11-torch2.6.0 no-numpy    these; the table's other rows stay
+    python -m tools.checks matrix --list
+
+Each environment is made by venv and pip in `.venv-matrix/`, and used again by a later run: remove its folder to have
+it made anew. torch's builds for CUDA, the ones of PyPI, take 3 GB of downloads and 6 GB of disk for each version.
+A Python that this system lacks is one of another system: run this program there, in a container for example, with the
+same checkout; it needs nothing but Python itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from tools.lib.common import parser
+
+TAKES = "4 min an environment, and its downloads"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv-matrix"
+LIMIT_S = 1800  #: of one run of the tests
+#: Rooms of tests/ that ask how the package runs; not this checkout's layout, its programs, optional libraries.
+ROOMS = (
+    "backends", "call", "cli", "compat", "decisions", "kernels", "learning", "machine", "nn", "ring", "spec", "store",
+    "testing", "tuning",
+)  # fmt: skip
+COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+|c89|c99)(-[\d.]+)?")
+#: Read in the environment itself, with the PATH that its tests have.
+FACTS = """
+import json, platform, shutil
+from importlib.metadata import distributions
+import torch
+found = {each.metadata["Name"]: each.version for each in distributions()}
+print(json.dumps({
+    "python": platform.python_version(), "torch": torch.__version__, "numpy": found.get("numpy"),
+    "triton": found.get("triton"), "compiler": shutil.which("g++") is not None,
+}))
+"""
+
+
+class Environment(NamedTuple):
+    """A Python, a torch, and what a user may not have: of "numpy", "g++", "triton"."""
+
+    name: str
+    python: str
+    torch: str
+    without: str = ""
+
+
+NEWEST = "2.13.0"  #: the version that the README's commands install
+ENVIRONMENTS = (
+    *(Environment(f"py3.11-torch{torch}", "3.11", torch) for torch in ("2.6.0", "2.9.1", NEWEST)),
+    *(Environment(f"py{python}-torch{NEWEST}", python, NEWEST) for python in ("3.12", "3.13", "3.14")),
+    *(Environment(f"no-{what}", "3.11", NEWEST, what) for what in ("numpy", "g++", "triton")),
+)
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+def interpreter(version: str) -> str | None:
+    """The program of a version of Python; None where the PATH has none."""
+    if version == "{}.{}".format(*sys.version_info):
+        return sys.executable
+    return shutil.which(f"python{version}")
+
+
+def requirements(without: str) -> list[str]:
+    """What the package and its tests need, read from pyproject.toml, without torch and one other."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    # torch brings the Triton that it was built with, and asks for exactly that one.
+    return [line for line in lines if re.split(r"\W", line)[0] not in ("torch", "triton", without)]
+
+
+def made(environment: Environment, python: str) -> Path:
+    """The environment's Python, installed if it is not there.
+
+    Raises:
+        RuntimeError: venv or pip failed; the message holds the end of what it printed.
+    """
+    folder = FOLDER / environment.name
+    program, complete = folder / "bin" / "python", folder / "complete"
+    if complete.exists():
+        return program
+    _run([python, "-m", "venv", str(folder)])
+    pip = [str(program), "-m", "pip", "install", "-q"]
+    _run([*pip, f"torch=={environment.torch}", *requirements(environment.without)])
+    _run([*pip, "--no-deps", "--editable", str(ROOT)])
+    for name in ("numpy", "triton"):
+        present = _run([str(program), "-m", "pip", "list", "--format=freeze"]).splitlines()
+        if environment.without == name and any(line.startswith(f"{name}==") for line in present):
+            _run([str(program), "-m", "pip", "uninstall", "-q", "-y", name])  # brought by torch itself
+    if environment.without != "triton" and sys.platform == "linux" and "+cpu" in _facts(program, None)["torch"]:
+        _run([*pip, "triton"])  # builds for the CPU bring none
+    complete.touch()
+    return program
+
+
+def path_without_compilers() -> str:
+    """A PATH with every program of this one but C and C++ compilers, as a folder of links."""
+    folder = FOLDER / "programs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for place in map(Path, os.get_exec_path()):
+        for each in place.iterdir() if place.is_dir() else ():
+            if not COMPILERS.fullmatch(each.name) and not (folder / each.name).is_symlink():
+                (folder / each.name).symlink_to(each)
+    return str(folder)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout
+
+
+def _facts(program: Path, path: str | None) -> dict[str, Any]:
+    variables = os.environ | ({} if path is None else {"PATH": path})
+    done = subprocess.run([program, "-W", "ignore", "-c", FACTS], env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"torch cannot be imported: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def tested(environment: Environment, program: Path, rooms: list[str]) -> dict[str, Any]:
+    """A row of the table: what the environment has, and how its tests ended."""
+    path = path_without_compilers() if environment.without == "g++" else None
+    report = FOLDER / f"{environment.name}.xml"
+    report.unlink(missing_ok=True)
+    options = ["-q", "-n", "2", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **({} if path is None else {"PATH": path, "CXX": ""})}
+    begun = time.monotonic()
+    command = [str(program), "-m", "pytest", *options, *(f"tests/{room}" for room in rooms)]
+    with (FOLDER / f"{environment.name}.log").open("w", encoding="utf-8") as log:
+        subprocess.run(command, cwd=ROOT, env=variables, stdout=log, stderr=log, timeout=LIMIT_S)
+    return {
+        "name": environment.name,
+        "without": environment.without,
+        "rooms": rooms,
+        **_facts(program, path),
+        **counted(report),
+        "seconds": round(time.monotonic() - begun),
+        "system": _system(),
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def counted(report: Path) -> dict[str, Any]:
+    """How many tests of a JUnit report passed and were skipped, and the names of those that failed."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = sorted({_name(case) for case in cases if {child.tag for child in case} & {"failure", "error"}})
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - skipped - len(failed), "skipped": skipped, "failed": failed}
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname', '')}::{case.get('name', '')}"
+
+
+def _system() -> str:
+    release = platform.freedesktop_os_release() if sys.platform == "linux" else {}
+    return f"{release.get('PRETTY_NAME', platform.system())}, {platform.machine()}"
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of both, in the order of ENVIRONMENTS; a new one takes the place of the old one of its name."""
+    rows = {row["name"]: row for row in (*old, *new)}
+    return [rows[each.name] for each in ENVIRONMENTS if each.name in rows]
+
+
+def _chosen(names: list[str] | None) -> Iterator[tuple[Environment, str]]:
+    for environment in ENVIRONMENTS:
+        if names and environment.name not in names:
+            continue
+        python = interpreter(environment.python)
+        if python is None:
+            print(f"{environment.name}: python{environment.python} is not on the PATH: left out")
+        else:
+            yield environment, python
+
+
+def main() -> None:
+    options = parser(__doc__, "platforms.json")
+    options.add_argument("--only", nargs="+", choices=[each.name for each in ENVIRONMENTS], metavar="NAME")
+    options.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS), help="of tests/; all by default")
+    options.add_argument("--list", action="store_true", help="print the environments and run nothing")
+    given = options.parse_args()
+    if given.list:
+        print(*(each.name for each in ENVIRONMENTS), sep="\n")
+        return
+    FOLDER.mkdir(exist_ok=True)
+    failed = False
+    for environment, python in _chosen(given.only):
+        print(f"{environment.name} ...", flush=True)
+        row = tested(environment, made(environment, python), given.rooms)
+        print(f"  {row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed in {row['seconds']} s")
+        print(*(f"  {name}" for name in row["failed"]), sep="\n")
+        failed |= bool(row["failed"])
+        old = json.loads(given.output.read_text())["environments"] if given.output.exists() else []
+        given.output.write_text(json.dumps({"environments": merged(old, [row])}, indent=1) + "\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
