@@ -23,6 +23,7 @@ from attn_dispatch.tuning.gate import COMPILED_CASES, Gate
 from attn_dispatch.tuning.hard_cases import HardCase, hard_cases
 from tests.kernels.test_limits import installed
 from tests.support import libraries
+from tests.support.flaws import FILLED
 
 LONGNET = Dilated((16, 32), (1, 2))
 
@@ -107,7 +108,7 @@ def test_kernels_on_disk_do_not_count_against_the_budget(
     assert gate.builds_ms(candidate) == counted_ms  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("shares", "filled"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("shares", "filled"), [pytest.param(True, True, marks=FILLED), (False, False)])
 def test_new_memory_is_nan_unless_torch_compiles(shares: bool, filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula
@@ -17,6 +19,11 @@ from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
+
+#: Tests of NaN in all new memory, for which a mode has to leave torch's compiler alone.
+FILLED = pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "ignore_compile_internals"), reason="this torch fills only memory that was freed"
+)
 
 
 @dataclass
