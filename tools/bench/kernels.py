@@ -124,11 +124,7 @@ def main() -> None:
     }
     options = parser(__doc__, "kernels.json")
     options.add_argument("parts", nargs="*", default=list(parts), help=f"some of {', '.join(parts)}")
-    options.add_argument("--quick", action="store_true", help="one pattern at 8,192 tokens, forward")
     arguments = options.parse_args()
-    if arguments.quick:
-        parts["rates"] = lambda: [rates(PATTERNS[-1], 8192, t, 6) for t in DTYPES]
-        arguments.parts = ["rates"]
     found: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM}
     with torch.set_grad_enabled(True):
         for name in arguments.parts:

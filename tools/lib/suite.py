@@ -25,7 +25,7 @@ LAST_QUICK = ROOT / "build" / "bench"  #: where --quick writes unless told other
 QUICK: dict[str, tuple[str, ...]] = {
     "choices": ("--quick",),
     "longnet": ("--quick",),
-    "kernels": ("--quick",),
+    "native": ("--quick",),
     "decode": ("--quick",),
     "dispatch": ("--quick",),
     "hilbert": ("--quick",),
