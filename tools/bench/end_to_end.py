@@ -25,7 +25,6 @@ from torch.nn.functional import cross_entropy, interpolate, mse_loss, scaled_dot
 from attn_dispatch import Dense, Dilated, Neighborhood, Reordered, Window, attend, explain, to_order
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.lib.common import parser, ratio, timing, write
 
@@ -40,7 +39,7 @@ PATTERNS: dict[str, Pattern] = {
 }
 ROUNDS = {16_384: 3, 32_768: 2, 65_536: 2}  #: of training steps, by tokens
 LONGEST_DENSE = 32_768  #: tokens: a step of dense attention over more takes minutes
-PROMPT, NEW = 16_384, 16
+PROMPT, NEW = 16_384, 32
 CURVE_TOKENS, CURVE_STEPS, EVERY = 2048, 80, 10
 #: As PATTERNS, for a sequence an eighth as long.
 SHORT: dict[str, Pattern] = {
@@ -55,6 +54,20 @@ TEXT = Path(__file__).parents[2] / "docs"
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class Held:
+    """Keys and values of the tokens of a layer so far, in memory for as many as there will be."""
+
+    def __init__(self, tokens: int) -> None:
+        self.keys, self.values = (torch.empty(1, tokens, HEADS, WIDTH // HEADS) for _ in range(2))
+        self.count = 0
+
+    def add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all tokens, with these as the last ones."""
+        start, self.count = self.count, self.count + k.shape[1]
+        self.keys[:, start : self.count], self.values[:, start : self.count] = k, v
+        return self.keys[:, : self.count], self.values[:, : self.count]
+
+
 class Layer(nn.Module):
     """Attention, given as a function of q, k and v [batch, len, heads, head_dim], and a multilayer perceptron."""
 
@@ -65,12 +78,10 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
-    def forward(self, x: Tensor, held: list[Tensor] | None = None) -> Tensor:
-        """`held`: keys and values of earlier tokens, to which those of x are added."""
+    def forward(self, x: Tensor, held: Held | None = None) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
         if held is not None:
-            k, v = (torch.cat(pair, 1) for pair in zip(held, (k, v))) if held else (k, v)
-            held[:] = k, v
+            k, v = held.add(k, v)
         x = x + self.out(self.attention(q, k, v).flatten(2))
         return x + self.mlp(self.norms[1](x))
 
@@ -83,7 +94,7 @@ class Model(nn.Module):
         self.inputs, self.head = inputs, nn.Linear(WIDTH, outputs)
         self.layers = nn.ModuleList(Layer(attention) for _ in range(LAYERS))
 
-    def forward(self, x: Tensor, held: Sequence[list[Tensor] | None] = (None,) * LAYERS) -> Tensor:
+    def forward(self, x: Tensor, held: Sequence[Held | None] = (None,) * LAYERS) -> Tensor:
         x = self.inputs(x)
         for layer, one in zip(self.layers, held):
             x = layer(x, one)
@@ -178,26 +189,33 @@ def training() -> Iterator[dict[str, Any]]:
         yield {"tokens": tokens, "choices": choices, "models": found}
 
 
+class Generation:
+    """A decoder that reads a prompt, and then its own bytes; a call is one more."""
+
+    def __init__(self, attention: Attention, prompt: Tensor) -> None:
+        self.model, self.prompt = decoder(attention).eval(), prompt
+        self.read()
+        self()  # `attend` has measured
+        self.read_ms = self.read()
+
+    def read(self) -> float:
+        """Milliseconds of reading the prompt."""
+        start = time.perf_counter()
+        self.held = [Held(PROMPT + NEW) for _ in range(LAYERS)]
+        self.last = self.model(self.prompt, self.held)[:, -1:].argmax(-1)
+        return 1e3 * (time.perf_counter() - start)
+
+    def __call__(self) -> None:
+        self.last = self.model(self.last, self.held).argmax(-1)
+
+
 def generation() -> Iterator[dict[str, Any]]:
-    """Each model reads a prompt, and then its own bytes one by one."""
     prompt = drawn(PROMPT - 1, torch.Generator().manual_seed(2))
-    times: dict[str, list[float]] = {}
-    prefill: dict[str, float] = {}
-    for name, attention in attentions(PATTERNS).items():
-        model = decoder(attention).eval()
-        for _ in range(2):  # in the first one, `attend` measures
-            held: list[list[Tensor]] = [[] for _ in range(LAYERS)]
-            start = time.perf_counter()
-            last = model(prompt, held)[:, -1:].argmax(-1)
-            prefill[name], times[name] = 1e3 * (time.perf_counter() - start), []
-            for _ in range(NEW):
-                start = time.perf_counter()
-                last = model(last, held).argmax(-1)
-                times[name].append(1e3 * (time.perf_counter() - start))
-    base = Timing(tuple(times[PYTORCH]), times[PYTORCH][0])
-    for name, samples in times.items():
-        one = Timing(tuple(samples), samples[0])
-        yield {"model": name, "prefill_ms": prefill[name], "token": timing(one), "gain": ratio(base, one)}
+    models = {name: Generation(attention, prompt) for name, attention in attentions(PATTERNS).items()}
+    found = time_in_rounds(models, budget_s=None, min_rounds=NEW - 2, max_rounds=NEW - 2, hopeless=None).timings
+    for name, model in models.items():
+        one = found[name]
+        yield {"model": name, "read_ms": model.read_ms, "token": timing(one), "gain": ratio(found[PYTORCH], one)}
 
 
 def curves() -> Iterator[dict[str, Any]]:
@@ -264,7 +282,7 @@ def main() -> None:
     options = parser(__doc__, "end_to_end.json")
     options.add_argument("parts", nargs="*", default=list(PARTS), help=f"some of {', '.join(PARTS)}")
     given = options.parse_args()
-    found: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "new_tokens": NEW, "prompt": PROMPT}
+    found: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "prompt": PROMPT}
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder
