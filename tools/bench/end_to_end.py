@@ -172,10 +172,12 @@ def timed(calls: Mapping[str, Callable[[], Any]], rounds: int, base: str) -> dic
     }
 
 
-def choice(name: str, pattern: Pattern, tokens: int, backward: bool) -> str:
-    q = torch.empty(1, tokens, HEADS, WIDTH // HEADS).requires_grad_(backward)
-    found = explain(q, q, q, pattern)
-    return f"{found.backend}@{found.order}"
+def choice(pattern: Pattern, tokens: int) -> str:
+    """What `attend` calls in a training step."""
+    qkv = torch.empty(1, tokens, 3 * WIDTH, requires_grad=True)
+    with torch.enable_grad():
+        found = explain(*qkv.unflatten(-1, (3, HEADS, -1)).unbind(2), pattern)
+    return f"{found.choice}@{found.order}"
 
 
 def training() -> Iterator[dict[str, Any]]:
@@ -185,7 +187,7 @@ def training() -> Iterator[dict[str, Any]]:
             every = {name: every[name] for name in every if name not in (PYTORCH, "dense")}
         with torch.enable_grad():
             found = timed(trainings(every, tokens), rounds, PYTORCH if PYTORCH in every else next(iter(every)))
-        choices = {name: choice(name, PATTERNS[name], tokens, True) for name in every if name in PATTERNS}
+        choices = {name: choice(PATTERNS[name], tokens) for name in every if name in PATTERNS}
         yield {"tokens": tokens, "choices": choices, "models": found}
 
 
