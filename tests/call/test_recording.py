@@ -172,6 +172,7 @@ def test_a_line_that_was_cut_off_is_named(tmp_path: Path) -> None:
         read_record(path)
 
 
+@pytest.mark.full
 def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
     code = (
         "import torch, attn_dispatch\nx = torch.ones(1, 16, 2, 8)\nfor _ in range(3): attn_dispatch.attend(x, x, x)\n"

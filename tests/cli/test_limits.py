@@ -165,6 +165,7 @@ def test_a_refusal_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit of address space")
 def test_a_length_above_really_fails_under_the_limit(tmp_path: Path) -> None:
     """A dense mask in float32: 16 MiB at 2048 tokens, 64 MiB at 4096; q, k, v and out are 2 MiB."""

@@ -130,6 +130,7 @@ def test_cpu_rows_without_keys_have_no_weight() -> None:
     assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
 
 
+@pytest.mark.full
 @thinned("free", [2**22, 2**24], 2, ["4MiB", "16MiB"])
 def test_manual_stays_within_free_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("long", Dilated((256, 1024), (1, 2)), (1, 2048, 4, 8))

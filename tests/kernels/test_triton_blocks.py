@@ -140,7 +140,7 @@ for each, (capability, listed) in every:
 
 
 @compiled
-@pytest.mark.full
+@pytest.mark.exhaustive  # about a minute; test_kernels_compiled.py compiles them for 9.0 in the long run
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     """To machine code: the interpreter accepts code that the compiler rejects."""
     run_alone(COMPILE, tmp_path)

@@ -56,6 +56,7 @@ def test_it_is_found_by_its_entry_point(installed: Path, tmp_path: Path) -> None
     assert reason == "computes Window, not Dense()"
 
 
+@pytest.mark.full
 def test_its_own_tests_pass(installed: Path, tmp_path: Path) -> None:
     code = f"import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(EXAMPLE)!r}]))"
     assert " passed" in python(code, installed, tmp_path)
