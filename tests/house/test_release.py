@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 import attn_dispatch
-from tests.support.distributions import built, copied
+from tests.support.distributions import built, copied, skip_without
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -34,11 +33,7 @@ print(*(len(shipped(name)) for name in {names!r}))
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment with a wheel of the source distribution, and this one's libraries behind it."""
-    for needed in ("pip", "setuptools"):
-        if (
-            importlib.util.find_spec(needed) is None
-        ):  # setuptools is not imported: it replaces distutils in this process
-            pytest.skip(f"{needed} is not installed")
+    skip_without("pip", "setuptools")
     folder = tmp_path_factory.mktemp("release")
     source, _ = built("sdist", copied(ROOT, folder / "tree"), folder, CXX="no-such-compiler")
     shutil.unpack_archive(source, folder / "unpacked")

@@ -23,7 +23,7 @@ from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, VARIANTS, build
 from attn_dispatch.testing.cases import CASES
 from tests.support.calls import forget_native_library
 from tests.support.cases import gate
-from tests.support.distributions import built, copied
+from tests.support.distributions import built, copied, skip_without
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -135,7 +135,7 @@ def test_aarch64(emulated: Emulated) -> None:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a distribution is made of, without what earlier builds left."""
-    pytest.importorskip("setuptools")
+    skip_without("setuptools")
     return copied(ROOT, tmp_path_factory.mktemp("tree"))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BUILD = """
 import sys
@@ -14,6 +17,15 @@ sys.modules["torch"] = None  # importing it fails: a build does without
 from setuptools import build_meta
 print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
 """
+
+
+def skip_without(*names: str) -> None:
+    """Skip where one is not installed. They are not looked for as modules: setuptools would replace distutils."""
+    for name in names:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{name} is not in this environment: pip install {name}")
 
 
 def copied(root: Path, to: Path) -> Path:

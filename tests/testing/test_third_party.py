@@ -6,10 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.support.distributions import skip_without
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blocked_window"
 #: In a process that has it installed: it is asked, and computes what the others do.
@@ -27,9 +28,7 @@ print(next(row.reason for row in explain(q, k, v).candidates if row.backend == "
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that it was installed into, from a copy: the build leaves files beside the source."""
-    for needed in ("pip", "setuptools"):
-        if find_spec(needed) is None:
-            pytest.skip(f"{needed}, which installs the example, is not in this environment: pip install {needed}")
+    skip_without("pip", "setuptools")  # which install the example
     base = tmp_path_factory.mktemp("third party")
     source, site = base / "source", base / "site"
     shutil.copytree(EXAMPLE, source)
