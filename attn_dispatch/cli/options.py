@@ -144,13 +144,13 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(map(count, text.split(",")))
 
 
-def positive(text: str) -> float:
+def positive(text: str, what: str = "a number") -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {what} > 0, got {text!r}")
     return value
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tools.docs.hilbert_plot import Panel, line, text
+from tools.docs.hilbert_plot import Panel, document, line, text
 
 WIDTH, HEIGHT = 860, 460
 COLOURS = {"float32": "#0072b2", "bfloat16": "#d55e00", "float16": "#009e73"}
@@ -26,19 +26,8 @@ def svg(found: Any) -> str:
     panel = _panel(rows, machine)
     threads = machine["threads"]
     title = f"native: rates below the processor's limits, {threads} thread{'s' * (threads != 1)}"
-    size = f'width="{WIDTH}" height="{HEIGHT}"'
-    about = f'{size} viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="sans-serif" font-size="12" fill="#222222"'
-    return "\n".join((
-        f'<svg xmlns="http://www.w3.org/2000/svg" {about}>',
-        f"<title>{title}</title>",
-        f'<rect {size} fill="#ffffff"/>',  # readable on a dark page
-        text(panel.left, 24, title, "start", 'font-size="14"'),
-        *_legend(panel.left),
-        *_frame(panel),
-        *_limits(panel, machine),
-        *(_mark(panel, one) for one in rows),
-        "</svg>\n",
-    ))  # fmt: skip
+    parts = (*_legend(panel.left), *_frame(panel), *_limits(panel, machine), *(_mark(panel, one) for one in rows))
+    return document(WIDTH, HEIGHT, panel.left, title, parts)
 
 
 def _mark(panel: Panel, one: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -280,13 +279,7 @@ def _budget(args: argparse.Namespace, count: int) -> float | None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds > 0, got {text!r}")
-    return value
+    return options.positive(text, "a number of seconds")
 
 
 def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
