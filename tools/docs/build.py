@@ -20,6 +20,7 @@ from tools.docs import (
     examples,
     figures,
     gpu,
+    models,
     peer_tables,
     platforms,
     summary,
@@ -83,6 +84,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "examples": examples.examples,
     "gpu": gpu.gpu,
     "peers": peer_tables.peers,
+    "models": models.models,
     "compiled": compiled_tables.compiled,
     "hilbert": lambda: hilbert(load("hilbert"), load("cache_misses"), load("hilbert_curve")),
     "ring": ranks,
@@ -111,7 +113,11 @@ def made() -> dict[Path, str]:
     contents = {name: make() for name, make in BLOCKS.items()}
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     filled_pages = {page: filled(text, contents) for page, text in texts.items() if names(text)}
-    plots = {RESULTS / "hilbert.svg": svg(load("hilbert")), RESULTS / "native.svg": roofline(load("native"))}
+    plots = {
+        RESULTS / "hilbert.svg": svg(load("hilbert")),
+        RESULTS / "native.svg": roofline(load("native")),
+        RESULTS / "end_to_end.svg": models.svg(load("end_to_end")),
+    }
     return {**filled_pages, **plots}
 
 

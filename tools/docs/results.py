@@ -18,6 +18,7 @@ PAGES = {
         "choices against every backend and beside running calls, first calls",
         ("choices", "first_call", "online"),
     ),
+    "models": ("models from their input to their loss: training, generation, an image", ("end_to_end",)),
     "peers": ("other libraries beside attend(), in the same run", ("peers",)),
     "examples": ("what the examples print", ("examples",)),
     "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
