@@ -28,7 +28,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.lib.common import parser, ratio, timing, write
 
-TAKES = "15 min"
+TAKES = "8 min"
 
 LAYERS, WIDTH, HEADS, BYTES, RATE = 4, 256, 4, 256, 1e-3
 PYTORCH = "F.sdpa"  #: the name of PyTorch's own attention
@@ -38,7 +38,7 @@ PATTERNS: dict[str, Pattern] = {
     "dilated": Dilated((2048, 4096, 8192, 16384), (1, 2, 4, 8), is_causal=True),
 }
 ROUNDS = {16_384: 3, 32_768: 2, 65_536: 2}  #: of training steps, by tokens
-LONGEST_DENSE = 32_768  #: tokens: a step of dense attention over more takes minutes
+LONGEST_DENSE = 16_384  #: tokens: a training step of dense attention over more takes minutes
 PROMPT, NEW = 16_384, 32
 CURVE_TOKENS, CURVE_STEPS, EVERY = 2048, 80, 10
 #: As PATTERNS, for a sequence an eighth as long.
