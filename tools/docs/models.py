@@ -28,6 +28,7 @@ def models() -> str:
         *("## Generation", _generation(found)),
         *("## The loss", _curves_text(found), picture, _curves(found)),
         *("## An image, each pixel of which sees its neighbourhood", _image(found)),
+        *("## A Llama of transformers", _llama(found)),
     )
     return "\n\n".join(parts)
 
@@ -100,6 +101,23 @@ def _image(found: Any) -> str:
     about = (
         f"`{found['image'][-1]['pattern']}`, in every layer. Along the curve, the image is reordered once before the "
         "first layer, and all layers attend by `Reordered`; with the same weights, all give the same loss."
+    )
+    return f"{about}\n\n{table(rows)}"
+
+
+def _llama(found: Any) -> str:
+    head = ("tokens", "`attn_implementation`", "a step", "faster by", "peak memory", "generating", "faster by")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for each in found["transformers"]:
+        for name, one in each["training"].items():
+            took, peak = _step(one)
+            read, base = each["generation"][name], name == next(iter(each["training"]))
+            gains = ("1", "1") if base else (_gain(one["gain"]), _gain(read["gain"]))
+            rows.append((f"{each['tokens']:,}", f"`{name}`", took, gains[0], peak, _step(read)[0], gains[1]))
+    about = (
+        f"`LlamaForCausalLM` with random weights, of the sizes above and {found['heads'] // 2} heads of keys; `sdpa` "
+        "is what transformers takes unless told otherwise. Generating is reading a prompt of so many tokens and "
+        f"{found['new']} new ones, by `generate()`. All implementations give the same loss with the same weights."
     )
     return f"{about}\n\n{table(rows)}"
 
