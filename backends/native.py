@@ -32,7 +32,7 @@ from attn_dispatch.kernels.native.run import (
     padded_width,
     pair_count,
     state_bytes,
-    sums_in_place,
+    sums_apart,
     threads_per_key_head,
     turn_bytes,
 )
@@ -122,9 +122,10 @@ def workspace_bytes(problem: Problem) -> int:
         total += 4 * pairs * problem.batch * problem.heads * problem.bias_needs_grad
     if problem.needs_grad:
         total += item * rows[0]
-        if not sums_in_place(problem):
-            one = 4 * problem.batch * rows[1] * width
-            total += 2 * one * (threads_per_key_head(problem) + (threads_per_key_head(problem) > 1)) + item * rows[1]
+        apart, parts = sums_apart(problem), threads_per_key_head(problem)
+        total += 4 * apart
+        if not apart and (parts > 1 or width > problem.head_dim or item < 4):  # all sums, and the total of dk's or dv's
+            total += 4 * problem.batch * rows[1] * width * (2 * parts + 2 * (parts > 1)) + item * rows[1]
     return total
 
 

@@ -116,6 +116,23 @@ def test_documents_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) 
 
 
 @able
+def test_rounded_gradients_of_documents_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of dk and dv are rounded once for each key, whichever group its document is in."""
+    given: Any = [x.detach().bfloat16().requires_grad_() for x in tensors(length=200, batch=1)]
+    ids = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
+    found = []
+    for most in (1, 80, 1000):
+        monkeypatch.setattr(steps, "NEIGHBOURS", most)
+        steps.document_tables.cache_clear()
+        out = attend(given[0], given[1], given[2], is_causal=True, documents=ids, backend="native")
+        found.append(torch.autograd.grad(out, given, torch.ones_like(out)))
+    steps.document_tables.cache_clear()
+    for apart, some, together in zip(*found):
+        assert torch.equal(apart, together)
+        assert torch.equal(some, together)
+
+
+@able
 def test_softcap_slopes_and_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach().float() for x in tensors())
     sink = torch.tensor([0.1, -0.4, 2.0, 0.0])

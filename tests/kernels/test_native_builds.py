@@ -89,6 +89,9 @@ class Emulated:
         for address in (args.lse, args.grad_lse):
             if address:
                 regions.setdefault(address, 4 * args.batch * args.heads * args.q_len)
+        if args.sums:
+            heads = min(args.threads, args.batch * args.heads // args.group)
+            regions[args.sums] = 8 * heads * args.k_len * run.padded_width(args.head_dim)
         head = struct.pack("=q", backward) + bytes(args) + struct.pack("=q", len(regions))
         table = b"".join(struct.pack("=Qq", *region) for region in regions.items())
         content = b"".join(ctypes.string_at(*region) for region in regions.items())

@@ -39,7 +39,7 @@ int main(int, char** names) {
         if (pointer) std::exit(2);
     };
     for (View* view : {&a.q, &a.k, &a.v, &a.out, &a.grad, &a.dq, &a.dk, &a.dv}) moved(view->data);
-    moved(a.lse), moved(a.grad_lse), moved(a.tiles), moved(a.runs), moved(a.first_tile), moved(a.head_class);
+    moved(a.sums), moved(a.lse), moved(a.grad_lse), moved(a.tiles), moved(a.runs), moved(a.first_tile), moved(a.head_class);
     moved(a.seen), moved(a.seq_lens), moved(a.order), moved(a.listed), moved(a.lanes), moved(a.run_lanes);
     backward ? attention_backward(&a) : attention_forward(&a);
     std::fseek(file, start, SEEK_SET);

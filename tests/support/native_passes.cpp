@@ -234,6 +234,23 @@ template <class E> struct Case {
             }
     }
 
+    // With sums in a memory of each thread: the same as dk and dv, rounded.
+    void check_rounded() {
+        Exact<float> sums(2 * std::min(a.threads, p.batch * kv_heads) * p.k_len * width);
+        Exact<E> to_k(k.size), to_v(k.size);
+        Args own = a;
+        own.sums = sums.data(), own.last_key = p.k_len;
+        own.dk = own.dv = View{to_k.data(), p.k_len * kv_heads * p.depth, kv_heads * p.depth, p.depth};
+        own.dv.data = to_v.data();
+        waits.until = 0;
+        attention_backward(&own);
+        for (int which = 0; which < 2; which++)
+            for (i64 i = 0; i < k.size; i++) {
+                E wanted = narrow<E>((which ? dv : dk)[i / p.depth * width + i % p.depth]), found = (which ? to_v : to_k)[i];
+                expect(!std::memcmp(&found, &wanted, sizeof(E)), "%s: d%c[%d] is not its sum", p.name, "kv"[which], (int)i);
+            }
+    }
+
     // In this thread, tile by tile.
     void forward_apart() {
         Apart s((int)p.depth);
@@ -281,6 +298,7 @@ template <class E> struct Case {
             if (p.few || p.packed_heads > 1) continue;
             call(attention_backward);
             check_backward();
+            if (p.parts == 1) check_rounded();
         }
         if (in_threads_alone || p.splits > 1) return;
         clear();

@@ -49,10 +49,12 @@ class Args(ctypes.Structure):
 
     _fields_ = (
         *((name, View) for name in ("q", "k", "v", "out", "grad", "dq", "dk", "dv")),
+        ("sums", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("lse", "grad_lse", "tiles", "runs", "first_tile", "head_class")),
         *((name, ctypes.c_void_p) for name in ("seen", "seq_lens", "order", "listed", "lanes", "run_lanes")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "q_len", "k_len", "head_dim", "dtype")),
-        *((name, ctypes.c_int64) for name in ("threads", "parts", "part_stride", "packed_heads", "together", "splits")),
+        *((name, ctypes.c_int64) for name in ("threads", "parts", "part_stride", "first_key", "last_key")),
+        *((name, ctypes.c_int64) for name in ("packed_heads", "together", "splits")),
         ("states", ctypes.c_void_p),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("slopes", "bias", "dbias")),

@@ -7,7 +7,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +67,11 @@ class NativePasses:
         else:
             args = self.args(arguments(problem, self.tables, torch.get_num_threads()), q, k, v, out)
         args.lse = lse.data_ptr()
-        self._launch(library.load().attention_forward, args)
+        kernel = library.load().attention_forward
+        kernel(ctypes.byref(args))
+        for tables in self.later:
+            _set_tables(args, tables)
+            kernel(ctypes.byref(args))
         return out, lse
 
     def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -76,11 +80,18 @@ class NativePasses:
         grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
         q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
         dq = in_large_pages(torch.empty(q.shape, dtype=q.dtype, device=q.device))
-        width = problem.head_dim if sums_in_place(problem) else padded_width(problem.head_dim)
+        apart = sums_apart(problem)
+        width = problem.head_dim if apart else padded_width(problem.head_dim)
         shape = (parts, problem.batch, problem.k_len, problem.kv_heads, width)
-        dk, dv = (in_large_pages(torch.empty(shape, dtype=torch.float32, device=q.device)).zero_() for _ in range(2))
+        dtype = problem.dtype if apart else torch.float32
+        dk, dv = (in_large_pages(torch.empty(shape, dtype=dtype, device=q.device)) for _ in range(2))
+        if not apart or self.later:  # else the kernel writes every key
+            dk, dv = dk.zero_(), dv.zero_()
         args = arguments(problem, self.tables, torch.get_num_threads())
         args = self.args(args, q, k, v, out, grad=grad, dq=dq, dk=dk[0], dv=dv[0])
+        if apart:
+            sums = in_large_pages(torch.empty(apart, dtype=torch.float32, device=q.device))
+            args.sums = sums.data_ptr()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
         args.parts, args.part_stride = parts, dk.stride(0)
@@ -89,15 +100,13 @@ class NativePasses:
             scores = (problem.batch, problem.heads, problem.q_len, problem.k_len)
             dbias = torch.zeros(scores, dtype=torch.float32, device=q.device)
             args.dbias = dbias.data_ptr()
-        self._launch(library.load().attention_backward, args)
+        kernel = library.load().attention_backward
+        for tables in (self.tables, *self.later):
+            _set_tables(args, tables)
+            args.first_key, args.last_key = key_range(tables) if self.later else (0, problem.k_len)
+            kernel(ctypes.byref(args))
         whole = dq, _total(dk, problem), _total(dv, problem)
         return whole if dbias is None else (*whole, dbias.sum_to_size((*problem.bias, problem.q_len, problem.k_len)))
-
-    def _launch(self, kernel: Any, args: library.Args) -> None:
-        kernel(ctypes.byref(args))
-        for tables in self.later:
-            _set_tables(args, tables)
-            kernel(ctypes.byref(args))
 
     def args(self, made: library.Args, *first: Tensor, **views: Tensor) -> library.Args:
         """The kernel's arguments with q, k, v and out, then other `views`, and the masks and terms of this call."""
@@ -236,9 +245,21 @@ def padded_width(head_dim: int) -> int:
     return -(-head_dim // VECTOR) * VECTOR
 
 
-def sums_in_place(problem: Problem) -> bool:
-    """Whether dk and dv can be summed in the returned tensors."""
-    return problem.dtype == torch.float32 and problem.head_dim % VECTOR == 0 and threads_per_key_head(problem) == 1
+def sums_apart(problem: Problem) -> int:
+    """The floats of sums of dk and dv apart from the returned tensors: of one key head for each thread.
+
+    0 where the returned tensors are the sums, and where several threads share a key head, of which each sums all of it.
+    """
+    if problem.dtype == torch.float32 or threads_per_key_head(problem) > 1:
+        return 0
+    at_once = min(torch.get_num_threads(), problem.batch * problem.kv_heads)
+    return 2 * at_once * problem.k_len * padded_width(problem.head_dim)
+
+
+def key_range(tables: NativeTables) -> tuple[int, int]:
+    """The first key that the tables' runs name, and the one after the last."""
+    first, step, count = tables.runs[tables.runs[:, 2] > 0, :3].unbind(1)
+    return int(first.min()), int((first + step * (count - 1)).max()) + 1
 
 
 def threads_per_key_head(problem: Problem) -> int:

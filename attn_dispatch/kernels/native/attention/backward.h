@@ -142,20 +142,50 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         for (int d = 0; d < depth; d++) dq[s.at[i] * a.dq.row + d] = narrow<E>(s.sums[d * T + i]);
 }
 
-// A thread has its own sums dk and dv: of a key head, or of one part of its queries.
+// Sums of a head's keys, rounded.
+template <class E> void write_sums(const Args& a, const View& to, i64 b, i64 kv, const float* sums, int width) {
+    E* rows = head_of<E>(to, b, kv);
+    for (i64 key = a.first_key; key < a.last_key; key++, sums += width) {
+        E* row = rows + key * to.row;
+        int d = 0;
+#if defined(__AVX512F__)
+        for (; d + W <= a.head_dim; d += W) put(row + d, load(sums + d));
+#endif
+        for (; d < a.head_dim; d++) row[d] = narrow<E>(sums[d]);
+    }
+}
+
+// A thread sums dk and dv of a key head, or of one part of its queries. Where they are no floats, it sums in a memory of
+// its own, which has the rows of one head side by side, and rounds them when all queries have been added.
 template <class E, class Products> void backward(const Args& a) {
-    const i64 kv_heads = a.heads / a.group;
+    const i64 kv_heads = a.heads / a.group, keys = a.last_key - a.first_key;
+    std::atomic<i64> begun{0};
     in_threads(a.threads, [&](std::atomic<i64>& next) {
         Scratch s((int)a.head_dim);
+        float* own = nullptr;
+        Args sums = a;
         for (i64 unit = next++; unit < a.batch * kv_heads * a.parts; unit = next++) {
             i64 part = unit % a.parts, kv = unit / a.parts % kv_heads, b = unit / a.parts / kv_heads;
-            float* dk = head_of<float>(a.dk, b, kv) + part * a.part_stride;
-            float* dv = head_of<float>(a.dv, b, kv) + part * a.part_stride;
+            float *dk, *dv;
+            if (a.sums) {
+                // Threads without a unit have no memory.
+                if (!own) own = a.sums + begun++ * 2 * keys * s.width;
+                sums.dk = sums.dv = View{nullptr, 0, s.width, 0};
+                std::memset(own, 0, sizeof(float) * 2 * keys * s.width);
+                dk = own - a.first_key * s.width;
+                dv = dk + keys * s.width;
+            } else {
+                dk = head_of<float>(a.dk, b, kv) + part * a.part_stride;
+                dv = head_of<float>(a.dv, b, kv) + part * a.part_stride;
+            }
             for (i64 h = kv * a.group; h < (kv + 1) * a.group; h++) {
                 i64 kind = a.head_class[h];
                 for (i64 i = a.first_tile[kind] + part; i < a.first_tile[kind + 1]; i += a.parts)
-                    backward_tile<E, Products>(a, a.tiles[i], b, h, dk, dv, s);
+                    backward_tile<E, Products>(sums, a.tiles[i], b, h, dk, dv, s);
             }
+            if (!a.sums) continue;
+            write_sums<E>(a, a.dk, b, kv, own, s.width);
+            write_sums<E>(a, a.dv, b, kv, own + keys * s.width, s.width);
         }
     });
 }

@@ -18,7 +18,9 @@ struct Tile { i64 query, step, count, run, runs; };
 struct View { void* data; i64 batch, row, head; }; // strides in elements; rows are contiguous
 
 struct Args {
-    View q, k, v, out, grad, dq, dk, dv; // dk and dv: `parts` float sums each, rows padded to whole vectors
+    View q, k, v, out, grad, dq;
+    View dk, dv; // without `sums`: `parts` float sums each, rows padded to whole vectors
+    float* sums; // of a key head's dk and dv, for each thread that has one; or null
     float* lse;                          // [batch, heads, q_len]
     const float* grad_lse;               // [batch, heads, q_len], or null
     const Tile* tiles;
@@ -32,6 +34,7 @@ struct Args {
     const u64* lanes;    // per listed key, a bit mask of the lanes that see it, or null
     const u64* run_lanes; // per run with steps, a bit mask of the lanes that see its keys, or null
     i64 batch, heads, group, q_len, k_len, head_dim, dtype, threads, parts, part_stride;
+    i64 first_key, last_key; // of the keys that the tables name, with `sums`: [first_key, last_key)
     // Forward: heads in a tile, which share keys; tiles of neighbouring key heads that read their blocks in turns; splits of
     // each run, each a unit of work.
     i64 packed_heads, together, splits;
