@@ -87,7 +87,8 @@ class Layer(nn.Module):
         if held is not None:
             k, v = held.add(k, v)
         x = x + self.out(self.attention(q, k, v).flatten(2))
-        return x + self.mlp(self.norms[1](x))
+        out: Tensor = x + self.mlp(self.norms[1](x))
+        return out
 
 
 class Model(nn.Module):
@@ -102,7 +103,8 @@ class Model(nn.Module):
         x = self.inputs(x)
         for layer, one in zip(self.layers, held):
             x = layer(x, one)
-        return self.head(x)
+        out: Tensor = self.head(x)
+        return out
 
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -143,7 +145,7 @@ class Training:
     def __call__(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(self.model)
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.step()
         return float(loss.detach())
 
@@ -178,9 +180,9 @@ def timed(calls: Mapping[str, Callable[[], Any]], rounds: int, base: str) -> dic
 
 def choice(pattern: Pattern, tokens: int) -> str:
     """What `attend` calls in a training step."""
-    qkv = torch.empty(1, tokens, 3 * WIDTH, requires_grad=True)
     with torch.enable_grad():
-        found = explain(*qkv.unflatten(-1, (3, HEADS, -1)).unbind(2), pattern)
+        q, k, v = torch.empty(1, tokens, 3, HEADS, WIDTH // HEADS, requires_grad=True).unbind(2)
+        found = explain(q, k, v, pattern)
     return f"{found.choice}@{found.order}"
 
 
@@ -243,7 +245,8 @@ def painter(attention: Attention) -> Model:
     return Model(attention, nn.Linear(3, WIDTH), 3)
 
 
-def denoising_loss(model: Model, noisy: Tensor, clean: Tensor) -> Tensor:
+def denoising_loss(model: Model, pictures: Sequence[Tensor]) -> Tensor:
+    noisy, clean = pictures
     return mse_loss(model(noisy), clean)
 
 
@@ -270,7 +273,7 @@ def image() -> Iterator[dict[str, Any]]:
             mask = pattern.multiplicity(side * side)[0] > 0
             models[PYTORCH] = partial(pytorch, mask=mask), noisy_and_clean
         steps = {
-            name: Training(painter(attention), partial(denoising_loss, **dict(zip(("noisy", "clean"), tensors))))
+            name: Training(painter(attention), partial(denoising_loss, pictures=tuple(tensors)))
             for name, (attention, tensors) in models.items()
         }
         losses = {name: float(step.loss(step.model)) for name, step in steps.items()}

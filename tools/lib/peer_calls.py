@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import attend
@@ -205,13 +206,13 @@ def _context_parallel(problem: Problem) -> Call:
 def _on_a_rank(problem: Problem) -> str:
     """What PyTorch's ring raises over the ranks of the group; empty if nothing."""
     tensors = importlib.import_module("torch.distributed.tensor.experimental")
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     shape = problem.batch, problem.heads, problem.q_len, problem.head_dim
-    heads = [torch.zeros(shape, dtype=problem.dtype) for _ in range(3)]
+    q, k, v = heads = [torch.zeros(shape, dtype=problem.dtype) for _ in range(3)]
     try:
         with tensors.context_parallel(mesh, buffers=heads, buffer_seq_dims=[2] * 3):
             # By its module, in which the context replaces it.
-            torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     except Exception as error:  # noqa: BLE001 - it may refuse in any way
         return str(error)
     return ""
