@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.docs.hilbert_plot import Panel, line, text
+from tools.docs.hilbert_plot import Panel, document, line, text
 from tools.docs.results import load, machine
 from tools.lib.tables import table
 
@@ -134,21 +134,12 @@ def svg(found: Any) -> str:
     parts += [text(panel.left - 7, panel.up(tick) + 4, f"{tick:g}", "end") for tick in ticks]
     parts += [text(panel.across(end), bottom + 19, f"{end}", "middle") for end in ends]
     parts.append(text(panel.left + panel.width / 2, bottom + 42, "steps", "middle"))
-    for number, one in enumerate(curves):
+    across = panel.left
+    for one in curves:
         points = [(end, loss, loss, loss) for end, loss in zip(ends, one["loss"])]
-        colour = COLOURS[one["model"]]
+        colour, words = COLOURS[one["model"]], _title(one["model"]).replace("`", "")
         parts += panel.curve(points, colour, 'stroke-dasharray="5 4"' if one["model"] == PYTORCH else "")
-        parts.append(
-            text(panel.left + 135 * number, 54, _title(one["model"]).replace("`", ""), "start", f'fill="{colour}"')
-        )
-    size, title = f'width="{WIDTH}" height="{HEIGHT}"', "Cross-entropy of the next byte, in nats, while training"
-    about = f'{size} viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="sans-serif" font-size="12" fill="#222222"'
-    return "\n".join((
-        f'<svg xmlns="http://www.w3.org/2000/svg" {about}>',
-        f"<title>{title}</title>",
-        f'<rect {size} fill="#ffffff"/>',  # readable on a dark page
-        text(panel.left, 24, title, "start", 'font-size="14"'),
-        *parts,
-        f'<path d="M{panel.left} {panel.top}V{bottom}H{right}" fill="none" stroke="#444444"/>',
-        "</svg>\n",
-    ))  # fmt: skip
+        parts.append(text(across, 54, words, "start", f'fill="{colour}"'))
+        across += 6 * len(words) + 24
+    parts.append(f'<path d="M{panel.left} {panel.top}V{bottom}H{right}" fill="none" stroke="#444444"/>')
+    return document(WIDTH, HEIGHT, panel.left, "Cross-entropy of the next byte, in nats, while training", parts)
