@@ -99,7 +99,7 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
         Ahead next = ahead;
         if constexpr (LISTED) next.start(i0);
         for (int d = 0; d < depth; d++) {
-            if constexpr (LISTED) if (d % 2) next.fetch();
+            if (!LISTED || d % 2) next.fetch();
             vec lane[N];
             UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * pitch + n * W);
             UNROLL for (int i = 0; i < M; i++) {
@@ -107,6 +107,7 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
             }
         }
+        if constexpr (!LISTED) ahead = next;
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
     }
@@ -152,7 +153,9 @@ template <class Op, class Ahead = NoFetch> struct Mix {
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * pitch + n * W);
         const float* x = (const float*)lanes + n0 * W;
+        Ahead next = ahead;
         for (int t = 0; t < keys; t++) {
+            next.fetch();
             const char* row = rows.row<false>(t) + i0 * 4;
             vec lane[N];
             UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * pitch + n * W);
@@ -161,6 +164,7 @@ template <class Op, class Ahead = NoFetch> struct Mix {
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
             }
         }
+        ahead = next;
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) store(to + i * pitch + n * W, sum[i][n]);
     }
