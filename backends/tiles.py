@@ -11,6 +11,7 @@ from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, kernel_of
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
+from attn_dispatch.kernels.tiles.memory import any_workspace_bytes, cpu_workspace_bytes
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables, tables_of
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, check, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
@@ -100,8 +101,7 @@ def _pairs(problem: Problem, order: str) -> int:
 
 
 def _workspace_bytes(problem: Problem, order: str) -> int:
-    return tile_math.workspace_bytes(problem, tile_size(problem, order)) + _table_bytes(problem, order)
-
-
-def _table_bytes(problem: Problem, order: str) -> int:
-    return tile_table_bytes(problem, order, tile_size(problem, order))
+    tile = tile_size(problem, order)
+    if problem.device.type == "cpu":
+        return cpu_workspace_bytes(problem, order, tile)
+    return any_workspace_bytes(problem, tile) + tile_table_bytes(problem, order, tile)

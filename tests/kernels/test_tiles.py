@@ -14,9 +14,12 @@ from attn_dispatch.backends import tiles as backend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.heads import head_classes
+from attn_dispatch.kernels.tiles import pairs as pair_math
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles import tables
-from attn_dispatch.kernels.tiles.tables import FULL, TileTable, pair_counts, tables_of
+from attn_dispatch.kernels.tiles.estimates import tile_table_bytes
+from attn_dispatch.kernels.tiles.pairs import pair_counts
+from attn_dispatch.kernels.tiles.tables import FULL, TileTable, tables_of
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -125,7 +128,7 @@ def test_useful_orders_have_fewer_tile_pairs() -> None:
 def test_boxes_compared_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tables_of(problem_of(pattern, 4096, 4096), "hilbert", 64)
     tables.forget_tables()
-    monkeypatch.setattr(tables, "AT_ONCE", 2 * tables.GROUP**2)
+    monkeypatch.setattr(pair_math, "BOXES", 2 * pair_math.GROUP**2)
     for one, other in zip(plain, tables_of(problem_of(pattern, 4096, 4096), "hilbert", 64), strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.first, other.first)
@@ -276,10 +279,27 @@ def test_tables_fit_their_declared_bytes(pattern: Pattern, length: int) -> None:
     problem = problem_of(pattern, length, length)
     assert "natural" in backend.orders(problem)
     for order in backend.orders(problem):
-        found = tables_of(problem, order, backend.tile_size(problem, order))
+        tile = backend.tile_size(problem, order)
+        found = tables_of(problem, order, tile)
         assert max(table.pairs for table in found) <= 2 * backend._pairs(problem, order)
         tensors = [getattr(table, name) for table in found for name in ("keys", "mask", "masks", "bias", "first")]
-        assert sum(x.nbytes for x in tensors) <= backend._table_bytes(problem, order)
+        assert sum(x.nbytes for x in tensors) <= tile_table_bytes(problem, order, tile)
+
+
+@pytest.mark.parametrize(("pattern", "length"), ESTIMATED, ids=str)
+def test_outlines_bound_their_tables(pattern: Pattern, length: int) -> None:
+    """Without the masks it is known how many key tiles a query tile may have, and how many masks there may be."""
+    problem = problem_of(pattern, length, length)
+    for order in backend.orders(problem):
+        tile = backend.tile_size(problem, order)
+        outlines = tables.outlines_of(problem.pattern, length, length, HEADS, order, tile)
+        for outline, table in zip(outlines, tables_of(problem, order, tile), strict=True):
+            assert outline.heads == table.heads
+            assert torch.equal(outline.near, table.near)
+            assert (table.near >= table.first.diff()).all()
+            assert table.masks is not None
+            assert len(table.masks) <= outline.kinds + 1 <= outline.partial + 1
+            assert outline.axes == sum(len(branch.at) for branch in table.branches)
 
 
 def test_offered_orders() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from attn_dispatch import Problem
 from attn_dispatch.backends.tiles import tile_size
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.tiles.tables import TileTable, pair_counts, tables_of
+from attn_dispatch.kernels.tiles.pairs import pair_counts
+from attn_dispatch.kernels.tiles.tables import TileTable, tables_of
 from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.example import Example, make

@@ -9,14 +9,10 @@ import torch
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
 from attn_dispatch.kernels.hidden import copied_bytes
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, sum_dtype
+from attn_dispatch.kernels.scratch import backward_scratch, forward_scratch, packed_bytes
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
-#: Of the kernel's tiles: (queries of a problem, queries of its tile), the first that fits; and keys of a tile.
-#: Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-Q_TILES, K_TILE = ((768, 256), (192, 64), (0, 32)), 512
-GEMM_BYTES = 2**16  #: beyond its packed operands, of a bfloat16 matrix product in a thread
-PACKED = 64  #: entries of a row to a multiple of which AMX's operands are padded
 MASK_ENTRY = 18  #: bytes of a key's mask, its copy, its comparison and its running sum
 SCALARS = 2**12  #: bytes of tensors with a few entries
 
@@ -87,7 +83,7 @@ def _forward(problem: Problem, plan: BranchPlan) -> int:
     """Bytes of a forward pass beyond out and lse."""
     if _is_single(problem, plan):
         piece = plan.blocks[0].pieces[0]
-        return _forward_scratch(problem, piece) + _packed(problem, _sizes(problem, plan, piece))
+        return _forward_scratch(problem, piece) + packed_bytes(problem, _sizes(problem, plan, piece).k)
     item, wide, d = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize, problem.head_dim
     whole = len(plan.blocks) == 1 and plan.batch_step >= problem.batch
     out = problem.batch * problem.q_len * problem.heads * d * item
@@ -138,44 +134,13 @@ def _computed(problem: Problem, sizes: _Sizes, part: int, scratch: int, d: int |
     gathered = 2 * sizes.k * (d or problem.head_dim) * problem.dtype.itemsize * sizes.gathered
     lse = sizes.q * sum_dtype(problem.dtype).itemsize * problem.masked  # without rows that see no key
     at_end = part * sizes.stacked
-    return gathered + sizes.masks + part + max(scratch + _packed(problem, sizes), lse, at_end)
-
-
-def _tile(problem: Problem, piece: Piece) -> tuple[int, int]:
-    """Queries and keys of the kernel's tiles."""
-    rows = piece.q.rows
-    return min(rows, next(tile for least, tile in Q_TILES if rows >= least)), min(piece.k.rows, K_TILE)
+    return gathered + sizes.masks + part + max(scratch + packed_bytes(problem, sizes.k), lse, at_end)
 
 
 def _forward_scratch(problem: Problem, piece: Piece) -> int:
-    """Bytes of the scores, weights and sums of the kernel's tiles, in all threads."""
-    queries, keys = _tile(problem, piece)
-    half = problem.dtype.itemsize * queries * keys * (problem.dtype.itemsize < 4)
-    one = sum_dtype(problem.dtype).itemsize * queries * (keys + 2 + problem.head_dim) + half
-    return torch.get_num_threads() * (one + _gemm(problem, queries, keys))
+    """Bytes of the kernel's tiles in all threads."""
+    return torch.get_num_threads() * forward_scratch(problem, piece.q.rows, piece.k.rows)
 
 
 def _backward_scratch(problem: Problem, piece: Piece) -> int:
-    queries, keys = _tile(problem, piece)
-    half = 2 * problem.dtype.itemsize * queries * keys * (problem.dtype.itemsize < 4)
-    one = sum_dtype(problem.dtype).itemsize * queries * (2 * keys + 1) + half
-    return torch.get_num_threads() * (one + _gemm(problem, queries, keys))
-
-
-def _gemm(problem: Problem, queries: int, keys: int) -> int:
-    """Bytes that a product of tiles takes in a thread: oneDNN packs operands of bfloat16."""
-    if problem.dtype != torch.bfloat16:
-        return 0
-    return 4 * (queries + keys) * max(problem.head_dim, PACKED) + GEMM_BYTES
-
-
-def _packed(problem: Problem, sizes: _Sizes) -> int:
-    """Bytes of keys and values that are packed for AMX."""
-    if problem.dtype.itemsize >= 4 or not _has_amx():
-        return 0
-    return 2 * sizes.k * -(-problem.head_dim // PACKED) * PACKED * problem.dtype.itemsize
-
-
-def _has_amx() -> bool:
-    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return asked is None or bool(asked())
+    return torch.get_num_threads() * backward_scratch(problem, piece.q.rows, piece.k.rows)

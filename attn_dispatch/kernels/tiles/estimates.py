@@ -6,7 +6,8 @@ import math
 
 from attn_dispatch.kernels.heads import head_classes, heads_by_kind
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.kernels.tiles.tables import AT_ONCE, MASK_BYTES
+from attn_dispatch.kernels.tiles.pairs import AT_ONCE
+from attn_dispatch.kernels.tiles.tables import MASK_BYTES
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem

@@ -7,7 +7,7 @@ reused buffer that fits a cache; results are scattered into the output tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.dense import Kernel, with_lse_column
 from attn_dispatch.kernels.heads import kv_head_index, kv_heads_of
-from attn_dispatch.kernels.hidden import Hidden, copied_bytes, padding_mask
-from attn_dispatch.kernels.numerics import THREAD_BYTES, sum_dtype, with_positive_scale
-from attn_dispatch.kernels.tiles.tables import TileTable, cached_with, pair_counts
+from attn_dispatch.kernels.hidden import Hidden, padding_mask
+from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
+from attn_dispatch.kernels.tiles.pairs import pair_counts
+from attn_dispatch.kernels.tiles.tables import TileTable, cached_with
 from attn_dispatch.kernels.tiles.threads import WorkQueue, run_in_threads
 from attn_dispatch.spec.problem import Problem
 
@@ -78,7 +79,8 @@ class _TilePasses:
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(torch.zeros_like(saved[3]) if grad is None else grad, grad_lse, saved, self)
+        out = saved[3]
+        return _backward(out.new_zeros(()).expand_as(out) if grad is None else grad, grad_lse, saved, self)
 
 
 class _TileGroup(NamedTuple):
@@ -145,7 +147,8 @@ def _forward_heads(
 
     def work(queue: WorkQueue) -> None:
         q, *kv = map(_GatherBuffer, inputs)
-        for chunk in _chunks(groups, table, call, queue):
+
+        def compute(chunk: _Chunk) -> None:
             queries = q.at(chunk.batch, chunk.group.queries, chunk.size)
             keys, values, mask = _keys(kv, heads, chunk, call)
             part, stats = call.kernel.forward(queries, keys, values, False, call.problem.scale, mask)
@@ -154,6 +157,9 @@ def _forward_heads(
                 stats = stats.masked_fill((mask == -math.inf).all(-1).transpose(1, 2), -math.inf)
             _put(outs[chunk.batch], chunk.group, part)
             _put(lses[chunk.batch], chunk.group, stats)
+
+        for number in queue.take():  # what a chunk holds is freed before the next
+            compute(_chunk(number, groups, table, call))
 
     _run_chunks(len(groups) * len(outs), work, call)
 
@@ -193,7 +199,8 @@ def _backward_heads(
 
     def work(queue: WorkQueue) -> None:
         rows, kv = [_GatherBuffer(x) for x in q_side], [_GatherBuffer(x) for x in k_side]
-        for chunk in _chunks(groups, table, call, queue):
+
+        def compute(chunk: _Chunk) -> None:
             g, queries, o, stats, *slope = (x.at(chunk.batch, chunk.group.queries, chunk.size) for x in rows)
             keys, values, mask = _keys(kv, heads, chunk, call)
             if chunk.group.distinct < len(chunk.group.queries):
@@ -207,6 +214,9 @@ def _backward_heads(
             with queue.in_order(chunk.number):
                 for sums, part in zip(into[1:], grads[1:]):
                     heads.add(sums[chunk.batch], chunk.keys, part[..., :d])
+
+        for number in queue.take():  # what a chunk holds is freed before the next
+            compute(_chunk(number, groups, table, call))
 
     _run_chunks(len(groups) * len(dq), work, call)
 
@@ -231,7 +241,7 @@ def _keys(
         if mask is None:
             shape = chunk.size, 1, len(chunk.group.queries) // chunk.size, hidden.shape[1]
             mask = torch.zeros(shape, dtype=sum_dtype(k.dtype), device=k.device)
-        mask = mask.masked_fill(hidden[:, None, None], -math.inf)
+        mask.masked_fill_(hidden[:, None, None], -math.inf)  # a chunk's bias is its own
     return heads.for_queries(k), heads.for_queries(v), mask
 
 
@@ -240,7 +250,7 @@ def _keys(
 
 def _groups(table: TileTable, call: _TilePasses) -> list[_TileGroup]:
     problem = call.problem
-    return cached_with(table, (problem.q_len, _most_keys(problem, table.tile)), lambda: _grouped(table, problem))
+    return cached_with(table, (problem.q_len, most_keys(problem, table.tile)), lambda: _grouped(table, problem))
 
 
 def _grouped(table: TileTable, problem: Problem) -> list[_TileGroup]:
@@ -249,12 +259,13 @@ def _grouped(table: TileTable, problem: Problem) -> list[_TileGroup]:
     sizes, missing = table.first.diff(), -problem.q_len % table.tile
     for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
+        # By the boxes alone, so that what is gathered at once is known without the masks.
+        step = tiles_at_once(problem, table.tile, int(table.near[tiles].max()))
         distinct = len(tiles) * table.tile - (missing if int(tiles[-1]) == len(sizes) - 1 else 0)
         pairs = (table.first[tiles][:, None] + torch.arange(size, device=table.first.device)).to(device)
         tiles = tiles.to(device)
         masks = pairs if table.bias is None else table.mask[pairs]
         partial = masks.any(1).tolist()
-        step = max(1, _most_keys(problem, table.tile) // (size * table.tile))
         parts = zip(*(torch.split(x, step) for x in (tiles, table.q_pos[tiles], table.keys[pairs], masks)))
         for start, (some, queries, keys, mask) in zip(range(0, len(partial), step), parts):
             mine = min(queries.numel(), distinct - start * table.tile)
@@ -262,15 +273,14 @@ def _grouped(table: TileTable, problem: Problem) -> list[_TileGroup]:
     return found
 
 
-def _chunks(groups: list[_TileGroup], table: TileTable, call: _TilePasses, queue: WorkQueue) -> Iterator[_Chunk]:
-    for number in queue.take():
-        which, batch = divmod(number, call.problem.batch)
-        group, bias = groups[which], None
-        if table.bias is None:
-            bias = _computed_bias(table, group.tiles, group.keys, sum_dtype(call.problem.dtype))
-        elif group.partial:
-            bias = _gathered_bias(table.bias, group.masks)
-        yield _Chunk(number, batch, group, len(group.tiles), table.k_pos[group.keys].flatten(), bias)
+def _chunk(number: int, groups: list[_TileGroup], table: TileTable, call: _TilePasses) -> _Chunk:
+    which, batch = divmod(number, call.problem.batch)
+    group, bias = groups[which], None
+    if table.bias is None:
+        bias = _computed_bias(table, group.tiles, group.keys, sum_dtype(call.problem.dtype))
+    elif group.partial:
+        bias = _gathered_bias(table.bias, group.masks)
+    return _Chunk(number, batch, group, len(group.tiles), table.k_pos[group.keys].flatten(), bias)
 
 
 def _queries_without_keys(table: TileTable) -> tuple[Tensor, ...]:
@@ -283,32 +293,16 @@ def _queries_without_keys(table: TileTable) -> tuple[Tensor, ...]:
     return cached_with(table, "queries without keys", find)
 
 
-def _most_keys(problem: Problem, tile: int) -> int:
+def tiles_at_once(problem: Problem, tile: int, key_tiles: int) -> int:
+    """Query tiles of one call, of so many key tiles each."""
+    return max(1, most_keys(problem, tile) // (key_tiles * tile))
+
+
+def most_keys(problem: Problem, tile: int) -> int:
     """Keys gathered at once, such that the keys, or their masks, take CHUNK_BYTES."""
     limit = CHUNK_BYTES if problem.device.type == "cpu" else CUDA_CHUNK_BYTES
     row = problem.kv_heads * problem.head_dim * problem.dtype.itemsize
     return limit // max(row, tile * sum_dtype(problem.dtype).itemsize)
-
-
-def workspace_bytes(problem: Problem, tile: int) -> int:
-    """Upper bound of what `run` and its backward allocate besides q, k, v, out, their gradients, and tables."""
-    item, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
-    q_tiles, padded = -(-problem.q_len // tile), -(-problem.k_len // tile) * tile
-    keys = min(max(_most_keys(problem, tile), padded), q_tiles * padded)
-    row = problem.heads * (problem.head_dim + 1)
-    # k and v: gathered, copied to each query head, and aligned or with one more column.
-    chunk = keys * (2 * 3 * row * item + 64) + min(keys, q_tiles * tile) * 10 * row * item
-    chunk += keys * tile * (3 * wide + 2 * item + 8)  # multiplicity, bias and mask
-    total = problem.batch * problem.q_len * row * (item * (problem.scale <= 0) + 1)
-    total += copied_bytes(problem, masked_keys=False)
-    if problem.needs_grad:
-        chunk += keys * 2 * row * (2 * item + 2 * wide)  # dk and dv, also widened
-        total += problem.batch * problem.q_len * row * (item + 1)  # zeros, where out has no gradient
-        total += 2 * problem.batch * problem.k_len * problem.kv_heads * problem.head_dim * wide
-    threads = torch.get_num_threads() if problem.device.type == "cpu" else 1
-    groups = problem.batch * -(-q_tiles * padded // keys)
-    lse = 4 * problem.batch * problem.q_len * problem.heads * wide
-    return total + lse + threads * THREAD_BYTES + min(threads, groups) * chunk
 
 
 def _gathered_bias(biases: Tensor, masks: Tensor) -> Tensor:
@@ -348,7 +342,9 @@ class _GatherBuffer:
         # Creating a view takes as long as gathering some rows.
         row = self.sources[0].shape[1:]
         if len(self.kept) < tokens:
-            self.kept, self.views = self.kept.new_empty(tokens, *row), {}
+            self.views.clear()
+            self.kept = self.kept.new_empty(0)  # freed before the larger one is there
+            self.kept = self.kept.new_empty(tokens, *row)
         flat = self.kept[:tokens]
         self.views[tokens, tiles] = flat, torch.unflatten(flat, 0, (tiles, -1))
         return self.views[tokens, tiles]
@@ -384,7 +380,7 @@ class _Heads:
 
     def add(self, whole: Tensor, positions: Tensor, part: Tensor) -> None:
         """Add gradients of gathered keys [tiles, keys, heads, head_dim] to `whole` [k_len, key heads, head_dim]."""
-        part = part.flatten(0, 1).to(whole.dtype)
+        part = part.new_empty(part.shape, dtype=whole.dtype).copy_(part).flatten(0, 1)
         if self.spread is not None:
             part = part.new_zeros(len(part), *whole.shape[1:]).index_add_(1, self.spread, part)
         whole.index_add_(0, positions, part)
