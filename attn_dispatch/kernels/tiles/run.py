@@ -181,7 +181,9 @@ def _backward(
             dq[:, :, heads.q].index_fill_(1, positions, 0.0)
         inputs = [x[:, :, heads.q] for x in by_token], [x[:, :, heads.kv] for x in (k, v)]
         _backward_heads(*inputs, dq[:, :, heads.q], dk[:, :, heads.kv], dv[:, :, heads.kv], heads, table, call)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dk = dk.to(k.dtype)  # one sum is freed before the other is rounded
+    dv = dv.to(v.dtype)
+    return dq, dk, dv
 
 
 def _backward_heads(
