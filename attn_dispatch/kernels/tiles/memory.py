@@ -162,9 +162,10 @@ def _parallel(
 ) -> int:
     """Bytes of the chunks computed at the same time. Buffers stay from chunk to chunk, the rest is freed."""
     threads = min(torch.get_num_threads(), problem.batch * -(-problem.q_len // tile))
-    return threads * (
-        max(buffers(problem, each) for each in chunks) + max(rest(problem, tile, each) for each in chunks)
-    )
+    # The most queries and the most keys may be those of different chunks.
+    largest = chunks[-1]._replace(q=max(each.q for each in chunks), k=max(each.k for each in chunks))
+    most = buffers(problem, largest) + max(rest(problem, tile, each) for each in chunks)
+    return threads * most + INDEX * (problem.q_len + tile)  # and the positions of all queries
 
 
 def _forward_buffers(problem: Problem, chunk: _Chunk) -> int:
