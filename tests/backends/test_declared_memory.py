@@ -131,7 +131,7 @@ TILED: dict[str, Callable[[int], Case]] = {
     "space": lambda n: grid_case("space", Neighborhood(grid_of(n, 3), (5, 5, 5)), 8, 64),
     "space-masked": lambda n: grid_case("space-masked", Neighborhood(grid_of(n, 3), (7, 3, 5)), 4, 128, key_mask=True),
 }
-TILED_TOKENS = (1024, 4096, 16384)
+TILED_TOKENS = (512, 4096, 16384)
 
 
 def tiled_problem(name: str, tokens: int, dtype: torch.dtype, direction: str) -> Problem:
@@ -146,7 +146,7 @@ def has_tiled_row(name: str, tokens: int, dtype: torch.dtype, direction: str, or
 
 
 def tiled_marks(name: str, tokens: int, dtype: torch.dtype, direction: str) -> list[pytest.MarkDecorator]:
-    short = tokens == 1024 or (tokens == 4096 and name in ("window", "rows"))
+    short = tokens == TILED_TOKENS[0] or (tokens == 4096 and name in ("window", "rows"))
     return [] if short and (dtype, direction) == (torch.bfloat16, "backward") else [pytest.mark.full]
 
 
