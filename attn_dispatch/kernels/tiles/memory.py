@@ -8,16 +8,18 @@ from typing import NamedTuple
 import torch
 
 from attn_dispatch.kernels.dense import CpuFlash
-from attn_dispatch.kernels.heads import kv_heads_of
+from attn_dispatch.kernels.heads import head_classes, kv_heads_of
 from attn_dispatch.kernels.hidden import copied_bytes
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, THREAD_BYTES, sum_dtype
 from attn_dispatch.kernels.scratch import backward_scratch, forward_scratch, packed_bytes
 from attn_dispatch.kernels.tiles.estimates import estimated_pairs, tile_table_bytes
 from attn_dispatch.kernels.tiles.run import most_keys, tiles_at_once
 from attn_dispatch.kernels.tiles.tables import MASK_BYTES, Outline, outlines_of
+from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
-OUTLINED_TOKENS, OUTLINED_PAIRS = 2**20, 2**20  #: of queries and keys, and of tile pairs: more take long to look at
+OUTLINED_TOKENS = 2**20  #: of queries and keys: more take long to look at
+OUTLINED_PAIRS = 2**18  #: of tile pairs, in each branch and class of heads; about 0.1 s
 BUILDING = 2**23  #: bytes of slices, while a table is built
 PAIR, PAIR_AXIS = 120, 12  #: bytes of a pair while a table is built, and more of them for each axis
 KEPT_PAIR, KEPT_TILE = 16, 16  #: bytes in a table
@@ -77,10 +79,12 @@ def any_workspace_bytes(problem: Problem, tile: int) -> int:
 
 def cpu_workspace_bytes(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of what tables, `run` and its backward allocate on a CPU besides q, k, v, out and their gradients."""
-    tokens, pairs = problem.q_len + problem.k_len, estimated_pairs(problem, order, tile)
+    tokens, pattern = problem.q_len + problem.k_len, problem.pattern
+    branches = len(pattern.natural.branches) if isinstance(pattern.natural, Dilated) else 1
+    pairs = estimated_pairs(problem, order, tile) * len(head_classes(pattern, problem.heads)) * branches
     if tokens > OUTLINED_TOKENS or pairs > OUTLINED_PAIRS:
         return any_workspace_bytes(problem, tile) + tile_table_bytes(problem, order, tile)
-    outlines = outlines_of(problem.pattern, problem.q_len, problem.k_len, problem.heads, order, tile)
+    outlines = outlines_of(pattern, problem.q_len, problem.k_len, problem.heads, order, tile)
     kept = KEPT_PLACE * tokens + sum(_kept(problem, tile, each) for each in outlines)
     built = kept + max(_building(problem, tile, each) for each in outlines)
     whole = kept + _whole(problem)
