@@ -72,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    from hypothesis import given
+    from hypothesis.strategies import none
+
+    # With the first property Hypothesis makes its generator of random numbers, and warns where it sees nothing refer to
+    # it: from Python 3.14 on, that is so once all objects are frozen.
+    given(none())(lambda _: None)()
     gc.collect()
     gc.freeze()
     gc.enable()
