@@ -156,7 +156,10 @@ def _local(name: str, x: Any, letters: str, parts: dict[str, Part], placements: 
 
     if is_dtensor(x):
         sums = [Replicate() if each.is_replicate() else Partial() for each in placements]
-        x = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local(grad_placements=sums)
+        whole = [Replicate()] * mesh.ndim
+        if [*x.placements, *sums] != whole * 2:  # else torch 2.6 fails in the backward pass, with nothing to do
+            x = x.redistribute(mesh, whole)
+        x = x.to_local(grad_placements=sums)
     elif not isinstance(x, Tensor):
         return x  # type: ignore[no-any-return]  # attend says what is wrong with it
     elif x.requires_grad and torch.is_grad_enabled():

@@ -20,12 +20,16 @@ print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
 
 
 def skip_without(*names: str) -> None:
-    """Skip where one is not installed. They are not looked for as modules: setuptools would replace distutils."""
+    """Skip where one is not installed, or setuptools makes no wheels by itself. They are not looked for as modules:
+    setuptools would replace distutils.
+    """
     for name in names:
         try:
-            importlib.metadata.version(name)
+            found = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{name} is not in this environment: pip install {name}")
+        if name == "setuptools" and not Path(str(found.locate_file("setuptools/command/bdist_wheel.py"))).exists():
+            pytest.skip(f"setuptools {found.version} makes no wheels: pip install --upgrade setuptools")
 
 
 def copied(root: Path, to: Path) -> Path:

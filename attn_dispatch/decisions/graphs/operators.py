@@ -292,6 +292,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     before, after = (None,) * _BIAS, (None,) * (1 + len(ctx.settings))
+    if grad_lse is not None and grad_lse.shape == (0,):  # zeros for an lse that was left out
+        grad_lse = None
     if grad is None and grad_lse is None:
         return (None, None, None, *before, None, *after)
     run = _TransformedBackward.apply if tracing.is_transformed() else _backward_op
@@ -318,7 +320,12 @@ def _in_transforms(operator: Any, save: Any, differentiate: Any) -> Any:
     return Function
 
 
-_Transformed = _in_transforms(_forward_op, _save, _differentiate)
+def _save_in_transforms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, inputs, output)
+    ctx.set_materialize_grads(True)  # the rule of vmap that torch 2.6 generates takes no gradient of None
+
+
+_Transformed = _in_transforms(_forward_op, _save_in_transforms, _differentiate)
 _TransformedBackward = _in_transforms(
     _backward_op, lambda ctx, inputs, output: None, lambda ctx, *grads: refuse_second()
 )
