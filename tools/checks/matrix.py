@@ -80,9 +80,10 @@ def interpreter(version: str) -> str | None:
 
 
 def requirements(without: str) -> list[str]:
-    """What the package and its tests need, read from pyproject.toml, without torch and one other."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    """What the package, its builds and its tests need, read from pyproject.toml, without torch and one other."""
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, builds = given["project"], given["build-system"]["requires"]
+    lines = [*builds, *project["dependencies"], *project["optional-dependencies"]["test"]]
     # torch brings the Triton that it was built with, and asks for exactly that one.
     return [line for line in lines if re.split(r"\W", line)[0] not in ("torch", "triton", without)]
 
