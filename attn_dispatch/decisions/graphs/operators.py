@@ -292,7 +292,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     before, after = (None,) * _BIAS, (None,) * (1 + len(ctx.settings))
-    if grad_lse is not None and grad_lse.shape == (0,):  # zeros for an lse that was left out
+    if not ctx.settings[-1]:  # nobody has lse: its gradient is None, or zeros in transforms
         grad_lse = None
     if grad is None and grad_lse is None:
         return (None, None, None, *before, None, *after)
