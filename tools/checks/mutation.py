@@ -6,8 +6,8 @@
 cosmic-ray makes the mutants (pip install -e '.[mutation]'), in a copy of this checkout in build/: nothing here changes.
 One run of the room's tests under coverage says which of them run which line; a mutant meets those that run its line,
 the shortest first, until one fails. A line that no test runs in its own process meets all tests that run its file.
-Printed: each mutant with its name, how it ended and after which time; the survivors as diffs; the share that was found.
-Survivors that no test can find, such as another message or a cache left out, are part of every share.
+Printed: each mutant with its name, how it ended and after which time, and its diff if it survived; the share that was
+found. Survivors that no test can find, such as another message or a cache left out, are part of every share.
 """
 
 from __future__ import annotations
@@ -126,25 +126,22 @@ def _write(path: Path, text: str, time_s: int) -> None:
 def difference(copy: Path, mutant: Mutant) -> str:
     source = (copy / mutant.path).read_text(encoding="utf-8")
     old, new = source.splitlines(), mutated(source, mutant).splitlines()
-    return "\n".join([mutant.name, *list(difflib.unified_diff(old, new, lineterm="", n=2))[2:]])
+    return "\n".join(list(difflib.unified_diff(old, new, lineterm="", n=2))[2:])
 
 
-def run(copy: Path, name: str, chosen: Sequence[Mutant]) -> Counter[str]:
-    """Run each mutant of a room, print the survivors and the score; how many ended how."""
-    room = Room(copy, name)
-    survivors, found = [], Counter[str]()
+def run(copy: Path, name: str, chosen: Sequence[Mutant]) -> None:
+    """Run each mutant of a room, print how it ended, with the change if it survived, and the score."""
+    room, found = Room(copy, name), Counter[str]()
     for number, mutant in enumerate(chosen, start=1):
         begun = time.monotonic()
         outcome = room.ended(mutant, number)
         print(f"{outcome:8} {time.monotonic() - begun:6.1f} s  {mutant.name}", flush=True)
-        found[outcome] += 1
         if outcome == "survived":
-            survivors.append(mutant)
+            print(difference(copy, mutant), flush=True)
+        found[outcome] += 1
     room.close()
-    print(*(difference(copy, each) for each in survivors), sep="\n\n")
     caught = found["killed"] + found["timeout"]
     print(f"{name}: {caught} of {found.total()} found, {found['timeout']} of them by the time limit\n", flush=True)
-    return found
 
 
 def main() -> None:
