@@ -6,8 +6,8 @@
 cosmic-ray makes the mutants (pip install -e '.[mutation]'), in a copy of this checkout in build/: nothing here changes.
 One run of the room's tests under coverage says which of them run which line; a mutant meets those that run its line,
 the shortest first, until one fails. A line that no test runs in its own process meets all tests that run its file.
-Printed: each mutant with its name, how it ended and after which time, and its diff if it survived; the share that was
-found. Survivors that no test can find, such as another message or a cache left out, are part of every share.
+Printed: each mutant with its name, how it ended and after which time, the test that failed, or its diff if it survived;
+the share that was found. Survivors that no test can find, such as a cache left out, are part of every share.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,11 @@ class Room:
         requests.flush()
         return str(self._answer())
 
+    def failed(self) -> str:
+        """The test that failed last, or the file that could not be imported; "" where pytest named none."""
+        named = re.findall(r"^(?:FAILED|ERROR) (\S+)", (self.copy / OUTPUT).read_text(errors="replace"), re.MULTILINE)
+        return named[-1] if named else ""
+
     def close(self) -> None:
         _there(self.process.stdin).close()  # the process ends where its input does
         self.process.wait()
@@ -135,7 +141,8 @@ def run(copy: Path, name: str, chosen: Sequence[Mutant]) -> None:
     for number, mutant in enumerate(chosen, start=1):
         begun = time.monotonic()
         outcome = room.ended(mutant, number)
-        print(f"{outcome:8} {time.monotonic() - begun:6.1f} s  {mutant.name}", flush=True)
+        by = f"  {room.failed()}" if outcome == "killed" else ""
+        print(f"{outcome:8} {time.monotonic() - begun:6.1f} s  {mutant.name}{by}", flush=True)
         if outcome == "survived":
             print(difference(copy, mutant), flush=True)
         found[outcome] += 1
