@@ -5,7 +5,8 @@
 
 cosmic-ray makes the mutants (pip install -e '.[mutation]'), in a copy of this checkout in build/: nothing here changes.
 One run of the room's tests under coverage says which of them run which line; a mutant meets those that run its line,
-the shortest first, until one fails. A line that no test runs in its own process meets all tests that run its file.
+the shortest first, and those that start processes, until one fails. A line that no test runs in the tests' own process
+meets all that run its file.
 Printed: each mutant with its name, how it ended and after which time, the test that failed, or its diff if it survived;
 the share that was found. Survivors that no test can find, such as a cache left out, are part of every share.
 """
@@ -72,13 +73,16 @@ class Room:
             raise SystemExit(f"tests/{name} fails without a mutant, where it runs as with one: {self._log(OUTPUT)}")
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that run a line of its statement, the shortest first; else all that run its file."""
+        """Those that run a line of its statement, the shortest first, else all that run its file; and then those that
+        start processes, which may run any line.
+        """
         lines, seconds = self.measured["lines"].get(mutant.path, {}), self.measured["seconds"]
         first, last = mutant.lines
         wanted = {str(number) for number in range(first, last + 1)}
         found = {each for number, tests in lines.items() if number in wanted for each in tests if each}
         found = found or {each for tests in lines.values() for each in tests if each}
-        return sorted(found, key=lambda each: (seconds[each], each))
+        starting = set(self.measured["starting"]) - found
+        return [each for group in (found, starting) for each in sorted(group, key=lambda each: (seconds[each], each))]
 
     def ended(self, mutant: Mutant, number: int) -> str:
         """ "killed", "survived" or "timeout"."""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 POLL_S = 0.02
 OUTPUT = "pytest.log"  #: what the tests of the last mutant printed
+STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn")  #: Python's audit events
 MOST_MEMORY = 16 * 2**30  #: bytes of address space; a mutant may ask for any number
 
 
@@ -153,12 +154,19 @@ def _end_of_head(node: ast.stmt) -> int:
 
 
 class Recorder:
-    """A plug-in of pytest: each test is a context of coverage, and its time is noted."""
+    """A plug-in of pytest: each test is a context of coverage; its time is noted, and whether it starts processes."""
 
     def __init__(self, measured: Any) -> None:
-        self.measured, self.seconds = measured, dict[str, float]()
+        self.measured, self.seconds, self.starting = measured, dict[str, float](), set[str]()
+        self.running = ""
+        sys.addaudithook(self.note)
+
+    def note(self, event: str, _: object) -> None:
+        if event in STARTS and self.running:
+            self.starting.add(self.running)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running = nodeid
         self.measured.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -184,7 +192,9 @@ def pytest_status(arguments: Sequence[str], plugin: object) -> int:
 
 
 def measure(folder: str, tests: str) -> dict[str, Any]:
-    """Run all tests of a folder once: status, seconds by test, and tests by line of each file under `folder`."""
+    """Run all tests of a folder once: status, seconds by test, tests by line of each file under `folder`, and tests
+    that start processes, whose lines are not seen.
+    """
     measured = importlib.import_module("coverage").Coverage(data_file=None, config_file=False, source=[folder])
     measured.start()
     recorder = Recorder(measured)
@@ -192,7 +202,7 @@ def measure(folder: str, tests: str) -> dict[str, Any]:
     measured.stop()
     data = measured.get_data()
     lines = {str(Path(path).relative_to(Path.cwd())): data.contexts_by_lineno(path) for path in data.measured_files()}
-    return {"status": status, "seconds": recorder.seconds, "lines": lines}
+    return {"status": status, "seconds": recorder.seconds, "lines": lines, "starting": sorted(recorder.starting)}
 
 
 def limited(tests: Sequence[str], limit_s: float) -> str:
