@@ -67,7 +67,10 @@ class Room:
             text=True,
         )
         self.measured: dict[str, Any] = self._answer()
-        if self.measured["status"] != 0:
+        untraced = self._answer()
+        self.measured["seconds"] |= untraced["seconds"]
+        self.measured["starting"] += untraced["seconds"]
+        if self.measured["status"] or untraced["status"]:
             raise SystemExit(f"tests/{name} fails without a mutant: {self._log(self.log)}")
         if self._outcome(list(self.measured["seconds"])) != "survived":
             raise SystemExit(f"tests/{name} fails without a mutant, where it runs as with one: {self._log(OUTPUT)}")
