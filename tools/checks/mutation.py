@@ -31,7 +31,7 @@ from typing import IO, Any
 
 from tools.lib.mutants import OUTPUT, Mutant, mutants, mutated, sample
 
-TAKES = "10 min a room, for 100 mutants"
+TAKES = "10 min a room for 100 mutants; tuning 40"
 ROOT = Path(__file__).parents[2]
 PACKAGE = "attn_dispatch"
 ROOMS = ("spec", "store", "tuning")
