@@ -9,6 +9,8 @@ the shortest first, and those that start processes, until one fails. A line that
 meets all that run its file.
 Printed: each mutant with its name, how it ended and after which time, the test that failed, or its diff if it survived;
 the share that was found. Survivors that no test can find, such as a cache left out, are part of every share.
+
+A mutant runs what nobody wrote, and may write or delete outside of the copy: run this where nothing can be lost.
 """
 
 from __future__ import annotations
@@ -72,8 +74,12 @@ class Room:
         self.measured["starting"] += untraced["seconds"]
         if self.measured["status"] or untraced["status"]:
             raise SystemExit(f"tests/{name} fails without a mutant: {self._log(self.log)}")
+        self.check("where it runs as with one")
+
+    def check(self, when: str) -> None:
+        """Raise SystemExit where a test fails without a mutant: what is found with one would mean nothing."""
         if self._outcome(list(self.measured["seconds"])) != "survived":
-            raise SystemExit(f"tests/{name} fails without a mutant, where it runs as with one: {self._log(OUTPUT)}")
+            raise SystemExit(f"{self.log}: a test fails without a mutant, {when}: {self._log(OUTPUT)}")
 
     def tests(self, mutant: Mutant) -> list[str]:
         """Those that run a line of its statement, the shortest first, else all that run its file; and then those that
@@ -153,6 +159,7 @@ def run(copy: Path, name: str, chosen: Sequence[Mutant]) -> None:
         if outcome == "survived":
             print(difference(copy, mutant), flush=True)
         found[outcome] += 1
+    room.check("after the last one, which or another has changed something outside of the copy")
     room.close()
     caught = found["killed"] + found["timeout"]
     print(f"{name}: {caught} of {found.total()} found, {found['timeout']} of them by the time limit\n", flush=True)
