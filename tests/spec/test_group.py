@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.spec.groups import DIGITS, group_of
+from attn_dispatch.spec.groups import DIGITS, group_of, title
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -63,3 +63,9 @@ def test_other_fields_change_the_group() -> None:
         group(Reordered(Dilated((16, 32), (1, 2)), "hilbert")),
     ]
     assert len(set(groups)) == len(groups)
+
+
+def test_a_title_has_the_ranks_where_there_are_several() -> None:
+    plain = problem_of((1, 64, 2, 8), Dense(), torch.float32, CPU).to_dict()
+    assert title(plain) == "float32 d8 Dense() forward"
+    assert title({**plain, "ranks": 2}) == "float32 d8 Dense() forward ranks 2"

@@ -14,7 +14,17 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import title
-from attn_dispatch.spec.orders import ORDERS, _permutation, permutation, places, serves
+from attn_dispatch.spec.orders import (
+    EXCHANGES,
+    ORDERS,
+    _permutation,
+    check,
+    permutation,
+    permutation_of_queries,
+    places,
+    same_permutation,
+    serves,
+)
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -84,6 +94,31 @@ def test_any_length(order: str, pattern: Pattern) -> None:
 )
 def test_patterns_that_an_order_serves(order: str, pattern: Pattern, expected: bool) -> None:
     assert serves(order, pattern) == expected
+
+
+def test_names_of_orders() -> None:
+    assert [check(order) for order in ORDERS] == list(ORDERS)
+    for name in ("spiral", None, *EXCHANGES):
+        with pytest.raises(InvalidInput, match="order must be None or one of 'natural', ") as raised:
+            check(name)
+        assert ("which needs mesh=" in str(raised.value)) == (name in EXCHANGES)
+
+
+def test_patterns_with_one_permutation() -> None:
+    assert same_permutation("hilbert", GRID, Neighborhood((4, 4), (1, 1)), 16)
+    assert not same_permutation("hilbert", GRID, Neighborhood((2, 8), (1, 3)), 16)
+    assert same_permutation("natural", GRID, Dense(), 16)
+    assert not same_permutation("residue", GRID, Dilated((8,), (2,)), 16)
+
+
+def test_the_last_queries_in_order() -> None:
+    whole = permutation("hilbert", GRID, 16)
+    some = permutation_of_queries("hilbert", GRID, 5, 16)
+    assert whole is not None
+    assert some is not None
+    assert some.tolist() == [each - 11 for each in whole.tolist() if each >= 11]
+    assert permutation_of_queries("hilbert", GRID, 16, 16) is whole
+    assert permutation_of_queries("natural", GRID, 5, 16) is None
 
 
 def test_residues_are_adjacent_within_a_segment() -> None:

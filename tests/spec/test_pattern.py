@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,12 @@ def test_simplify_finds_the_simplest(pattern: Pattern, simple: Pattern) -> None:
 @pytest.mark.parametrize("pattern", [Dense(is_causal=True), Window(None, 0), Window(5, 0)], ids=str)
 def test_a_single_query_is_dense(pattern: Pattern) -> None:
     assert pattern.simplify(1, 6, 3) == Dense()
+
+
+def test_a_single_query_of_branches_is_not_causal() -> None:
+    causal = Dilated((4, 8), (1, 2), is_causal=True)
+    assert causal.simplify(1, 8, 2) == replace(causal, is_causal=False)
+    assert causal.simplify(2, 8, 2) == causal
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

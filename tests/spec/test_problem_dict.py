@@ -76,6 +76,9 @@ def test_to_dict_covers_every_field() -> None:
     changed = replace(PROBLEM, softcap=2.0, bias=(1, 1), bias_needs_grad=True, alibi_axes=1)
     written = {field.name for field in fields(Problem) if field.init} - {"is_document"}  # decided as others are
     assert set(changed.to_dict()) == written
+    for axes in (1, 2):
+        same = replace(changed, alibi_axes=axes, needs_grad=True)
+        assert Problem.from_dict(json.loads(json.dumps(same.to_dict()))) == same
 
 
 def test_windows_without_sinks_have_no_sinks_field() -> None:
@@ -84,6 +87,14 @@ def test_windows_without_sinks_have_no_sinks_field() -> None:
     assert str(Window(3, 0)) == repr(Window(3, 0)) == "Window(left=3, right=0)"
     assert str(Window(3, 0, 2)) == "Window(left=3, right=0, sinks=2)"
     assert replace(PROBLEM, pattern=Window(3, 0)).key(SILICON) == "ea4b7ca0475404773c43"
+
+
+def test_branches_of_all_heads_have_no_share_of_heads() -> None:
+    plain = Dilated((4, 8), (1, 2))
+    assert set(plain.to_dict()) == {"kind", "segment_lengths", "dilation_rates", "is_causal", "offsets", "heads"}
+    for first_head in (0, 2):
+        shared = {**plain.to_dict(), "first_head": first_head, "all_heads": 6}
+        assert plain.of_heads(first_head, 6).to_dict() == shared
 
 
 def test_neighborhoods_without_strides_have_no_stride_field() -> None:
@@ -156,6 +167,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "seq_lens-cross": {"has_seq_lens": True, "k_len": 13},
     "precision": {"matmul_precision": "lowest"},
     "precision-list": {"matmul_precision": []},
+    "softcap": {"softcap": -1.0},
+    "bias-sizes": {"bias": [3, 1]},
+    "bias-axes": {"bias": [1]},
+    "bias_needs_grad": {"bias_needs_grad": True, "needs_grad": True},
+    "bias_needs_grad-forward": {"bias_needs_grad": True, "bias": [1, 1]},
+    "alibi_axes": {"alibi_axes": 3},
+    "score-ranks": {"ranks": 2, "softcap": 2.0},
     "unknown-field": {"colour": "red"},
     "private-field": {"_hash": 3},
 }

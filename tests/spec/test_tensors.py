@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, zeros
 
-from attn_dispatch.spec.tensors import DTYPES, is_stride_class, randn, stride_class
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.tensors import DTYPES, check_sink, is_stride_class, randn, stride_class
 
 
 @st.composite
@@ -55,6 +56,31 @@ def test_randn_has_the_requested_stride_class(view: Tensor) -> None:
 )
 def test_stride_classes(tensor: Tensor, kind: str) -> None:
     assert class_of(tensor) == kind
+
+
+@pytest.mark.parametrize("kind", ["bnhd+gaps", "bhnd+gaps", "bnhd+gaps+unaligned", "dbnh+gaps+unaligned"])
+def test_gaps_lie_after_rows(kind: str) -> None:
+    made = randn((2, 3, 4, 8), kind, torch.float32, torch.device("cpu"), torch.Generator())
+    last = kind[3]
+    assert made.stride("bnhd".index(last)) == 1
+
+
+def test_values_lie_apart_where_rows_could_not_be_aligned() -> None:
+    made = randn((2, 3, 4, 8), "dbnh+gaps", torch.float32, torch.device("cpu"), torch.Generator())
+    assert min(made.stride()) == 4
+    assert class_of(made) == "dbnh+gaps"
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_a_sink_has_an_entry_for_each_head(layout: str) -> None:
+    q = zeros(2, 3, 4, 8) if layout == "bnhd" else zeros(2, 4, 3, 8)
+    check_sink(zeros(4), q, layout)
+    for sink in (zeros(3), zeros(4, 1), zeros(4, device="meta")):
+        with pytest.raises(InvalidInput, match=r"sink must have shape \[heads\] = \[4\] on cpu, got"):
+            check_sink(sink, q, layout)
+    for wrong in ([0.0] * 4, zeros(4).int()):
+        with pytest.raises(InvalidInput, match="sink must be a floating-point tensor, got"):
+            check_sink(wrong, q, layout)
 
 
 def test_the_same_values_in_every_order() -> None:

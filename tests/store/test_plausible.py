@@ -60,6 +60,18 @@ def test_the_work_is_counted_from_below(pattern: Pattern) -> None:
     assert at_peak_ms / 8 <= least_time_ms(problem.to_dict(), CPU) <= at_peak_ms
 
 
+def test_both_directions_take_three_times_the_work_of_one() -> None:
+    """Two products forward; backward at least four, for the gradients of v, of the weights, of q and of k."""
+    assert least_time_ms(plain(backward=True), CPU) == pytest.approx(3 * least_time_ms(plain(), CPU))
+
+
+def test_masks_may_leave_an_eighth_each() -> None:
+    whole = least_time_ms(plain(), CPU)
+    for masks in ({"has_seq_lens": True}, {"has_key_mask": True}, {"bias": [1, 1]}):
+        assert least_time_ms({**plain(), **masks}, CPU) == pytest.approx(whole / 8)
+    assert least_time_ms({**plain(), "has_seq_lens": True, "has_key_mask": True}, CPU) == pytest.approx(whole / 64)
+
+
 def test_lengths_that_differ() -> None:
     seen = {(3, 5): 3 + 4 + 5, (5, 3): 1 + 2 + 3}
     for (q_len, k_len), pairs in seen.items():

@@ -244,4 +244,5 @@ def test_an_entry_that_could_not_be_written_is_lifted(folder: Path, warnings: Ca
     folder.unlink()
     assert len(quarantined.lift()) == 1
     assert quarantined.find("made_up", "1") is None
+    assert quarantined.lift() == []
     assert len(warnings()) == len({text.split(":")[0] for text in warnings()}) > 1

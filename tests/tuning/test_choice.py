@@ -112,6 +112,7 @@ def test_dropped_candidates_are_not_chosen() -> None:
     assert chosen == "old"
     assert outcomes["hopeless"].status == "slower"
     assert outcomes["hopeless"].reason == "5.0 times the fastest in first calls, not tried again"
+    assert not outcomes["hopeless"].open
 
 
 def test_dropped_candidate_is_chosen_if_there_is_no_other() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from attn_dispatch import process_state
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -125,15 +127,47 @@ def gate_and_candidate(backend: Planted) -> tuple[Gate, Candidate]:
     return Gate(ON_CPU, here.address, example.make(ON_CPU)), Candidate(backend, NATURAL, "1")
 
 
-def test_a_declared_first_call_is_waited_for(limits: list[float]) -> None:
-    """On the problem and on the hard cases, ten times as long as declared."""
+def test_memory_between_the_steps_of_a_trial() -> None:
+    gate, _ = gate_and_candidate(Planted())
+    assert gate.example is not None
+    facts, tensors = gate.example.facts(), (gate.example.q, gate.example.k, gate.example.v)
+    gate.empty()
+    assert [each.untyped_storage().nbytes() for each in tensors] == [0, 0, 0]
+    gate.refill()
+    assert gate.example.facts() == facts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"needs_grad": True, "dtype": torch.bfloat16},
+        {"kv_heads": 1, "has_seq_lens": True},
+        {"has_key_mask": True},
+        {"has_key_mask": True, "has_seq_lens": True, "bias": (2, 1)},
+        {"bias": (1, 4), "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_bytes_of_an_example(changes: dict[str, Any]) -> None:
+    problem = replace(problem_of((2, 24, 4, 8), Dense(), torch.float32, torch.device("cpu")), **changes)
+    made = example.make(problem)
+    tensors = [each for each in (made.q, made.k, made.v, made.grad, *made.masks.values()) if each is not None]
+    assert example.example_bytes(problem) == sum(each.numel() * each.element_size() for each in tensors)
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_declared_first_call_is_waited_for(limits: list[float], waiting: bool) -> None:
+    """On the problem and on the hard cases, ten times as long as declared; on a CPU also where a caller waits."""
     gate, candidate = gate_and_candidate(Compiling())
     assert isinstance(exhausted(gate.admit(candidate)), Admitted)
     assert len(limits) == 2
     assert all(limit_s >= 30 + 10 * 4 for limit_s in limits)
     limits.clear()
-    assert exhausted(gate.check_hard_cases(candidate)) is None
+    assert exhausted(gate.check_hard_cases(candidate, waiting=waiting)) is None
     assert [limit_s >= 30 + 10 * 4 for limit_s in limits] == [True] * COMPILED_CASES + [False] * 2
+    process_state.forget(process_state.FACTS)
+    assert gate.has_passed(candidate)  # as the next process finds it
 
 
 def test_cases_that_need_no_compiling_are_run(limits: list[float]) -> None:

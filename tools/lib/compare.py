@@ -26,7 +26,7 @@ SAME = 0.10  #: share by which times of the same code may differ from one proces
 UNITS = ("_ms", "_us", "_ns", "_s")  #: of times; a row without one is a ratio
 CENTRES = ("median", "added")
 #: Of an item of a list: what was measured, not which item it is.
-MEASURED = frozenset({"best", "choice", "provisional", "reason", "rounds", "source", "status", "version"})
+MEASURED = frozenset({"best", "choice", "limit", "provisional", "reason", "rounds", "source", "status", "version"})
 MEASURED_UNITS = (*UNITS, "_bytes")
 
 
