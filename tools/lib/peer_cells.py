@@ -30,7 +30,7 @@ from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.lib.common import ratio, timing
 from tools.lib.peer_calls import ATTEND, Call, Cell, Peer, peers_of
 
-PROFILED_S, PROFILED_TOKENS = 4.0, 8192  #: seconds of attend()'s measurement for each of so many tokens, at least once
+PROFILED_S = 4.0  #: attend()'s measurement of a cell
 ROUNDS_S, FEWEST, MOST = 4.0, 3, 15  #: seconds that rounds may fill, and their number
 HOPELESS = 8.0  #: times the fastest: beyond it, a peer is timed only once after warm-up
 MEMORY = 0.6  #: share of the available memory that a peer may take
@@ -103,8 +103,7 @@ def too_large(peer: Peer, problem: Problem) -> str:
 
 def measured_choice(example: Example) -> Row:
     """What attend() chose after a measurement."""
-    budget_s = PROFILED_S * max(1.0, example.problem.k_len / PROFILED_TOKENS)
-    profile([example.problem], budget_s=budget_s, progress=False)
+    profile([example.problem], budget_s=PROFILED_S, progress=False)
     found = explain(example.q, example.k, example.v, example.problem.pattern)
     choice = titled(str(found.choice), str(found.order))
     return {"choice": choice, "source": found.source, "provisional": found.provisional}
