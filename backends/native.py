@@ -124,7 +124,7 @@ def workspace_bytes(problem: Problem) -> int:
         total += item * rows[0]
         apart, parts = sums_apart(problem), threads_per_key_head(problem)
         total += 4 * apart
-        if not apart and (parts > 1 or width > problem.head_dim or item < 4):  # all sums, and the total of dk's or dv's
+        if not apart and (parts > 1 or width > problem.head_dim):  # all sums, and the total of dk's or dv's
             total += 4 * problem.batch * rows[1] * width * (2 * parts + 2 * (parts > 1)) + item * rows[1]
     return total
 

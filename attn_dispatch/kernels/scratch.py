@@ -35,7 +35,7 @@ def backward_scratch(problem: Problem, queries: int, keys: int) -> int:
 
 
 def packed_bytes(problem: Problem, rows: int) -> int:
-    """Bytes of keys and values that are packed for AMX, of so many rows of all heads."""
+    """Bytes that packing keys and values for AMX takes, for this number of rows of all heads."""
     if problem.dtype.itemsize >= 4 or not _has_amx():
         return 0
     return 2 * rows * -(-problem.head_dim // PACKED) * PACKED * problem.dtype.itemsize

@@ -203,7 +203,7 @@ def _kinds(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> tuple[T
 
 
 def _rows_at_once(columns: int, branches: Sequence[Branch]) -> int:
-    """Rows of NUMBERS entries, for rows of so many columns for each axis and token."""
+    """Rows that have NUMBERS entries together, where a row has `columns` for each axis and token."""
     axes = sum(len(branch.at) for branch in branches)
     return max(1, NUMBERS // (columns * axes * branches[0].at.shape[2]))
 

@@ -296,7 +296,7 @@ def _queries_without_keys(table: TileTable) -> tuple[Tensor, ...]:
 
 
 def tiles_at_once(problem: Problem, tile: int, key_tiles: int) -> int:
-    """Query tiles of one call, of so many key tiles each."""
+    """Query tiles of one call, where each reads `key_tiles`."""
     return max(1, most_keys(problem, tile) // (key_tiles * tile))
 
 
