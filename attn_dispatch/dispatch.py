@@ -218,9 +218,7 @@ def attend(
         raise route.failure(error) from error
     if return_lse:
         return route.with_lse(result)
-    if (
-        type(result) is tuple and len(result) == 2 and type(result[0]) is Tensor
-    ):  # the common result, without a function call
+    if type(result) is tuple and len(result) == 2 and type(result[0]) is Tensor:  # without a function call
         return result[0]
     return result if isinstance(result, Tensor) else route.parts(result)[0]
 
@@ -312,7 +310,8 @@ def _new_route(
     with lock:
         if not (forced or traced):
             decision = decide.latest(problem, decision)
-        run = run_function(problem, decision, traced, _drop_routes)
+        like = None if cast else tensors
+        run, heads_first = run_function(problem, decision, traced, _drop_routes, like, heads_first=transposed)
         next_route = _chain(signature)
         route = Route(
             fits=fits(*tensors),
@@ -322,7 +321,7 @@ def _new_route(
             run=run,
             problem=problem,
             backend=titled(*decision.chosen),
-            direct=not (transposed or cast or problem.masked or problem.bias or problem.alibi_axes),
+            direct=transposed == heads_first and not (cast or problem.masked or problem.bias or problem.alibi_axes),
             transposed=transposed,
             cast=cast,
             graphed=graphed,

@@ -39,6 +39,9 @@ from attn_dispatch.kernels.native.run import (
 from attn_dispatch.kernels.native.run import (
     partial as partial,
 )
+from attn_dispatch.kernels.native.run import (
+    specialized as specialized,
+)
 from attn_dispatch.kernels.native.steps import (
     PERIOD_LIMIT,
     dilation_period,

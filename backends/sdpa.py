@@ -31,4 +31,5 @@ def traceable(problem: Problem) -> bool:
 
 
 name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
-flops, workspace_bytes, run, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run, BACKEND.partial
+flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
+run, specialized = BACKEND.run, BACKEND.specialized

@@ -18,7 +18,7 @@ from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
-from attn_dispatch.kernels.contract import Result, runner
+from attn_dispatch.kernels.contract import Result, runner, specialized
 from attn_dispatch.settings import sentinel_share
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.pattern import Pattern
@@ -88,25 +88,42 @@ process_state.register(process_state.ROUTES, _calls.clear)
 
 
 def run_function(
-    problem: Problem, decision: Decision, traced: bool, drop: Callable[[Problem], None]
-) -> Callable[..., Result]:
+    problem: Problem,
+    decision: Decision,
+    traced: bool,
+    drop: Callable[[Problem], None],
+    tensors: tuple[Tensor, ...] | None = None,
+    heads_first: bool = False,
+) -> tuple[Callable[..., Result], bool]:
     """The run function of a decision. Where the call is not traced, it samples times for the drift check if that is on,
     and for a trial that goes on beside it, at the end of which `drop` is called to forget the problem's routes.
+
+    Args:
+        tensors: q, k and v, where those of all calls have their shapes and strides.
+        heads_first: they are, and out shall be, [batch, heads, len, head_dim].
+
+    Returns:
+        The function, and whether it takes and returns tensors with heads first.
     """
-    run = runner(registry.load(decision.choice), decision.order)
+    backend = registry.load(decision.choice)
     if traced:
-        return run
-    run = observed(run, measured_for(problem))
+        return runner(backend, decision.order, problem, None), False
+    views = tuple(x.transpose(1, 2) for x in tensors) if tensors and heads_first else tensors
+    plain = runner(backend, decision.order, problem, views)
+    run = observed(plain, measured_for(problem))
     for each in {problem: None, measured_for(problem): None}:
         if (decision.silicon, each) in decide.on_trial and decision.source != "forced":
             from attn_dispatch.decisions import online  # mode `online` alone
 
-            return online.sampled(run, each, decision, drop)
-    if not sentinel_share() or measured_for(problem) != problem:  # the times of another length
-        return run
-    from attn_dispatch.decisions import drift  # the drift check is off by default
+            return online.sampled(run, each, decision, drop), False
+    if sentinel_share() and measured_for(problem) == problem:  # else times are those of another length
+        from attn_dispatch.decisions import drift  # the drift check is off by default
 
-    return drift.sampled(run, problem, decision)
+        return drift.sampled(run, problem, decision), False
+    if heads_first and tensors is not None and run is plain:
+        found = specialized(backend, decision.order, problem, tensors, heads_first=True)
+        return (run, False) if found is None else (found, True)
+    return run, False
 
 
 def attend_on_device(
@@ -146,7 +163,7 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
         decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
     with decide.lock:
         decision = decision if traced or forced else decide.latest(problem, decision)
-        run = run_function(problem, decision, traced, _drop_calls)
+        run, _ = run_function(problem, decision, traced, _drop_calls)
         call = ResolvedCall(run, problem, titled(*decision.chosen))
         if not cannot_measure(problem.device):
             if len(_calls) >= MAX_CALLS:

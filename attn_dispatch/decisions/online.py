@@ -293,7 +293,7 @@ class _LiveTrial:
             use = not self._pinned or proven_wrong
             decide.end_trial(self.problem, self.guess, decision, use=use, anew=anew)
             if decision is not None and use:
-                self._new_run = runner(registry.load(decision.choice), decision.order)
+                self._new_run = runner(registry.load(decision.choice), decision.order, self.problem, None)
         _trials.pop((self.guess.silicon, self.problem), None)
         for drop in self.drops:
             drop(self.problem)

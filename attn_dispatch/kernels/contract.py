@@ -69,6 +69,10 @@ class Backend(Protocol):
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
     * `all_orders: tuple[str, ...]`: more orders that a caller may force, though they are seldom faster.
+    * `specialized(problem, q, k, v, heads_first=False) -> Callable | None`: a function of q, k, v and problem that does
+      what `run` does, with the same bits, for calls without other tensors and gradients whose q, k and v have these
+      shapes, strides and dtypes; what depends on those alone is done once. With `heads_first`, q, k, v and out are
+      [batch, heads, len, head_dim]. None where it gains nothing. Trials measure and check it in the place of `run`.
 
     In an order other than the natural one, `run` gets `order=` and permutes inside: it takes and returns tokens in the
     caller's order. `workspace_bytes` and the like hold for every order.
@@ -128,10 +132,23 @@ def traceable(backend: Backend, problem: Problem) -> bool:
     return check is not None and bool(check(problem))
 
 
-def runner(backend: Backend, order: str) -> Callable[..., Result]:
-    """The backend's `run` with the order bound."""
+def runner(backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor, ...] | None) -> Callable[..., Result]:
+    """The backend's `run` with the order bound, or `specialized` for q, k and v like these tensors."""
     run: Callable[..., Result] = backend.run
-    return run if order == NATURAL else partial(run, order=order)
+    found = None if tensors is None else specialized(backend, order, problem, tensors)
+    return found or (run if order == NATURAL else partial(run, order=order))
+
+
+def specialized(
+    backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor, ...], *, heads_first: bool = False
+) -> Callable[..., Result] | None:
+    """What the backend's `specialized` gives for q, k and v like these; None where it cannot be asked."""
+    make = getattr(backend, "specialized", None)
+    other = problem.needs_grad or problem.dropout_p or problem.masked or problem.score_terms
+    if make is None or other or order != NATURAL:
+        return None
+    found: Callable[..., Result] | None = make(problem, *tensors, heads_first=heads_first)
+    return found
 
 
 def _known(named: Collection[str]) -> tuple[str, ...]:

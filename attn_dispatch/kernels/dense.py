@@ -6,6 +6,7 @@ longer than a small attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +95,20 @@ class CpuFlash:
         q, k, v = heads_first(q), heads_first(k), heads_first(v)
         out, lse = _cpu_flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
         return out.transpose(1, 2), lse
+
+    def specialized(self, is_causal: bool, scale: float, heads_first: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+        """A function of q, k, v and problem, with last stride 1: see `contract.Backend`."""
+
+        def run_heads_first(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+            out, lse = _cpu_flash(q, k, v, 0.0, is_causal, scale=scale)
+            return out, lse
+
+        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out, lse = _cpu_flash(q, k, v, 0.0, is_causal, scale=scale)
+            return out.transpose(1, 2), lse
+
+        return run_heads_first if heads_first else run
 
     def backward(
         self,

@@ -54,7 +54,7 @@ def conformance(backend: Backend | str, problems: Iterable[Problem] | None = Non
     * deterministic problems give the same bits twice;
     * dropout has the right mean and variance, and drops the same weights forward and backward;
     * `partial`, where the backend has it, is right for queries that see other keys too, and `run_documents` for rows of
-      documents of several lengths.
+      documents of several lengths; `specialized` gives the bits of `run`, for other values too.
 
     `refusals` raises nothing, says the same twice, and gives reasons. Time is not checked.
 
@@ -241,7 +241,7 @@ class _OrderCheck:
             return []
         example = make(self.problem)
         ones = torch.ones_like(example.v, requires_grad=self.problem.needs_grad)
-        run = runner(self.backend, self.order)
+        run = runner(self.backend, self.order, self.problem, None)
         with torch.set_grad_enabled(self.problem.needs_grad):
             result = run(example.q, example.k, ones, self.problem, **example.masks)
         out = result if isinstance(result, Tensor) else result[0]

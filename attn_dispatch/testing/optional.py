@@ -1,12 +1,13 @@
-"""Checks of the optional members of a backend that compute: `partial` and `run_documents`.
+"""Checks of the optional members of a backend that compute: `partial`, `run_documents` and `specialized`.
 
-What they compute is no pattern: it is written as a dense problem with a bias, the logarithm of how often each query
-sees each key, so that the oracle gives the expected results and their tolerances.
+What the first two compute is no pattern: it is written as a dense problem with a bias, the logarithm of how often each
+query sees each key, so that the oracle gives the expected results and their tolerances.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import formula
-from attn_dispatch.kernels.contract import Backend, refusals_of
+from attn_dispatch.kernels.contract import Backend, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, make
@@ -141,7 +143,53 @@ def _oracle(example: Example, counts: Tensor) -> Oracle:
     return Oracle.of(replace(example, problem=dense, masks={**masks, "bias": counts.double().log()}))
 
 
+def problem_of_specialized(backend: Backend, problem: Problem) -> Problem | None:
+    """The problem without gradients of which `specialized` is asked; None where it is not."""
+    forward = replace(problem, needs_grad=False, bias_needs_grad=False)
+    other = forward.masked or forward.score_terms or forward.dropout_p
+    return None if not hasattr(backend, "specialized") or other or refusals_of(backend, forward) else forward
+
+
+def specialized_failures(backend: Any, problem: Problem) -> list[str]:
+    """Where its functions do otherwise than `run`, also for other values than those that they were made for."""
+    example = make(problem)
+    inputs = (example.q, example.k, example.v)
+    calls = {}
+    for heads_first in (False, True):
+        views = tuple(x.transpose(1, 2) for x in inputs) if heads_first else inputs
+        call = specialized(backend, NATURAL, problem, views, heads_first=heads_first)
+        if call is not None:
+            calls["heads first: " if heads_first else ""] = call, views
+    failures = []
+    for values in ("", "with other values "):
+        expected = backend.run(*inputs, problem)
+        for axes, (call, views) in calls.items():
+            with nan_memory(problem, in_torch=not hasattr(backend, "first_call_ms")):
+                result = call(*views, problem)
+            failures += [f"{axes}{values}{each}" for each in _differences(result, expected, problem, bool(axes))]
+        for x in inputs:
+            memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+            memory.view(x.dtype).mul_(-0.5)
+    return failures
+
+
+def _differences(found: Any, expected: Any, problem: Problem, heads_first: bool) -> Iterator[str]:
+    """How the result of a specialized function differs from that of `run`."""
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    known, known_lse = expected if isinstance(expected, tuple) else (expected, None)
+    known = known.transpose(1, 2) if heads_first else known
+    if problem.return_lse and lse is None:
+        yield "lse was asked for and not returned"
+    pairs = {"out": (out, known), **({"lse": (lse, known_lse)} if problem.return_lse and lse is not None else {})}
+    for name, (x, y) in pairs.items():
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            yield f"{name} is {list(x.shape)} of {x.dtype}, that of run {list(y.shape)} of {y.dtype}"
+        elif not torch.equal(x, y):
+            yield f"{name} differs from that of run by up to {float((x.double() - y.double()).abs().max()):.2e}"
+
+
 CHECKS = {
     "partial": (problem_of_partial, partial_failures),
     "run_documents": (problem_of_documents, documents_failures),
+    "specialized": (problem_of_specialized, specialized_failures),
 }  #: of each optional member: the problem to ask of it, and what is wrong with its results

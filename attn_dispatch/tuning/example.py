@@ -43,7 +43,7 @@ class Example:
 
     def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
         """The call to time: forward, and backward where the problem needs gradients."""
-        run = runner(backend, order)
+        run = runner(backend, order, self.problem, (self.q, self.k, self.v))
 
         def forward() -> Result:
             with torch.no_grad():

@@ -60,7 +60,7 @@ def problem_of(name: str, tokens: int, dtype: torch.dtype, direction: str) -> Pr
 def taken_bytes(backend_name: str, problem: Problem, order: str = NATURAL) -> int:
     """The peak of a call with its results; of the gradient's layouts the one that takes most."""
     backend, example = registry.load(backend_name), make(problem)
-    run, forget = runner(backend, order), getattr(backend, "forget", None)
+    run, forget = runner(backend, order, problem, None), getattr(backend, "forget", None)
 
     def call(expanded: bool) -> tuple[torch.Tensor, ...]:
         if forget is not None:

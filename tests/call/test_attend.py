@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from attn_dispatch import attend, dispatch, explain, register
 from attn_dispatch.decisions import decide
+from attn_dispatch.decisions.call import observing
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.orders import EXCHANGES, ORDERS
@@ -52,6 +55,43 @@ def test_layout_bhnd(seq_lens: Tensor | None) -> None:
     assert torch.equal(out_swapped, out.transpose(1, 2))
     assert torch.equal(lse_swapped, lse)
     assert counted(measured=1)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["", "observed"])
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("name", ["native", "sdpa", "manual"])
+def test_repeated_calls_do_what_the_backend_does(name: str, return_lse: bool, layout: str, watched: bool) -> None:
+    """Also in other memory, and once the number of threads or a tensor's need of gradients changes."""
+    before, backend, runs, calls = torch.get_num_threads(), registry.load(name), [], 0
+
+    def around(run: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
+        def counted_run(*given: Any) -> Any:
+            runs.append(problem)
+            return run(*given)
+
+        return counted_run
+
+    with observing(lambda problem: None, around) if watched else nullcontext():
+        try:
+            for threads, grad in ((1, False), (2, False), (1, True)):
+                torch.set_num_threads(threads)
+                for factor in (1.0, -0.5, 2.0):
+                    q, k, v = (x * factor for x in qkv(40))
+                    q.requires_grad_(grad)
+                    problem = Problem.of(q, k, v, Dense(is_causal=True), return_lse=return_lse)
+                    result: Any = backend.run(q, k, v, problem)
+                    q, k, v = (x.transpose(1, 2) for x in (q, k, v)) if layout == "bhnd" else (q, k, v)
+                    found: Any = attend(q, k, v, is_causal=True, backend=name, layout=layout, return_lse=return_lse)
+                    out, lse = found if return_lse else (found, None)
+                    out = out.transpose(1, 2) if layout == "bhnd" else out
+                    calls += 1
+                    assert torch.equal(out, result[0])
+                    assert lse is None or torch.equal(lse, result[1])
+                    assert (out.stride(), out.requires_grad) == (result[0].stride(), grad)
+        finally:
+            torch.set_num_threads(before)
+    assert len(runs) == calls * watched
 
 
 def test_masks_belong_to_the_call_and_not_to_the_route() -> None:

@@ -192,7 +192,8 @@ def test_live_calls_are_compared_with_the_row_of_the_order(
 ) -> None:
     attend(*qkv())
     monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
-    watch: Any = drift.sampled(runner(installed.tiled, "hilbert"), Problem.of(*qkv()), stored())
+    problem = Problem.of(*qkv())
+    watch: Any = drift.sampled(runner(installed.tiled, "hilbert", problem, None), problem, stored())
     assert watch._row == rows()[HILBERT]
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_dispatch import attend
+from attn_dispatch import attend, process_state
 from attn_dispatch.backends import native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import library, run
@@ -171,6 +171,7 @@ def restarted() -> None:
     """As in a new process."""
     for cached in (library.build_digest, library._loaded, library._own_folder):
         cached.cache_clear()
+    process_state.forget(process_state.ROUTES)
 
 
 def trusted_before_and_after_a_call() -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import run
 from attn_dispatch.kernels.native.run import WorkUnits, work_units
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -61,6 +63,16 @@ FEW = {
 def test_few_queries_are_exact(name: str, dtype: torch.dtype) -> None:
     expected = Oracle.of(make(FEW[name].problem(dtype, needs_grad=False)))
     assert expected.check(expected.run(native)).failures == ()
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("name", FEW)
+def test_specialized_calls_give_the_same_bits(name: str, return_lse: bool) -> None:
+    problem = replace(FEW[name].problem(torch.bfloat16, needs_grad=False), return_lse=return_lse)
+    asked = optional.problem_of_specialized(native, problem)
+    assert (asked is None) == problem.masked
+    if asked is not None:
+        assert optional.specialized_failures(native, asked) == []
 
 
 @pytest.mark.parametrize("name", FEW)

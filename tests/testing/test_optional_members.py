@@ -1,8 +1,9 @@
-"""conformance() of a backend with `partial` or `run_documents`: a fault there fails, and is named."""
+"""conformance() of a backend with `partial`, `run_documents` or `specialized`: a fault there fails, and is named."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class Formula:
 
 @dataclass
 class Other(Planted):
-    """A backend that computes what `manual` does, and has both optional members."""
+    """A backend that computes what `manual` does, and has all optional members that compute."""
 
     steps: Steps | None = None
     score_terms = SCORE_TERMS
@@ -101,13 +102,24 @@ class Other(Planted):
         outs, lses = zip(*parts)
         return step(self.steps, "joined", torch.cat(outs, 1), torch.cat(lses, 2))  # type: ignore[no-any-return]
 
+    def specialized(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False) -> Any:
+        first = tuple(x.clone() for x in (q, k, v))
+        axes = (1, 2) if heads_first else (1, 1)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
+            q, k, v = step(self.steps, "tensors", (q, k, v), first)[0]
+            out, lse = manual.run(q.transpose(*axes), k.transpose(*axes), v.transpose(*axes), problem)
+            return step(self.steps, "specialized", out.transpose(*axes), lse)  # type: ignore[no-any-return]
+
+        return step(self.steps, "made", run)
+
 
 def problem_of(case: str, **changes: Any) -> Problem:
     (found,) = (each.problem(torch.float32, needs_grad=True) for each in CASES if each.id == case)
     return replace(found, **changes)
 
 
-@pytest.mark.parametrize("member", ["partial", "run_documents"])
+@pytest.mark.parametrize("member", ["partial", "run_documents", "specialized"])
 def test_what_has_no_fault_passes(member: str) -> None:
     """Of every kind, and both members are asked about many problems."""
     backend, asked = Other(manual.run), set[Problem]()
@@ -116,10 +128,12 @@ def test_what_has_no_fault_passes(member: str) -> None:
         each = None if refusals_of(backend, problem) else problem_of_member(backend, problem)
         if each is not None and each not in asked:
             asked.add(each)
-            with torch.no_grad() if member == "partial" else torch.enable_grad():
+            with torch.enable_grad() if member == "run_documents" else torch.no_grad():
                 assert failures_of(backend, each) == [], each
-    assert len(asked) > 60
-    assert {each.has_key_mask for each in asked} == {each.needs_grad for each in asked} == {False, True}
+    assert len(asked) > (40 if member == "specialized" else 60)
+    assert {each.return_lse for each in asked} >= {member != "specialized", True}
+    if member != "specialized":
+        assert {each.has_key_mask for each in asked} == {each.needs_grad for each in asked} == {False, True}
     assert any(each.heads > each.kv_heads for each in asked)
 
 
@@ -177,3 +191,29 @@ def test_a_fault_of_run_documents_is_named(case: str, steps: Steps, named: str) 
     text = str(raised.value)
     assert f"run_documents: {named}" in text
     assert "partial: " not in text
+
+
+SPECIALIZED_FAULTS: dict[str, tuple[str, Steps, str]] = {
+    "the first call's values": (
+        "dense",
+        {"tensors": lambda given, first: (first, given)},
+        "other values out differs",
+    ),
+    "other bits": ("longnet-causal", {"specialized": lambda out, lse: (out * 1.0001, lse)}, "out differs from that of"),
+    "other axes": ("dense", {"specialized": lambda out, lse: (out.transpose(1, 2), lse)}, "out is [1, 4, 64, 16] of"),
+    "no lse": ("dense", {"specialized": lambda out, lse: out}, "lse was asked for and not returned"),
+    "another lse": ("causal", {"specialized": lambda out, lse: (out, -lse)}, "heads first: lse differs from"),
+    "another dtype": ("causal", {"specialized": lambda out, lse: (out.double(), lse)}, "torch.float64, that of run"),
+}
+
+
+@pytest.mark.parametrize(("case", "steps", "named"), SPECIALIZED_FAULTS.values(), ids=SPECIALIZED_FAULTS)
+def test_a_fault_of_specialized_is_named(case: str, steps: Steps, named: str) -> None:
+    with pytest.raises(AssertionError) as raised:
+        conformance(Other(manual.run, steps=steps), [problem_of(case, return_lse=True)])
+    assert re.search(f"specialized: .*{re.escape(named)}", str(raised.value))
+
+
+def test_nothing_specialized_is_right() -> None:
+    steps: Steps = {"made": lambda made: None}
+    assert conformance(Other(manual.run, steps=steps), [problem_of("dense")]).computed

@@ -234,6 +234,17 @@ class Branched:
         kernel, plan, _ = _prepared(self, problem)
         return branches.run(q, k, v, problem, plan, kernel, tensors)
 
+    def specialized(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """One call of a kernel that can be specialized; None for other problems (see `contract.Backend`)."""
+        kernel, plan, _ = _prepared(self, problem)
+        make = getattr(kernel, "specialized", None)
+        if make is None or plan.single is None or problem.scale <= 0 or any(x.stride(-1) != 1 for x in (q, k, v)):
+            return None
+        made: Callable[..., tuple[Tensor, Tensor]] = make(plan.single.is_causal, problem.scale, heads_first)
+        return made
+
 
 @lru_cache(maxsize=4096)
 def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, BranchPlan, int]:

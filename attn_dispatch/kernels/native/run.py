@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.steps import few_query_tables, native_tables, neighborhood_and_order
 from attn_dispatch.kernels.native.tables import TILE, NativeTables
-from attn_dispatch.machine.memory import in_large_pages
+from attn_dispatch.machine.memory import LARGE_PAGE, in_large_pages
 from attn_dispatch.spec.problem import Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
@@ -125,6 +127,43 @@ class NativePasses:
             strides = (stride if size > 1 else 0 for size, stride in zip(self.bias.shape, self.bias.stride()))
             made.bias_batch, made.bias_head, made.bias_row, made.bias_key = strides
         return made
+
+
+def specialized(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
+) -> Callable[..., Result] | None:
+    """A forward pass whose arguments are all known but for addresses; None where rows must be copied (see
+    `contract.Backend`).
+    """
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return None
+    fixed, tables, states = forward_arguments(problem, torch.get_num_threads())
+    made = library.Args.from_buffer_copy(fixed)
+    at_row, at_head = (2, 1) if heads_first else (1, 2)
+    row, head = problem.heads * problem.head_dim, problem.head_dim
+    strides = [0, 0, 0, 1]
+    strides[0], strides[at_row], strides[at_head] = problem.q_len * row, row, head  # in memory always tokens first
+    for name, each in zip(("q", "k", "v", "out"), (q.stride(), k.stride(), v.stride(), strides), strict=True):
+        setattr(made, name, library.View(None, each[0], each[at_row], each[at_head]))
+    shape, is_long = q.shape, q.nbytes >= 2 * LARGE_PAGE
+    lse_shape, state_shape = (problem.batch, problem.heads, problem.q_len), (states, state_floats(problem))
+    kernel, returns_lse = library.load().attention_forward_on, problem.return_lse
+    kernel.argtypes, kernel.restype = 7 * [ctypes.c_void_p], None
+    held = made, tables  # the first points into the others
+
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
+        out = q.new_empty_strided(shape, strides)
+        if is_long:
+            in_large_pages(out)
+        lse = q.new_empty(lse_shape, dtype=torch.float32) if returns_lse else None
+        left = q.new_empty(state_shape, dtype=torch.float32) if states else None
+        kernel(
+            ctypes.addressof(held[0]), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            None if lse is None else lse.data_ptr(), None if left is None else left.data_ptr(),
+        )  # fmt: skip
+        return out if lse is None else (out, lse)
+
+    return run
 
 
 def arguments(problem: Problem, tables: NativeTables, threads: int) -> library.Args:

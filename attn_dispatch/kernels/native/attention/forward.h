@@ -10,11 +10,11 @@ namespace {
 // Results of queries without keys.
 template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, i64 h) {
     E* out = head_of<E>(a.out, b, h);
-    float* lse = a.lse + a.lse_row(b, h);
+    float* lse = a.lse ? a.lse + a.lse_row(b, h) : nullptr;
     for (i64 i = 0; i < tile.count; i++) {
         i64 p = a.query(tile, i);
         std::fill_n(out + p * a.out.row, a.head_dim, narrow<E>(0.0f));
-        lse[p] = NONE;
+        if (lse) lse[p] = NONE;
     }
 }
 
@@ -42,6 +42,7 @@ template <class E> void write_results(const Args& a, i64 b, i64 h, float unit, b
         float share = any ? 1.0f / s.total[i] : 0.0f;
         E* row = out + s.row(a.out, i);
         for (int d = written; d < depth; d++) row[d] = narrow<E>(any ? s.sums[d * step + i * lane_step] * share : 0.0f);
+        if (!a.lse) continue;
         a.lse[a.lse_row(b, h + s.head[i]) + p] = any ? (float)(((double)s.peak[i] * unit + std::log2(s.total[i])) * LN_2) : NONE;
     }
 }

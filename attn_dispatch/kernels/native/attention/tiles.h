@@ -21,7 +21,7 @@ struct Args {
     View q, k, v, out, grad, dq;
     View dk, dv; // without `sums`: `parts` float sums each, rows padded to whole vectors
     float* sums; // of a key head's dk and dv, for each thread that has one; or null
-    float* lse;                          // [batch, heads, q_len]
+    float* lse;                          // [batch, heads, q_len]; forward: or null
     const float* grad_lse;               // [batch, heads, q_len], or null
     const Tile* tiles;
     const Run* runs;
