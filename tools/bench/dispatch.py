@@ -1,5 +1,5 @@
-"""What attend() adds to calling the backend directly, on a hit and in a process whose decision is on disk, and what
-importing the package costs.
+"""What a call of attend() on a hit adds to PyTorch's own function, on one token, and to the call of a backend; what it
+adds to the first call in a process whose decision is on disk; and what importing the package costs.
 
 python -m tools.bench.dispatch
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ PROCESSES, QUICK_PROCESSES = 15, 6
 SHAPE = (1, 16, 2, 16)
 ONE_TOKEN = (1, 1, 1, 64)
 SDPA = "sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)"
+SDPA_HEADS_FIRST = "sdpa(q, k, v)"
 
 
 class Nothing:
@@ -52,7 +53,7 @@ class Nothing:
 
 
 def overhead(
-    name: str, call: str, direct: str = "run(q, k, v, problem)", shape: tuple[int, ...] = SHAPE, **arguments: Any
+    name: str, call: str, direct: str = "run(q, k, v, problem)", shape: Sequence[int] = SHAPE, **arguments: Any
 ) -> dict[str, float]:
     """Microseconds that a call adds to a direct one: interleaved pairs of runs, each the mean of many calls.
 
@@ -150,7 +151,7 @@ def main() -> None:
     processes = QUICK_PROCESSES if arguments.quick else PROCESSES
     os.environ["ATTN_DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()
     register(Nothing())
-    dense = "attend(q, k, v, pattern, backend=name)"
+    dense, heads_first = (f"attend(q, k, v, pattern, backend=name{more})" for more in ("", ", layout='bhnd'"))
     dilated = (
         "attend(q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,"
         " backend=name)"
@@ -158,8 +159,13 @@ def main() -> None:
     branches: dict[str, Any] = {"segment_lengths": (8, 16), "dilation_rates": (1, 2), "is_causal": True}
     figures = {
         "shape": SHAPE,
-        "dense_sdpa": overhead("sdpa", dense, pattern=Dense()),
-        "one_token": overhead("sdpa", dense, SDPA, ONE_TOKEN, pattern=Dense()),
+        "one_token": {
+            name: {
+                "tokens first": overhead(name, dense, SDPA, ONE_TOKEN, pattern=Dense()),
+                "heads first": overhead(name, heads_first, SDPA_HEADS_FIRST, ONE_TOKEN, pattern=Dense()),
+            }
+            for name in ("native", "sdpa")
+        },
         "one_token_operator": overhead(
             "sdpa", "operator(q, k, v, pattern, backend=name)", dense, ONE_TOKEN, pattern=Dense()
         ),

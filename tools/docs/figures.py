@@ -79,16 +79,20 @@ def others(longnet: Any, dispatch: Any, routes: Any) -> str:
     about = f"{routes['problems']} problems, 1,024 to 32,768 tokens, in a second process"
     rows.append((about, settled, "`python -m tools.bench.routes`"))
     again = "`python -m tools.bench.dispatch`"
-    for name, about in (
-        ("dense_sdpa", "`attend()` on a hit over the call of `sdpa`, dense"),
-        ("one_token", "`attend()` on a hit over F.scaled_dot_product_attention with transposes, one token"),
-        ("one_token_operator", "the operator in a graph over `attend()` on a hit, one token"),
-        ("dense_nothing", "`attend()` on a hit over the call of a backend that does nothing, dense"),
-        ("dilated_nothing", "`attend()` on a hit over the same, dilated by the shorthands"),
-    ):
-        hit = dispatch[name]
-        added = f"{hit['added_us']:.1f} us ({hit['low_us']:.1f} to {hit['high_us']:.1f})"
-        rows.append((f"overhead of {about}", added, again))
+    sdpa, hits = "F.scaled_dot_product_attention", list[tuple[str, Any]]()
+    for name, of_axes in dispatch["one_token"].items():
+        hits.append((f"`attend()` by `{name}`, one token, over {sdpa} with transposes", of_axes["tokens first"]))
+        hits.append((f'the same with layout="bhnd", over {sdpa} alone', of_axes["heads first"]))
+    hits += [
+        ("the operator in a graph over `attend()`, one token", dispatch["one_token_operator"]),
+        ("`attend()` over the call of a backend that does nothing, dense", dispatch["dense_nothing"]),
+        ("`attend()` over the same, dilated by the shorthands", dispatch["dilated_nothing"]),
+    ]
+    for about, hit in hits:
+        added = (
+            f"{hit['added_us']:+.1f} us ({hit['low_us']:+.1f} to {hit['high_us']:+.1f}) to {hit['direct_us']:.1f} us"
+        )
+        rows.append((f"time added on a hit by {about}", added, again))
     warm = dispatch["warm_first_ms"]
     added = f"{warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to {warm['high_ms']:.1f}) to {warm['direct_ms']:.1f} ms"
     rows.append(

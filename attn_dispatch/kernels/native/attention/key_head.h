@@ -12,27 +12,30 @@ template <class E> struct KeyHead {
     Scratch& s;
     const E *k, *v;
     const int depth;
+    const bool far; // rows are fetched a block ahead
     float unit = 1.0f; // scales scores to powers of 2
 
-    KeyHead(const Args& a, Scratch& s) : a(a), s(s), depth((int)a.head_dim) {}
+    KeyHead(const Args& a, Scratch& s)
+        : a(a), s(s), depth((int)a.head_dim), far(s.pitch <= FEW || 2 * a.k_len * depth * (i64)sizeof(E) > FAR) {}
     void select(i64 b, i64 h) {
         k = head_of<E>(a.k, b, h / a.group);
         v = head_of<E>(a.v, b, h / a.group);
     }
-    // Rows of the next block of the same run; other patterns than runs are not bound by memory.
+    bool is_ahead(const Block& block) const { return far && !block.positions; }
+    // Rows of the next block of the same run.
     Fetch next_rows(const View& x, const E* head, const Block& block) const {
         const i64 size = (i64)sizeof(E), step = block.run.step * x.row;
         const E* row = head + block.run.key * x.row + (block.t + block.keys) * step;
-        return {(const char*)row, step * size, block.positions ? 0 : FEW_KEYS, (int)(depth * size + CACHE_LINE - 1) / CACHE_LINE};
+        return {(const char*)row, step * size, s.pitch > FEW ? KEYS : FEW_KEYS, (int)(depth * size + CACHE_LINE - 1) / CACHE_LINE};
     }
     template <class Op> void dot(const Block& block, Rows rows, int steps) const {
-        if (s.pitch > FEW || rows.at)
+        if (!is_ahead(block))
             ::dot<Op>(rows, own_rows(a.v, v, block), block.listed, steps, s.pitch, s.q, s.scores, block.keys, block.from, block.to);
         else
             multiply(Dot<Op, Fetch>{rows, steps, s.pitch, s.q, s.scores, next_rows(a.k, k, block)}, block.keys, block.from, block.to);
     }
     template <class Op> void add(const Block& block, Rows rows, int steps, const float* weights) const {
-        if (s.pitch > FEW) multiply(Mix<Op>{rows, steps, s.pitch, weights, s.sums}, depth, block.from, block.to);
+        if (!is_ahead(block)) multiply(Mix<Op>{rows, steps, s.pitch, weights, s.sums}, depth, block.from, block.to);
         else multiply(Mix<Op, Fetch>{rows, steps, s.pitch, weights, s.sums, next_rows(a.v, v, block)}, depth, block.from, block.to);
     }
 };

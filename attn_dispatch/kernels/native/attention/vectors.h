@@ -38,6 +38,7 @@ constexpr int T = 64;    // queries per tile: enough work per key that reading k
 constexpr int KEYS = 192; // keys per block, between rescalings: their scores fit the L2 cache; must be even
 constexpr int FEW = 16; // queries in a tile up to which a call is bound by memory; at least W
 constexpr int FEW_KEYS = 32; // keys per block then: their rows of one head fit the L1 cache
+constexpr i64 FAR = 2 << 20; // bytes of a head's keys and values from which every block waits for memory
 constexpr int PARTIAL = 64; // keys per block where not every lane sees every key
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
