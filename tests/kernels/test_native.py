@@ -102,6 +102,19 @@ def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: i
     assert expected.check(expected.run(native)).failures == ()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    zip((Dense(is_causal=True), Dilated((256, 512), (2, 4)), Window(200, 0)), run.DTYPES, strict=True),
+    ids=str,
+)
+def test_keys_that_are_fetched_a_block_ahead(pattern: Pattern, dtype: torch.dtype) -> None:
+    """Where a head's keys and values are more than NEAR_BYTES of attention/vectors.h."""
+    problem = Case("", pattern, (1, 280, 2, 2056), kv_heads=1).problem(dtype, needs_grad=True)
+    assert 2 * problem.k_len * problem.head_dim * dtype.itemsize > 2 << 20
+    expected = gate(problem)
+    assert expected.check(expected.run(native)).failures == ()
+
+
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_threads_that_share_a_key_head(kv_heads: int) -> None:

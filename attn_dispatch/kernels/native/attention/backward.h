@@ -7,6 +7,29 @@
 
 namespace {
 
+// Scores, and the products of v and the gradient, from rows of keys and values; the next block's are fetched.
+template <class E, class Op>
+void dots(const Args& a, const Block& block, const E* k, const E* v, Rows kr, Rows vr, int steps, Scratch& s) {
+    if (is_ahead<E>(a, block)) {
+        Fetch next_k = rows_after(block, own_rows(a.k, k, block), a.head_dim * sizeof(E));
+        Fetch next_v = rows_after(block, own_rows(a.v, v, block), a.head_dim * sizeof(E));
+        multiply(Dot<Op, Fetch>{kr, steps, T, s.q, s.scores, next_k}, block.keys, block.from, block.to);
+        multiply(Dot<Op, Fetch>{vr, steps, T, s.grad, s.other, next_v}, block.keys, block.from, block.to);
+    } else {
+        dot<Op>(kr, vr, block.listed, steps, T, s.q, s.scores, block.keys, block.from, block.to);
+        dot<Op>(vr, vr, 0, steps, T, s.grad, s.other, block.keys, block.from, block.to);
+    }
+}
+// Adds to dq; the next block's rows of dk and dv are fetched.
+template <class E, class Op>
+void mix(const Args& a, const Block& block, Rows dk, Rows dv, Rows rows, int steps, const float* slopes, Scratch& s) {
+    const int depth = (int)a.head_dim;
+    if (is_ahead<E>(a, block)) {
+        FetchBoth next{rows_after(block, dk, depth * sizeof(float)), dv.data - dk.data};
+        multiply(Mix<Op, FetchBoth>{rows, steps, T, slopes, s.sums, next}, depth, block.from, block.to);
+    } else multiply(Mix<Op>{rows, steps, T, slopes, s.sums}, depth, block.from, block.to);
+}
+
 // The products of a backward pass in floats. `scores` holds the weights P, `other` holds dP and then dS.
 template <class E> struct WideBack {
     const Args& a;
@@ -25,8 +48,7 @@ template <class E> struct WideBack {
     void score(const Block& block) {
         int depth = (int)a.head_dim;
         Rows kr = rows_once(a.k, k, block, depth, s.keys), vr = rows_once(a.v, v, block, depth, s.values);
-        dot<Single>(kr, vr, block.listed, depth, T, s.q, s.scores, block.keys, block.from, block.to);
-        dot<Single>(vr, vr, 0, depth, T, s.grad, s.other, block.keys, block.from, block.to);
+        dots<E, Single>(a, block, k, v, kr, vr, depth, s);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
         for (int t = 0; t < block.keys; t++)
@@ -41,7 +63,7 @@ template <class E> struct WideBack {
         int depth = (int)a.head_dim, first = block.from * W, last = std::min(block.to * W, count);
         // score() has copied what are not floats.
         Rows kr = are_floats<E>(block) ? rows_often(a.k, k, block, depth, s.keys) : Rows{(const char*)s.keys, (i64)sizeof(float) * depth};
-        multiply(Mix<Single>{kr, block.keys, T, s.other, s.sums}, depth, block.from, block.to);
+        mix<E, Single>(a, block, dk, dv, kr, block.keys, s.other, s);
         spread<Single>(dk, s.other, first, last, s.q_rows, s.width, block.keys);
         spread<Single>(dv, s.scores, first, last, s.grad_rows, s.width, block.keys);
     }
@@ -68,8 +90,7 @@ struct PairedBack {
         int depth = (int)a.head_dim;
         // Hidden keys may hold NaN: their scores are overwritten.
         Rows kr = own_rows(a.k, k, block), vr = own_rows(a.v, v, block);
-        dot<Pair>(kr, vr, block.listed, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to);
-        dot<Pair>(vr, vr, 0, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to);
+        dots<Bf16, Pair>(a, block, k, v, kr, vr, depth / 2, s);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
         for (int t = 0; t < block.keys; t += 2)
@@ -90,7 +111,7 @@ struct PairedBack {
     void add(const Block& block, int count, Rows dk, Rows dv) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
         key_pairs(a.k, k, block, depth, (u32*)s.keys);
-        multiply(Mix<Pair>{{(const char*)s.keys, 4 * depth}, pairs, T, s.values, s.sums}, depth, block.from, block.to);
+        mix<Bf16, Pair>(a, block, dk, dv, {(const char*)s.keys, 4 * depth}, pairs, s.values, s);
         int first = block.from * W / 2, last = (std::min(block.to * W, count) + 1) / 2;
         spread<Pair>(dk, s.other, first, last, s.q_rows, s.width, block.keys);
         spread<Pair>(dv, s.scores, first, last, s.grad_rows, s.width, block.keys);

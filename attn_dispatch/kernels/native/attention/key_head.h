@@ -12,21 +12,18 @@ template <class E> struct KeyHead {
     Scratch& s;
     const E *k, *v;
     const int depth;
-    const bool far; // rows are fetched a block ahead
     float unit = 1.0f; // scales scores to powers of 2
 
-    KeyHead(const Args& a, Scratch& s)
-        : a(a), s(s), depth((int)a.head_dim), far(s.pitch <= FEW || 2 * a.k_len * depth * (i64)sizeof(E) > FAR) {}
+    KeyHead(const Args& a, Scratch& s) : a(a), s(s), depth((int)a.head_dim) {}
     void select(i64 b, i64 h) {
         k = head_of<E>(a.k, b, h / a.group);
         v = head_of<E>(a.v, b, h / a.group);
     }
-    bool is_ahead(const Block& block) const { return far && !block.positions; }
-    // Rows of the next block of the same run.
+    bool is_ahead(const Block& block) const {
+        return s.pitch > FEW ? ::is_ahead<E>(a, block) : !block.positions;
+    }
     Fetch next_rows(const View& x, const E* head, const Block& block) const {
-        const i64 size = (i64)sizeof(E), step = block.run.step * x.row;
-        const E* row = head + block.run.key * x.row + (block.t + block.keys) * step;
-        return {(const char*)row, step * size, s.pitch > FEW ? KEYS : FEW_KEYS, (int)(depth * size + CACHE_LINE - 1) / CACHE_LINE};
+        return rows_after(block, own_rows(x, head, block), depth * sizeof(E), s.pitch > FEW ? KEYS : FEW_KEYS);
     }
     template <class Op> void dot(const Block& block, Rows rows, int steps) const {
         if (!is_ahead(block))

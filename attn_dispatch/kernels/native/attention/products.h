@@ -61,6 +61,17 @@ struct Fetch {
         rows--;
     }
 };
+// Rows of two tensors that lie alike, `other` bytes apart.
+struct FetchBoth {
+    Fetch first;
+    i64 other;
+
+    void fetch() {
+        if (first.rows <= 0) return;
+        __builtin_prefetch(first.row + first.line * CACHE_LINE + other, 0, 2);
+        first.fetch();
+    }
+};
 struct NoFetch { void fetch() const {} };
 
 // The same for listed rows of two tensors, some ahead of a register tile: a line of each at every other step.

@@ -163,6 +163,15 @@ template <class E> Rows own_rows(const View& x, const E* head, const Block& bloc
     return {(const char*)(head + block.key(0) * x.row), size * block.run.step};
 }
 
+// Whether the rows of a tile's next block are worth fetching while one is computed; listed rows are fetched otherwise.
+template <class E> bool is_ahead(const Args& a, const Block& block) {
+    return !block.positions && 2 * a.k_len * a.head_dim * (i64)sizeof(E) > NEAR_BYTES;
+}
+// The rows after those of a block, of `bytes` each.
+Fetch rows_after(const Block& block, Rows rows, i64 bytes, int count = KEYS) {
+    return {rows.data + block.keys * rows.stride, rows.stride, count, (int)((bytes + CACHE_LINE - 1) / CACHE_LINE)};
+}
+
 // The rows of a block as floats. Hidden keys become zeros, even if they hold NaN.
 template <class E> Rows copied_rows(const View& x, const E* head, const Block& block, int depth, float* to) {
     for (int i = 0; i < block.keys; i++)
