@@ -104,7 +104,7 @@ def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: i
 
 @pytest.mark.parametrize(
     ("pattern", "dtype"),
-    zip((Dense(is_causal=True), Dilated((256, 512), (2, 4)), Window(200, 0)), run.DTYPES, strict=True),
+    [*zip((Dense(is_causal=True), Dilated((256, 512), (2, 4)), Window(200, 0)), run.DTYPES, strict=True)],
     ids=str,
 )
 def test_keys_that_are_fetched_a_block_ahead(pattern: Pattern, dtype: torch.dtype) -> None:
