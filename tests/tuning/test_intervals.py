@@ -149,6 +149,7 @@ VERDICTS: list[tuple[list[float], float, str]] = [
     ([0.979, 0.982] * 10, 0.0, "open"),
     ([0.979, 0.982] * 10, 0.0015, "close"),
     ([0.979, 0.982] * 5, 0.0015, "open"),
+    ([*[0.979, 0.982] * 5, 0.979], 0.0015, "close"),  # the fewest rounds with such an interval
 ]
 
 

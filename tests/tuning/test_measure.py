@@ -229,6 +229,24 @@ def test_budget_is_respected_where_calls_are_repeated() -> None:
         assert 0.5 * 0.01 < turns.elapsed_s <= 1.005 * 0.01
 
 
+@pytest.mark.parametrize(
+    ("costs_ms", "rounds", "dropped"),
+    [
+        ([100.0, 105.0, 170.0], 8, {"c"}),  # far from the fastest: for fewer rounds than separate close ones
+        ([100.0, 105.0, 140.0], 8, set()),
+        ([100.0, 105.0, 140.0], 3, {"c"}),
+        ([100.0, 105.0, 110.0], 3, set()),
+        ([100.0, 105.0, 170.0], 16, set()),
+    ],
+)
+def test_slowest_are_dropped_where_the_budget_is_short(costs_ms: list[float], rounds: float, dropped: set[str]) -> None:
+    costs = dict(zip("abc", costs_ms, strict=True))
+    budget_s = (rounds + 2.5) * sum(costs_ms) / 1e3  # the first calls and a warm round come first
+    turns = Machine(0.001).race(costs, budget_s=budget_s, short_of_rounds=True)
+    assert set(turns.dropped) == dropped
+    assert not Machine(0.001).race(costs, budget_s=budget_s).dropped
+
+
 def test_each_survivor_has_a_round_at_any_budget() -> None:
     turns = Machine().race({"a": 4.0, "b": 5.0}, budget_s=0.0)
     assert turns.rounds == 1

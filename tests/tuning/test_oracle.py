@@ -320,6 +320,20 @@ def test_sampled_gate(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPat
         assert "dq is not zero where the gradient of out is" in expected.check(found).failures
 
 
+@pytest.mark.parametrize("pairs", [4096, 10**9], ids=["sampled", "whole"])
+def test_gradient_of_a_bias(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is wrong in a place that was drawn is found."""
+    monkeypatch.setattr("attn_dispatch.tuning.oracle.PAIRS", pairs)
+    problem = Case("biased", Dense(), (2, 70, 4, 16)).problem(torch.float32, needs_grad=True)
+    expected = Oracle.of(make(replace(problem, bias=(1, 4), bias_needs_grad=True)))
+    assert (len(expected.rows) < 70) == (pairs < 10**9)
+    found = expected.run(registry.load("manual"))
+    assert found["dbias"].shape == (1, 4, 70, 70)
+    assert expected.check(found).failures == ()
+    found["dbias"][0, int(expected.heads[0]), int(expected.rows[-1]), 3] += 1e-3
+    assert expected.check(found).failures[0].startswith("dbias is off by 1.0")
+
+
 def test_between_steps_the_callers_threads_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, within = torch.get_num_threads(), list[int]()
     evaluate = oracle._Sample.evaluate

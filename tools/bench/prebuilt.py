@@ -53,6 +53,7 @@ def use(loaded: ctypes.CDLL) -> None:
 
 
 def call_by(loaded: ctypes.CDLL, example: Example) -> Callable[[], object]:
+    use(loaded)
     call = example.call(native)
 
     def by_library() -> object:
