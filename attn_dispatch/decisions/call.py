@@ -108,21 +108,24 @@ def run_function(
     backend = registry.load(decision.choice)
     if traced:
         return runner(backend, decision.order, problem, None), False
+    asked = {problem: None, measured_for(problem): None}
+    on_trial = next((each for each in asked if (decision.silicon, each) in decide.on_trial), None)
+    on_trial = None if decision.source == "forced" else on_trial
+    watched = sentinel_share() and len(asked) == 1  # else times are those of another length
+    if heads_first and tensors and not (_observers or on_trial or watched):
+        found = specialized(backend, decision.order, problem, tensors, heads_first=True)
+        if found is not None:
+            return found, True
     views = tuple(x.transpose(1, 2) for x in tensors) if tensors and heads_first else tensors
-    plain = runner(backend, decision.order, problem, views)
-    run = observed(plain, measured_for(problem))
-    for each in {problem: None, measured_for(problem): None}:
-        if (decision.silicon, each) in decide.on_trial and decision.source != "forced":
-            from attn_dispatch.decisions import online  # mode `online` alone
+    run = observed(runner(backend, decision.order, problem, views), measured_for(problem))
+    if on_trial is not None:
+        from attn_dispatch.decisions import online  # mode `online` alone
 
-            return online.sampled(run, each, decision, drop), False
-    if sentinel_share() and measured_for(problem) == problem:  # else times are those of another length
+        run = online.sampled(run, on_trial, decision, drop)
+    elif watched:
         from attn_dispatch.decisions import drift  # the drift check is off by default
 
-        return drift.sampled(run, problem, decision), False
-    if heads_first and tensors is not None and run is plain:
-        found = specialized(backend, decision.order, problem, tensors, heads_first=True)
-        return (run, False) if found is None else (found, True)
+        run = drift.sampled(run, problem, decision)
     return run, False
 
 

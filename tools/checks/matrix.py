@@ -50,6 +50,16 @@ print(json.dumps({
     "triton": found.get("triton"), "compiler": shutil.which("g++") is not None,
 }))
 """
+#: Compiles what a wheel has of `native` into the checkout, for an environment that has no compiler.
+AS_IN_A_WHEEL = """
+from attn_dispatch.kernels.native.library import FOLDER
+from attn_dispatch.kernels.native.variants import VARIANTS, build
+from attn_dispatch.machine.compiler import compiler
+for each in VARIANTS:
+    build(compiler().command, each.options, FOLDER / each.file)
+    (FOLDER / each.file).with_suffix(".o").unlink()
+    print(FOLDER / each.file)
+"""
 
 
 class Environment(NamedTuple):
@@ -145,15 +155,21 @@ def _facts(program: Path, path: str | None) -> dict[str, Any]:
 
 def tested(environment: Environment, program: Path, rooms: list[str]) -> dict[str, Any]:
     """A row of the table: what the environment has, and how its tests ended."""
-    path = path_without_compilers() if environment.without == "g++" else None
+    compiles = environment.without != "g++"
+    path = None if compiles else path_without_compilers()
+    libraries = () if compiles else _run([str(program), "-W", "ignore", "-c", AS_IN_A_WHEEL]).split()
     report = FOLDER / f"{environment.name}.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-n", "2", "-p", "no:cacheprovider", f"--junitxml={report}"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **({} if path is None else {"PATH": path, "CXX": ""})}
     begun = time.monotonic()
     command = [str(program), "-m", "pytest", *options, *(f"tests/{room}" for room in rooms)]
-    with (FOLDER / f"{environment.name}.log").open("w", encoding="utf-8") as log:
-        subprocess.run(command, cwd=ROOT, env=variables, stdout=log, stderr=log, timeout=LIMIT_S)
+    try:
+        with (FOLDER / f"{environment.name}.log").open("w", encoding="utf-8") as log:
+            subprocess.run(command, cwd=ROOT, env=variables, stdout=log, stderr=log, timeout=LIMIT_S)
+    finally:
+        for each in libraries:
+            Path(each).unlink()
     return {
         "name": environment.name,
         "without": environment.without,
