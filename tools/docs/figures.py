@@ -81,18 +81,17 @@ def others(longnet: Any, dispatch: Any, routes: Any) -> str:
     again = "`python -m tools.bench.dispatch`"
     sdpa, hits = "F.scaled_dot_product_attention", list[tuple[str, Any]]()
     for name, of_axes in dispatch["one_token"].items():
-        hits.append((f"`attend()` by `{name}`, one token, over {sdpa} with transposes", of_axes["tokens first"]))
-        hits.append((f'the same with layout="bhnd", over {sdpa} alone', of_axes["heads first"]))
+        hits.append((f"by `{name}`, one token; {sdpa} with transposes", of_axes["tokens first"]))
+        hits.append((f'the same with layout="bhnd"; {sdpa} alone', of_axes["heads first"]))
     hits += [
-        ("the operator in a graph over `attend()`, one token", dispatch["one_token_operator"]),
-        ("`attend()` over the call of a backend that does nothing, dense", dispatch["dense_nothing"]),
-        ("`attend()` over the same, dilated by the shorthands", dispatch["dilated_nothing"]),
+        ("the operator of graphs, one token; `attend()`", dispatch["one_token_operator"]),
+        ("a backend that does nothing, dense; its own call", dispatch["dense_nothing"]),
+        ("the same, dilated by the shorthands; its own call", dispatch["dilated_nothing"]),
     ]
     for about, hit in hits:
-        added = (
-            f"{hit['added_us']:+.1f} us ({hit['low_us']:+.1f} to {hit['high_us']:+.1f}) to {hit['direct_us']:.1f} us"
-        )
-        rows.append((f"time added on a hit by {about}", added, again))
+        interval = f"{hit['low_us']:+.1f} to {hit['high_us']:+.1f}"
+        both = f"{hit['direct_us'] + hit['added_us']:.1f} us; {hit['direct_us']:.1f} us"
+        rows.append((f"`attend()` on a hit: {about}", f"{both}: {hit['added_us']:+.1f} ({interval})", again))
     warm = dispatch["warm_first_ms"]
     added = f"{warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to {warm['high_ms']:.1f}) to {warm['direct_ms']:.1f} ms"
     rows.append(
