@@ -150,15 +150,18 @@ def test_refusals() -> None:
     assert reasons == [f"its dilation rates repeat every 72 tokens, over {PERIOD_LIMIT}"]
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    library.build_digest.cache_clear()
+    monkeypatch.setattr(library, "FOLDER", tmp_path)  # nor libraries, as a wheel has them
+    for cached in (library.build_digest, library.prebuilt):
+        cached.cache_clear()
     (refusal,) = native.refusals(problem_of(Dense(), 8))
     reason = "no-such-compiler is not on the PATH, and $CXX is 'no-such-compiler'"
     assert (refusal.code, refusal.text.split(";")[0]) == ("not_installed", f"needs a C++ compiler: {reason}")
     with pytest.raises(ImportError, match=re.escape(reason)):
         native.version()
-    library.build_digest.cache_clear()
+    for cached in (library.build_digest, library.prebuilt):
+        cached.cache_clear()
 
 
 @pytest.fixture

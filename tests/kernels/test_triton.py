@@ -33,6 +33,7 @@ from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.definition import lengths, patterns
+from tests.support.distributions import skip_without
 from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import thinned
 
@@ -182,6 +183,8 @@ def test_flops_follow_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shared: int = 227 * 2**10) -> None:
+    """A GPU of this capability; skips where Triton, whose absence would be every refusal, is not installed."""
+    skip_without("triton")
     properties = SimpleNamespace(shared_memory_per_block_optin=shared)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)

@@ -18,6 +18,7 @@ from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from tests.kernels.test_triton import CUDA, fake_gpu, interpreted
 from tests.support.compiling import compiled, run_alone
+from tests.support.distributions import skip_without
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +113,7 @@ def test_wide_offsets(stride: int, wide: bool) -> None:
 
 
 def test_the_version_changes_with_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    skip_without("triton")
     before = triton.version()
     for path in Path(support.__file__).parent.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
