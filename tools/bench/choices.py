@@ -25,6 +25,7 @@ TAKES = "20 min"
 JUDGES, SECONDS = 2, 2.5  #: processes: times may differ by a tenth from one to the next; of rounds for a problem
 QUICK_SECONDS, QUICK_EVERY = 0.5, 9
 NEAR = (1.05, 1.2)  #: ratios to the fastest within which choices are counted
+WRONG = 1.25  #: ratio from which the times that a choice was made by are written too
 IDLE, LOADED = "idle", "loaded"
 
 Times = Mapping[str, float]  #: median milliseconds by candidate, BACKEND@ORDER
@@ -136,7 +137,10 @@ def main() -> None:
         {
             "model": every[number].model,
             "title": judges[0][str(number)]["title"],
-            "choices": {run: _choice(found[index]) for run, found in runs.items()},
+            "choices": {
+                run: _choice(found[index], [judge[str(number)]["times"] for judge in judges])
+                for run, found in runs.items()
+            },
             **{name: judges[0][str(number)][name] for name in ("refused", "left_out", "wrong")},
             "disturbed": [judge[str(number)]["disturbed"] for judge in judges],
             "judges": [judge[str(number)]["times"] for judge in judges],
@@ -152,9 +156,11 @@ def main() -> None:
     write(given.output, {"quick": given.quick, "loops": choices.cores(), **found, "problems": problems})
 
 
-def _choice(found: Mapping[str, Any]) -> dict[str, Any]:
+def _choice(found: Mapping[str, Any], judges: Sequence[Times]) -> dict[str, Any]:
     backend, order = found["choice"]
-    return {"backend": backend, "order": order, "source": found["source"], "provisional": bool(found["provisional"])}
+    choice = {"backend": backend, "order": order, "source": found["source"], "provisional": bool(found["provisional"])}
+    wrong = over_fastest(judges, chosen(choice)) > WRONG
+    return {**choice, **({"load": found["load"], "rows": found["rows"]} if wrong else {})}
 
 
 if __name__ == "__main__":
