@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -92,6 +93,29 @@ def test_repeated_calls_do_what_the_backend_does(name: str, return_lse: bool, la
         finally:
             torch.set_num_threads(before)
     assert len(runs) == calls * watched
+
+
+class Specialist(Plugin):
+    """Fails where it is to make a function for a call."""
+
+    def specialized(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False) -> Any:
+        with ThreadPoolExecutor(1) as other_thread:  # it may compile for seconds: other threads' first calls go on
+            assert other_thread.submit(is_free, decide.lock).result(), "the lock is held"
+        raise ValueError("no such function")
+
+
+def is_free(lock: Any) -> bool:
+    found: bool = lock.acquire(timeout=1)
+    if found:
+        lock.release()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_a_specialized_that_raises(layout: str) -> None:
+    register(Specialist())
+    with pytest.raises(BackendFailed, match=r"planted failed on .*ValueError: no such function"):
+        attend(*qkv(), backend="planted", layout=layout)
 
 
 def test_masks_belong_to_the_call_and_not_to_the_route() -> None:
