@@ -28,6 +28,7 @@ from attn_dispatch.kernels.native.run import (
     BLOCK,
     DTYPES,
     HEAD_DIM,
+    NO_ADDRESS,
     NativePasses,
     padded_width,
     pair_count,
@@ -151,11 +152,11 @@ def _run(
     seen = None if key_mask is None else key_mask.contiguous()
     # Wrapped tensors have no address, and those of meta tensors are invalid.
     if any(x.device.type != "cpu" or not x.data_ptr() for x in (q, k, v)):
-        raise TypeError("native reads plain tensors in a CPU's memory")
+        raise TypeError(NO_ADDRESS)
     lengths = None if seq_lens is None else seq_lens.long().contiguous()
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
     wide = None if bias is None else bounded(bias.detach(), torch.float32)
-    slopes = None if slopes is None else slopes.float().contiguous()
+    slopes = None if slopes is None else slopes.float().resolve_neg().contiguous()
     native = NativePasses(problem, tables[0], seen, lengths, wide, slopes, tables[1:])
     # Its masks keep the kernel from reading keys; a bias does not.
     call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)

@@ -19,13 +19,15 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import library, run
 from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, _made_once, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, CAUSAL, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import gate
 from tests.support.pairwise import crossed
+
+PRIVATE: Any = torch  #: for names that type checkers do not know
 
 
 def problem_of(pattern: Pattern, q_len: int, k_len: int | None = None, heads: int = 3) -> Problem:
@@ -246,6 +248,47 @@ def test_a_changed_default_device() -> None:
     nowhere = torch.empty(1, 8, 3, 4, device="meta")
     with pytest.raises(TypeError, match="plain tensors"):
         native.run(nowhere, nowhere, nowhere, problem_of(Dense(), 8))
+
+
+def test_tensors_without_memory() -> None:
+    """Also in repeated calls: an address of 0 would end the process."""
+    q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
+    attend(q, k, v, backend="native")
+    with pytest.raises(BackendFailed, match="plain tensors"):
+        attend(PRIVATE._efficientzerotensor((1, 8, 2, 4)), k, v, backend="native")
+    k.untyped_storage().resize_(0)
+    with pytest.raises(BackendFailed, match="plain tensors"):
+        attend(q, k, v, backend="native")
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
+def test_views_of_negative_values(needs_grad: bool) -> None:
+    """Of which the memory holds the values without their sign, as of a conjugate's imaginary part."""
+    q, k, v, grad = (torch.randn(1, 8, 2, 4) for _ in range(4))
+    results = []
+    for sign in (torch.neg, PRIVATE._neg_view):
+        inputs = tuple(sign(x).requires_grad_(needs_grad) for x in (q, k, v))
+        assert {x.is_neg() for x in inputs} == {sign is not torch.neg}
+        out = attend(inputs[0], inputs[1], inputs[2], backend="native")
+        results.append([out.detach(), *(torch.autograd.grad(out, inputs, sign(grad)) if needs_grad else ())])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+class Tagged(torch.Tensor):
+    """A subclass without a `__torch_dispatch__`."""
+
+
+def test_what_has_no_specialized_function() -> None:
+    """Results of subclasses are plain as those of `run` are; large tables are not kept by thousands of routes."""
+    x = torch.randn(1, 8, 3, 4)
+    problem = problem_of(Dense(), 8)
+    assert run.specialized(problem, x, x, x) is not None
+    assert run.specialized(problem, x.as_subclass(Tagged), x, x) is None
+    assert type(attend(x.as_subclass(Tagged), x, x, backend="native")) is torch.Tensor
+    grid = Neighborhood((24, 24), (9, 9))
+    x = torch.randn(1, 576, 3, 4)
+    assert native_tables(problem_of(grid, 576)).nbytes > run.KEPT_BYTES
+    assert run.specialized(problem_of(grid, 576), x, x, x) is None
 
 
 def test_a_failed_transform_leaves_no_state() -> None:

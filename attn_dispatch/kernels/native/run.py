@@ -30,6 +30,8 @@ UNITS_PER_THREAD = 4  #: units of work per thread from which threads end at abou
 SPLIT = 512  #: fewest keys of a run that are worth a unit of their own
 MOST_TOGETHER = 32  #: key heads that read in turns: their sums stay in the L2 cache
 VIEWS = struct.Struct(4 * "Pqqq")  #: q, k, v and out, with which Args begins
+KEPT_BYTES = 2**14  #: of tables that a specialized function keeps, of which there may be thousands
+NO_ADDRESS = "native reads plain tensors in a CPU's memory"
 LANES = 16  #: queries of a tile up to which a call is bound by memory, FEW in attention/vectors.h
 
 
@@ -94,7 +96,7 @@ class NativePasses:
         if apart:
             sums = in_large_pages(torch.empty(apart, dtype=torch.float32, device=q.device))
             args.sums = sums.data_ptr()
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        grad_lse = None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
         args.parts, args.part_stride = parts, dk.stride(0)
         dbias = None
@@ -132,12 +134,14 @@ class NativePasses:
 def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
-    """A forward pass whose arguments are all known but for addresses; None where rows must be copied (see
-    `contract.Backend`).
+    """A forward pass whose arguments are all known but for addresses; None where rows must be copied, where tables are
+    large, which the function would keep, and for subclasses, of which new tensors would be (see `contract.Backend`).
     """
-    if any(x.stride(-1) != 1 for x in (q, k, v)):
+    if any(x.stride(-1) != 1 or x.is_neg() or type(x) not in (Tensor, torch.nn.Parameter) for x in (q, k, v)):
         return None
     fixed, tables, states = forward_arguments(problem, torch.get_num_threads())
+    if tables.nbytes > KEPT_BYTES:
+        return None
     made = library.Args.from_buffer_copy(fixed)
     at_row, at_head = (2, 1) if heads_first else (1, 2)
     row, head = problem.heads * problem.head_dim, problem.head_dim
@@ -152,13 +156,16 @@ def specialized(
     held = made, tables  # the first points into the others
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if 0 in at:
+            raise TypeError(NO_ADDRESS)
         out = q.new_empty_strided(shape, strides)
         if is_long:
             in_large_pages(out)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if returns_lse else None
         left = q.new_empty(state_shape, dtype=torch.float32) if states else None
         kernel(
-            ctypes.addressof(held[0]), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            ctypes.addressof(held[0]), *at, out.data_ptr(),
             None if lse is None else lse.data_ptr(), None if left is None else left.data_ptr(),
         )  # fmt: skip
         return out if lse is None else (out, lse)
@@ -206,6 +213,7 @@ def _total(sums: Tensor, problem: Problem) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
+    x = x.resolve_neg()  # the kernel reads memory as it is
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

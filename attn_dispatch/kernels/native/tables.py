@@ -35,3 +35,9 @@ class NativeTables:
     listed: Tensor | None = None
     lanes: Tensor | None = None
     run_lanes: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables."""
+        tables = (getattr(self, name) for name in self.__dataclass_fields__)
+        return sum(0 if x is None else x.nbytes for x in tables)
