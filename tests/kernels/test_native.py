@@ -274,6 +274,21 @@ def test_views_of_negative_values(needs_grad: bool) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("axis", [3, 1], ids=["specialized", "run"])
+def test_forward_mode_is_refused(axis: int) -> None:
+    """Also in repeated calls; a level without tangents changes nothing."""
+    x = torch.randn(1, 8, 2, 8).transpose(axis, 3)
+    out = attend(x, x, x, backend="native")
+    forward_ad = PRIVATE.autograd.forward_ad
+    with forward_ad.dual_level():
+        assert torch.equal(attend(x, x, x, backend="native"), out)
+        with pytest.raises(BackendFailed, match="no forward-mode derivatives"):
+            attend(forward_ad.make_dual(x, x), x, x, backend="native")
+        tangent = forward_ad.unpack_dual(attend(forward_ad.make_dual(x, x), x, x, backend="manual")).tangent
+        assert bool(tangent.any())
+
+
 class Tagged(torch.Tensor):
     """A subclass without a `__torch_dispatch__`."""
 
