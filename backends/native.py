@@ -15,6 +15,7 @@ from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.kernels.contract import (
     SCORE_TERMS,
     Refusal,
+    Result,
     refuse_device,
     refuse_dropout,
     refuse_dtype,
@@ -134,21 +135,19 @@ def workspace_bytes(problem: Problem) -> int:
     return total
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
-) -> tuple[Tensor, Tensor]:
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor) -> Result:
     return _run(q, k, v, problem, (native_tables(problem, order),), tensors)
 
 
 def run_documents(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     return _run(q, k, v, problem, document_tables(problem, lengths), tensors)
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, tables: tuple[NativeTables, ...], tensors: dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
     seen = None if key_mask is None else key_mask.contiguous()
     # Wrapped tensors have no address, and those of meta tensors are invalid.
@@ -164,4 +163,4 @@ def _run(
     call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
     if problem.needs_grad:
         return differentiable(q, k, v, call, (bias, seen, lengths, slopes))
-    return call.forward(q, k, v)
+    return call.forward(q, k, v) if problem.return_lse or call is not native else native.out(q, k, v, None)

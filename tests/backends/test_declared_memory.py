@@ -66,9 +66,10 @@ def taken_bytes(backend_name: str, problem: Problem, order: str = NATURAL) -> in
         if forget is not None:
             forget(problem)  # tables that a call makes count
         with torch.set_grad_enabled(problem.needs_grad):
-            out, lse = run(example.q, example.k, example.v, problem, **example.masks)
+            result: Any = run(example.q, example.k, example.v, problem, **example.masks)
         if not problem.needs_grad:
-            return out, lse
+            return result if isinstance(result, tuple) else (result,)
+        out, lse = result
         weight = weights if expanded else example.grad
         assert weight is not None
         results, of_results = ([out, lse], [weight, torch.ones_like(lse)]) if problem.return_lse else ([out], [weight])

@@ -82,6 +82,7 @@ def test_repeated_calls_do_what_the_backend_does(name: str, return_lse: bool, la
                     q.requires_grad_(grad)
                     problem = Problem.of(q, k, v, Dense(is_causal=True), return_lse=return_lse)
                     result: Any = backend.run(q, k, v, problem)
+                    result = result if isinstance(result, tuple) else (result, None)
                     q, k, v = (x.transpose(1, 2) for x in (q, k, v)) if layout == "bhnd" else (q, k, v)
                     found: Any = attend(q, k, v, is_causal=True, backend=name, layout=layout, return_lse=return_lse)
                     out, lse = found if return_lse else (found, None)

@@ -60,9 +60,14 @@ class NativePasses:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
+        lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
+        return self.out(q, k, v, lse), lse
+
+    def out(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> Tensor:
+        """Out; lse is written to, where it is given."""
+        problem = self.problem
         q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
         out = in_large_pages(torch.empty(q.shape, dtype=q.dtype, device=q.device))
-        lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         if self.tables is native_tables(problem):
             fixed, _, states = forward_arguments(problem, torch.get_num_threads())
             args = self.args(library.Args.from_buffer_copy(fixed), q, k, v, out)
@@ -71,13 +76,13 @@ class NativePasses:
                 args.states = left.data_ptr()
         else:
             args = self.args(arguments(problem, self.tables, torch.get_num_threads()), q, k, v, out)
-        args.lse = lse.data_ptr()
+        args.lse = None if lse is None else lse.data_ptr()
         kernel = library.load().attention_forward
         kernel(ctypes.byref(args))
         for tables in self.later:
             _set_tables(args, tables)
             kernel(ctypes.byref(args))
-        return out, lse
+        return out
 
     def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, out, lse = saved
