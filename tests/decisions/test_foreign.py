@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -124,6 +125,24 @@ def test_within_a_tenth_it_is_believed(installed: Installed, tmp_path: Path) -> 
     give(given, tmp_path)
     attend(*qkv())
     assert counted(loaded=1)
+
+
+def test_a_slow_first_call_is_not_what_counts(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", 4)
+    give(given, tmp_path)
+    backend, run = installed.by_name["b"], installed.by_name["b"].run
+
+    def first_slow(*tensors: Any, **masks: Any) -> Any:
+        backend.takes_s = 4e-3 if backend.calls else 12e-3
+        return run(*tensors, **masks)
+
+    monkeypatch.setattr(backend, "run", first_slow)
+    attend(*qkv())
+    assert counted(loaded=1)
+    assert backend.calls > 2
 
 
 def test_the_static_choice_runs_the_hard_cases_alone(installed: Installed, tmp_path: Path) -> None:

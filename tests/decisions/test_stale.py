@@ -99,6 +99,17 @@ def test_unchanged_candidates_are_not_measured(installed: Installed) -> None:
     assert installed.called() == set()
 
 
+def test_a_row_of_an_earlier_trial_is_compared_anew(installed: Installed) -> None:
+    before = stored()
+    rows = [msgspec.structs.replace(each, open=each.backend == "c") for each in before.candidates]
+    assert Store(cache_folder()).put(msgspec.structs.replace(before, candidates=tuple(rows)))
+    installed.restart()
+    installed.add("b", 1, "2")
+    attend(*qkv())
+    assert installed.called() == {"a", "b"}
+    assert (row("c").status, row("c").open, row("c").ratio) == ("slower", False, None)
+
+
 def test_an_upgrade_that_is_faster(installed: Installed) -> None:
     before = row("c")
     installed.add("b", 1, "2")
