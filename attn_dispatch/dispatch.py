@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from attn_dispatch import packing, process_state, recording, widths
 from attn_dispatch.decisions import decide, unmeasured
-from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, make, notify, run_function
+from attn_dispatch.decisions.call import NOT_WRAPPED, ResolvedCall, functions_of, notify, run_function
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
@@ -307,12 +307,12 @@ def _new_route(
         decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
     transposed = layout == "bhnd"
-    made = make(problem, decision, None if cast or traced else tensors, layout)
+    found = functions_of(problem, decision, None if cast or traced else tensors, layout)
     with lock:
         if not (forced or traced) and (latest := decide.latest(problem, decision)) is not decision:
-            made = made if latest.chosen == decision.chosen else make(problem, latest)
+            found = found if latest.chosen == decision.chosen else functions_of(problem, latest)
             decision = latest
-        run, heads_first = run_function(problem, decision, traced, _drop_routes, made)
+        run, heads_first = run_function(problem, decision, traced, _drop_routes, found)
         next_route = _chain(signature)
         route = Route(
             fits=fits(*tensors),

@@ -87,15 +87,17 @@ _calls: dict[tuple[Problem, str | None, str | None, int], ResolvedCall] = {}
 process_state.register(process_state.ROUTES, _calls.clear)
 
 
-class Made(NamedTuple):
+class BackendFunctions(NamedTuple):
     """What a backend runs: `run` for tensors with tokens first; `heads_first` for others, where there is a function."""
 
     run: Callable[..., Result]
     heads_first: Callable[..., Result] | None = None
 
 
-def make(problem: Problem, decision: Decision, tensors: tuple[Tensor, ...] | None = None, layout: str = "bnhd") -> Made:
-    """The functions of a decision's backend. It may compile or build tables: not to be called under the lock.
+def functions_of(
+    problem: Problem, decision: Decision, tensors: tuple[Tensor, ...] | None = None, layout: str = "bnhd"
+) -> BackendFunctions:
+    """The functions of a decision's backend. With tensors it may build tables: then not to be called under the lock.
 
     Args:
         tensors: q, k and v in this layout, where those of all calls have their shapes and strides.
@@ -105,13 +107,15 @@ def make(problem: Problem, decision: Decision, tensors: tuple[Tensor, ...] | Non
     """
     backend, order = registry.load(decision.choice), decision.order
     if tensors is None:
-        return Made(runner(backend, order, problem, None))
+        return BackendFunctions(runner(backend, order, problem, None))
     transposed = layout == "bhnd"
     views = tuple(x.transpose(1, 2) for x in tensors) if transposed else tensors
     try:
         first = specialized(backend, order, problem, tensors, heads_first=True) if transposed else None
         # Where there is a function for heads first, the drift check alone compares times of the other one.
-        return Made(runner(backend, order, problem, views if first is None or sentinel_share() else None), first)
+        return BackendFunctions(
+            runner(backend, order, problem, views if first is None or sentinel_share() else None), first
+        )
     except NOT_WRAPPED:
         raise
     except Exception as error:
@@ -119,7 +123,7 @@ def make(problem: Problem, decision: Decision, tensors: tuple[Tensor, ...] | Non
 
 
 def run_function(
-    problem: Problem, decision: Decision, traced: bool, drop: Callable[[Problem], None], made: Made
+    problem: Problem, decision: Decision, traced: bool, drop: Callable[[Problem], None], found: BackendFunctions
 ) -> tuple[Callable[..., Result], bool]:
     """The run function of a decision. Where the call is not traced, it samples times for the drift check if that is on,
     and for a trial that goes on beside it, at the end of which `drop` is called to forget the problem's routes.
@@ -128,14 +132,14 @@ def run_function(
         The function, and whether it takes and returns tensors with heads first.
     """
     if traced:
-        return made.run, False
+        return found.run, False
     asked = {problem: None, measured_for(problem): None}
     on_trial = next((each for each in asked if (decision.silicon, each) in decide.on_trial), None)
     on_trial = None if decision.source == "forced" else on_trial
     watched = sentinel_share() and len(asked) == 1  # else times are those of another length
-    if made.heads_first is not None and not (_observers or on_trial or watched):
-        return made.heads_first, True
-    run = observed(made.run, measured_for(problem))
+    if found.heads_first is not None and not (_observers or on_trial or watched):
+        return found.heads_first, True
+    run = observed(found.run, measured_for(problem))
     if on_trial is not None:
         from attn_dispatch.decisions import online  # mode `online` alone
 
@@ -184,7 +188,7 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
         decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
     with decide.lock:
         decision = decision if traced or forced else decide.latest(problem, decision)
-        run, _ = run_function(problem, decision, traced, _drop_calls, make(problem, decision))
+        run, _ = run_function(problem, decision, traced, _drop_calls, functions_of(problem, decision))
         call = ResolvedCall(run, problem, titled(*decision.chosen))
         if not cannot_measure(problem.device):
             if len(_calls) >= MAX_CALLS:

@@ -139,13 +139,17 @@ def runner(backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor
     return found or (run if order == NATURAL else partial(run, order=order))
 
 
+def is_plain(problem: Problem) -> bool:
+    """Whether calls have no tensors besides q, k and v, no gradients and no dropout, so that `specialized` is asked."""
+    return not (problem.needs_grad or problem.dropout_p or problem.masked or problem.score_terms)
+
+
 def specialized(
     backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor, ...], *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     """What the backend's `specialized` gives for q, k and v like these; None where it cannot be asked."""
     make = getattr(backend, "specialized", None)
-    other = problem.needs_grad or problem.dropout_p or problem.masked or problem.score_terms
-    if make is None or other or order != NATURAL:
+    if make is None or order != NATURAL or not is_plain(problem):
         return None
     found: Callable[..., Result] | None = make(problem, *tensors, heads_first=heads_first)
     return found

@@ -294,7 +294,7 @@ class Tagged(torch.Tensor):
 
 
 def test_what_has_no_specialized_function() -> None:
-    """Results of subclasses are plain as those of `run` are; large tables are not kept by thousands of routes."""
+    """Results of subclasses are plain as those of `run` are; routes hold no large tables."""
     x = torch.randn(1, 8, 3, 4)
     problem = problem_of(Dense(), 8)
     assert run.specialized(problem, x, x, x) is not None
@@ -302,7 +302,7 @@ def test_what_has_no_specialized_function() -> None:
     assert type(attend(x.as_subclass(Tagged), x, x, backend="native")) is torch.Tensor
     grid = Neighborhood((24, 24), (9, 9))
     x = torch.randn(1, 576, 3, 4)
-    assert native_tables(problem_of(grid, 576)).nbytes > run.KEPT_BYTES
+    assert native_tables(problem_of(grid, 576)).nbytes > run.TABLE_BYTES
     assert run.specialized(problem_of(grid, 576), x, x, x) is None
 
 

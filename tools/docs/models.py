@@ -116,7 +116,7 @@ def _llama(found: Any) -> str:
             rows.append((f"{each['tokens']:,}", f"`{name}`", took, gains[0], peak, _step(read)[0], gains[1]))
     about = (
         f"`LlamaForCausalLM` with random weights, of the sizes above and {found['heads'] // 2} heads of keys; `sdpa` "
-        "is what transformers takes unless told otherwise. Generating is reading a prompt of that length and "
+        "is transformers' default. Generating is reading a prompt of that length and "
         f"{found['new']} new ones, by `generate()`. All implementations give the same loss with the same weights."
     )
     return f"{about}\n\n{table(rows)}"

@@ -31,7 +31,7 @@ UNITS_PER_THREAD = 4  #: units of work per thread from which threads end at abou
 SPLIT = 512  #: fewest keys of a run that are worth a unit of their own
 MOST_TOGETHER = 32  #: key heads that read in turns: their sums stay in the L2 cache
 VIEWS = struct.Struct(4 * "Pqqq")  #: q, k, v and out, with which Args begins
-KEPT_BYTES = 2**14  #: of tables that a specialized function keeps, of which there may be thousands
+TABLE_BYTES = 2**14  #: limit of the tables of a specialized function; thousands may be alive
 NO_ADDRESS = "native reads plain tensors in a CPU's memory"
 LANES = 16  #: queries of a tile up to which a call is bound by memory, FEW in attention/vectors.h
 
@@ -141,12 +141,12 @@ def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     """A forward pass whose arguments are all known but for addresses; None where rows must be copied, where tables are
-    large, which the function would keep, and for subclasses, of which new tensors would be (see `contract.Backend`).
+    large, which the function would hold, and for subclasses, of which new tensors would be (see `contract.Backend`).
     """
     if any(x.stride(-1) != 1 or x.is_neg() or type(x) not in (Tensor, torch.nn.Parameter) for x in (q, k, v)):
         return None
     fixed, tables, states = forward_arguments(problem, torch.get_num_threads())
-    if tables.nbytes > KEPT_BYTES:
+    if tables.nbytes > TABLE_BYTES:
         return None
     made = library.Args.from_buffer_copy(fixed)
     at_row, at_head = (2, 1) if heads_first else (1, 2)
