@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tools.lib import listing, suite
-from tools.lib.common import commit
+from attn_dispatch.machine.hardware import hardware
+from tools.lib import common, listing, suite
 
 
 @pytest.fixture
@@ -19,11 +19,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that would be run; the first one fails."""
     found: list[list[str]] = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+    def succeeds(command: list[str]) -> bool:
         found.append(command[2:])
-        return SimpleNamespace(returncode=int(len(found) == 1))
+        return len(found) > 1
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(suite, "succeeds", succeeds)
     return found
 
 
@@ -76,6 +76,48 @@ def test_full_writes_over_the_results(commands: list[list[str]]) -> None:
     assert len(commands) == len(suite.full())
 
 
+def test_resume_leaves_out_what_this_commit_has_measured(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
+    machine = {"hardware": {"cpu": {"model": hardware().cpu.model}}}
+    other = {"hardware": {"cpu": {"model": "another"}}}
+    files = {
+        "decode": {"commit": "0123456789ab"} | machine,
+        "longnet": {"commit": "0123456789ab"} | other,
+        "native": {"commit": "0123456789ab-dirty"} | machine,
+        "trust": machine,
+    }
+    for name, found in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    with pytest.raises(SystemExit, match="failed"):
+        suite.main(["--full", "--resume", "-o", str(tmp_path)])
+    assert {each[1] for each in commands} == suite.full().keys() - {"decode"}
+
+
+def test_resume_measures_what_no_commit_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for named in ("unknown", "0123456789ab-dirty"):
+        monkeypatch.setattr(common, "commit", lambda named=named: named)
+        found = {"commit": named, "hardware": {"cpu": {"model": hardware().cpu.model}}}
+        (tmp_path / "decode.json").write_text(json.dumps(found))
+        assert suite.unmeasured({"decode": ()}, tmp_path) == {"decode": ()}
+
+
+def test_what_takes_too_long_is_stopped_with_all_it_has_started(tmp_path: Path) -> None:
+    path = tmp_path / "child"
+    program = f"""
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(path)!r}).write_text(str(child.pid))
+time.sleep(600)
+"""
+    assert not suite.succeeds([sys.executable, "-c", program], limit_s=3)
+    child = Path(f"/proc/{path.read_text()}/stat")
+    assert not child.exists() or child.read_text().split()[2] in "ZX", "it runs on"
+    assert suite.succeeds([sys.executable, "-c", ""])
+    assert not suite.succeeds([sys.executable, "-c", "raise SystemExit(1)"])
+
+
 def test_compare_takes_the_last_quick_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +129,14 @@ def test_compare_takes_the_last_quick_run(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--quick", "--full"], ["--compare"], ["--compare", "a", "b", "c"], ["--compare", "no-such-folder"]]
+    "arguments",
+    [
+        ["--quick", "--full"],
+        ["--quick", "--resume"],
+        ["--compare"],
+        ["--compare", "a", "b", "c"],
+        ["--compare", "no-such-folder"],
+    ],
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -106,4 +155,4 @@ def test_results_name_the_commit() -> None:
     here = subprocess.run(["git", "rev-parse", "HEAD"], cwd=suite.ROOT, capture_output=True, text=True, check=False)
     if here.returncode:
         pytest.skip("this is no git repository")
-    assert here.stdout.startswith(commit().removesuffix("-dirty"))
+    assert here.stdout.startswith(common.commit().removesuffix("-dirty"))

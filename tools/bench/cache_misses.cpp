@@ -25,7 +25,7 @@ int main(int, char** names) {
     auto listed = read<i32>(file);
     auto lanes = read<u64>(file);
     const i64 tokens = sizes[0], heads = sizes[1], depth = sizes[2], row = heads * depth;
-    std::vector<float> q(tokens * row, 0.5f), k(q), v(q), out(q), lse(tokens);
+    std::vector<float> q(tokens * row, 0.5f), k(q), v(q), out(tokens * row), lse(tokens);
     const i64 first_tile[] = {0, (i64)tiles.size()}, head_class[] = {0};
     Args a{};
     View* views[] = {&a.q, &a.k, &a.v, &a.out};
@@ -39,10 +39,14 @@ int main(int, char** names) {
     a.order = order.data();
     a.listed = listed.data();
     a.lanes = lanes.data();
-    a.batch = a.heads = a.group = a.threads = a.parts = 1;
+    a.batch = a.heads = a.group = a.threads = a.parts = a.packed_heads = a.together = a.splits = 1;
     a.q_len = a.k_len = tokens;
     a.head_dim = depth;
     a.scale = 0.125;
-    if (names[2][0] == '1') attention_forward(&a); // else all that is there besides
+    if (names[2][0] == '0') return 0; // all that is there besides
+    attention_forward(&a);
+    for (i64 token = 0; token < tokens; token++) // the mean of equal values
+        for (i64 i = 0; i < depth; i++)
+            if (!(std::abs(out[token * row + i] - 0.5f) < 1e-6f)) return 2;
     return 0;
 }

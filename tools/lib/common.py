@@ -50,12 +50,17 @@ def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
 
 
 def commit() -> str:
-    """The repository's commit, with "-dirty" where files differ from it; "unknown" outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The repository's commit, with "-dirty" where files other than results differ from it; "unknown" outside one."""
     try:
-        done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True)
+        found = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)tools/results")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return found + ("-dirty" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=RESULTS.parents[1], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
