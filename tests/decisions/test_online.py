@@ -202,6 +202,19 @@ def test_a_candidate_that_would_delay_a_call_too_long_is_not_tried(machine: Mach
     assert "too long to be tried between calls" in next(r.reason for r in decision.candidates if r.backend == "d")
 
 
+@pytest.mark.parametrize(
+    ("call_ms", "work", "tries"), [(4, 2500.0, True), (4, 3500.0, False), (100, 1200.0, True), (100, 1300.0, False)]
+)
+def test_the_longest_call_of_a_candidate_grows_with_calls_of_the_guess(
+    call_ms: float, work: float, tries: bool, machine: Machine
+) -> None:
+    """Up to 12 ms beside calls of 4 ms (half of one and 10 ms), up to 125 beside calls of 100 (a quarter longer)."""
+    machine.by_name["a"].takes_s = call_ms * MS
+    machine.add("d", 1, work=work)  # in calls of `a`, which has 1000: its own rate is unknown before
+    call_until_measured()
+    assert (machine.calls()["d"] > 0) == tries
+
+
 def test_training_is_timed_forward_and_backward(machine: Machine) -> None:
     tensors = with_grad()
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from attn_dispatch.decisions import explanation
 from attn_dispatch.decisions.explanation import CandidateReport
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.decision import Row
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning import choice
-from attn_dispatch.tuning.choice import Entrant, Outcome, choose
+from attn_dispatch.tuning.candidates import Request
+from attn_dispatch.tuning.choice import Admitted, Entrant, Outcome, choose
 from attn_dispatch.tuning.intervals import Timing, faster_at_last_look, median_interval, ratio_interval
+from attn_dispatch.tuning.race import Race
+from attn_dispatch.tuning.rounds import Rounds
 from tests.support.pairwise import thinned
 from tools.checks import trust_choice
 from tools.checks.trust_choice import CLOSE, FIVE, NOISE, PAIR, Tuner
@@ -53,6 +60,18 @@ def test_without_an_incumbent_the_order_decides_among_close_candidates(incumbent
         entrant("slow", 1.1),
     ]
     assert choose(entrants, incumbent, calls=1)[0] == "simple"
+
+
+@pytest.mark.parametrize("incumbent", ["a", "b"])
+def test_a_race_keeps_its_incumbent_among_close_candidates(incumbent: str) -> None:
+    """Wherever it stands in the order of preference."""
+    timings = {name: entrant(name, cost_ms).timing for name, cost_ms in (("a", 1.0), ("b", 1.005))}
+    candidate = SimpleNamespace(workspace_bytes=0, backend=None)
+    runners: Any = {name: (candidate, Admitted(1.0, 1.0, None, 0.0)) for name in timings}
+    problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
+    race = Race(Request.of(problem), runners, incumbent)
+    race.rounds = Rounds(timings, {}, {}, ROUNDS, 0.0)
+    assert race.choose() == incumbent
 
 
 def test_candidate_that_beats_the_incumbent_can_lose_to_another() -> None:
