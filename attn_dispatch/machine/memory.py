@@ -35,6 +35,8 @@ T = TypeVar("T")
 MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  #: of Linux alone
 LARGE_PAGE = 2**21  #: bytes, on x86-64 and most of aarch64
 
+BLOCK, MOST_BLOCKS = 2**20, 256  #: bytes of a block of free heap, and how many are discarded at most
+
 CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 
@@ -224,9 +226,9 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
 
     CUDA: by the caching allocator's statistics of the device, whose peak is reset. CPU: the rise of the process's
     resident memory, by Linux's high-water mark, which is reset. It includes scratch memory of libraries, allocations of
-    other threads and freed blocks that the C library retains, not pages that were never touched; below a few hundred
-    KiB it is noise. None for other devices, for a pluggable CUDA allocator, or where the mark cannot be reset.
-    Exceptions of ``call`` propagate.
+    other threads and freed blocks that the C library retains, not pages that were never touched, nor memory that
+    another thread's heap retained before; below a few hundred KiB it is noise. None for other devices, for a pluggable
+    CUDA allocator, or where the mark cannot be reset. Exceptions of ``call`` propagate.
     """
     if device.type == "cuda":
         return _cuda_peak(call, device)
@@ -248,14 +250,31 @@ def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
 
 def _reset_resident_peak() -> int | None:
     """Reset the high-water mark of resident memory; the resident bytes now, or None where it cannot be reset."""
-    with suppress(AttributeError):  # only glibc has it
-        # Free memory that the C library retains is resident: a call that reused it would seem to allocate nothing.
-        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(AttributeError):  # only glibc has these functions, the last since 2.33
+        _discard_free_heap()
     try:
         CLEAR_REFS.write_text("5")
         return _status_bytes("VmRSS")
     except (OSError, ValueError):
         return None
+
+
+def _discard_free_heap() -> None:
+    """Return free memory that glibc retains to the system. It is resident: a call that reused it would seem to allocate
+    nothing.
+
+    Raises AttributeError where the C library is not glibc, or an old one.
+    """
+    libc: Any = _libc()
+    libc.malloc_trim(0)
+    # It leaves what is free at the end of a thread's heap. Blocks of all free memory reach that end, and cost little:
+    # they are not written to.
+    blocks = [libc.malloc(BLOCK) for _ in range(min(libc.mallinfo2().fordblks // BLOCK + 1, MOST_BLOCKS))]
+    for start in filter(None, blocks):
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + BLOCK) // mmap.PAGESIZE * mmap.PAGESIZE
+        libc.madvise(first, last - first, mmap.MADV_DONTNEED)
+    for start in blocks:
+        libc.free(start)
 
 
 def _status_bytes(name: str) -> int:
@@ -282,10 +301,30 @@ def in_large_pages(x: torch.Tensor) -> torch.Tensor:
     """
     first, last = -(-x.data_ptr() // LARGE_PAGE) * LARGE_PAGE, (x.data_ptr() + x.nbytes) // LARGE_PAGE * LARGE_PAGE
     if last - first >= 2 * LARGE_PAGE and MADV_HUGEPAGE is not None:
-        _madvise()(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_HUGEPAGE)
+        _libc().madvise(first, last - first, MADV_HUGEPAGE)
     return x
 
 
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`. `fordblks`: free bytes of all heaps."""
+
+    _fields_ = (("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
+
+
 @cache
-def _madvise() -> Any:
-    return ctypes.CDLL(None).madvise
+def _libc() -> ctypes.CDLL:
+    """The C library, with the types of the functions called here that it has."""
+    libc = ctypes.CDLL(None)
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "malloc": (pointer, [size]),
+        "free": (None, [pointer]),
+        "madvise": (ctypes.c_int, [pointer, size, ctypes.c_int]),
+        "malloc_trim": (ctypes.c_int, [size]),
+        "mallinfo2": (_MallocInfo, []),
+    }
+    for name, types in functions.items():
+        with suppress(AttributeError):
+            function = getattr(libc, name)
+            function.restype, function.argtypes = types
+    return libc

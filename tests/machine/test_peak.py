@@ -89,6 +89,38 @@ for call in (lambda: None, lambda: touched(96), nested, lambda: touched(32)):
 """
 
 
+# Where trials run. After 30 MiB were freed, glibc takes blocks up to this size from the thread's heap, and retains what
+# is freed at its end.
+IN_A_THREAD = """
+import ctypes
+import threading
+import torch
+from attn_dispatch.machine import memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def touched(mib):
+    return torch.ones(mib << 20, dtype=torch.uint8)
+
+def measure():
+    touched(30)
+    block = libc.malloc(24 << 20)
+    ctypes.memset(block, 1, 24 << 20)
+    libc.free(ctypes.c_void_p(block))
+    print(memory.peak_bytes(lambda: touched(16), torch.device("cpu"))[1] / 2**20)
+
+thread = threading.Thread(target=measure)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
+def test_cpu_peak_includes_free_memory_of_a_threads_heap_that_is_used_again() -> None:
+    assert float(processes.run(IN_A_THREAD).stdout) == pytest.approx(16, abs=1)
+
+
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
 @pytest.mark.full
 def test_cpu_peak_is_the_memory_that_becomes_resident() -> None:

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from attn_dispatch.machine.hardware import hardware
+from attn_dispatch.machine.memory import host_psutil
 from tools.lib import common, listing, suite
 
 
@@ -119,8 +119,9 @@ def test_what_takes_too_long_is_stopped_with_all_it_has_started(tmp_path: Path) 
 
 def has_ended(process_id: int) -> bool:
     """Whether there is no such process, or only its exit status is left."""
+    psutil = host_psutil()
     try:
-        return psutil.Process(process_id).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return bool(psutil.Process(process_id).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     except psutil.NoSuchProcess:
         return True
 
