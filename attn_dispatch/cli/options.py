@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
     from attn_dispatch.spec.problem import Problem
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+#: Other names of dtypes, by torch and in short.
+DTYPES = {
+    "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
+    "fp32": "float32", "f32": "float32", "float": "float32", "fp64": "float64", "f64": "float64", "double": "float64",
+}  # fmt: skip
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
 SWITCH: dict[str, tuple[bool, ...]] = {"yes": (True,), "no": (False,), "both": (False, True)}
 OPTIONS = (
@@ -77,8 +81,8 @@ def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
     add("--stride", metavar="S,..", type=counts, help=f"with --grid: {STRIDE_HELP}")
     _add_switch(shapes, "--causal", "mask the keys after each query")
     add("--dtype", metavar="T,..", type=dtypes,
-        help="float16, bfloat16, float32, float64; by default float32 on a CPU and the dtype that "
-        "'attn-dispatch doctor' advises on a GPU")  # fmt: skip
+        help="float16, bfloat16, float32, float64 (short: f16, bf16, f32, f64); by default float32 on a CPU "
+        "and the dtype that 'attn-dispatch doctor' advises on a GPU")  # fmt: skip
     add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
     _add_switch(shapes, "--backward", "time forward and backward together")
 
@@ -189,7 +193,8 @@ def dtypes(text: str) -> list[str]:
     names = [DTYPES.get(name, name) for name in text.lower().split(",")]
     for name in names:
         if name not in DTYPES.values():
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(DTYPES.values())}, got {name!r}")
+            known = ", ".join(dict.fromkeys(DTYPES.values()))
+            raise argparse.ArgumentTypeError(f"expected some of {known} (short: f16, bf16, f32, f64), got {name!r}")
     return names
 
 

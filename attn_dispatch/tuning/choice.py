@@ -235,7 +235,8 @@ class _Comparison:
         return self._tie(name, chosen) if self._status(name, chosen) == "tie" else ""
 
     def _pays(self, break_even: float, chosen: bool) -> str:
-        pays = f"pays after {math.ceil(break_even):,} calls"
+        calls = math.ceil(break_even)
+        pays = f"pays after {calls:,} call{'' if calls == 1 else 's'}"
         if chosen or break_even > self._calls:
             return pays
         return f"{pays}, and not surely by {self._margin:.0%} within {self._calls:,}"

@@ -61,6 +61,8 @@ def test_dtypes_and_passes() -> None:
     seen = {(problem.dtype, problem.needs_grad) for problem in found}
     assert seen == {(dtype, grad) for dtype in (torch.bfloat16, torch.float64) for grad in (False, True)}
     assert [problem.dtype for problem in problems("--lengths", "64")] == [torch.float32]
+    short = problems("--lengths", "64", "--dtype", "f16,BF16,f32,double")
+    assert [problem.dtype for problem in short] == [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def test_invalid_problems_are_refused() -> None:

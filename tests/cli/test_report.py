@@ -156,6 +156,24 @@ def test_grids_of_one_window_are_one_series() -> None:
     assert "grid, window=(13, 13)" in series.title
 
 
+def test_a_dilated_series_has_the_lengths_that_cut_its_segments() -> None:
+    long = [dilated(length, (1024, 4096)) for length in (512, 1024, 2048, 4096, 8192)]
+    even = [dilated(length, (1024, 1024)) for length in (2048, 8192)]
+    other = [dilated(length, (1024, 4096), rates=(1, 4)) for length in (512, 2048)]
+    series = all_series([*long, *even, *other])
+    assert [each.lengths for each in series] == [[512, 1024, 2048, 4096, 8192], [512, 1024, 2048, 8192], [512, 2048]]
+    assert {point.tokens for each in series for point in each.points if point.decision < len(long)} == {
+        512, 1024, 2048, 4096, 8192
+    }  # fmt: skip
+
+
+def dilated(length: int, segments: tuple[int, ...], rates: tuple[int, ...] = (1, 2)) -> Decision:
+    """As `Problem` normalizes it: no segment is longer than the sequence."""
+    cut = [min(each, length) for each in segments]
+    pattern = {"kind": "Dilated", "segment_lengths": cut, "dilation_rates": list(rates), "is_causal": True}
+    return made_up.whole(planted.problem_at(length, pattern=pattern), {SDPA: 2.0, NATIVE: 1.0})
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

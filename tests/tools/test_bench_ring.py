@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from attn_dispatch.ring.rows import traffic
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.pattern import Dense, Dilated
-from tools.bench import ring
+from tools.bench import ring, ring_reports
 from tools.checks import ring_faults
 from tools.docs import ring_tables
 from tools.lib import ring_counts
@@ -113,3 +116,18 @@ def test_tables_of_traffic_that_needs_no_bytes() -> None:
     assert "nothing needed" in found[1][1]
     text = ring_tables.markdown({"overlap": {"found": {"skipped": "there is no tc"}}})
     assert text.endswith("Overlap was not measured: there is no tc.")
+
+
+def test_ring_reports_without_options_measure_each_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As --full runs them."""
+    lengths = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(ring_reports, "all_of_them", lambda given: lengths.extend(given) or [])
+    monkeypatch.setattr(ring_reports, "again", lambda found: [])
+    monkeypatch.setattr(sys, "argv", ["ring_reports", "-o", str(tmp_path / "found.json")])
+    ring_reports.main()
+    assert tuple(lengths) == ring_reports.LENGTHS
+    assert json.loads((tmp_path / "found.json").read_text())["runs"] == []
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        ring_reports.main()

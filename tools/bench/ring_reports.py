@@ -1,7 +1,7 @@
 """The early reports' experiments over several devices (003), repeated: LongNet, with and without Hilbert order.
 
     torchrun --standalone --nproc_per_node=2 -m tools.bench.ring_reports --tokens 32768 [--hilbert]
-    python -m tools.bench.ring_reports --all          every one of them, to tools/results/ring_reports.json
+    python -m tools.bench.ring_reports          each of them, to tools/results/ring_reports.json
 
 float32, batch 1, 8 heads of 64, forward; gloo between processes of one CPU, one thread each. In Hilbert order means
 that the sequence is kept in that order, and then sharded: the function is the same, and so is the order of results.
@@ -102,17 +102,19 @@ def main() -> None:
     arguments = parser(__doc__, "ring_reports.json")
     arguments.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of the whole sequence")
     arguments.add_argument("--hilbert", action="store_true", help="permute the sequence into Hilbert order")
-    arguments.add_argument("--all", action="store_true", help="start torchrun for every length, 2 and 4 ranks")
     options = arguments.parse_args()
-    if options.all:
+    rank = os.environ.get("RANK")
+    if rank is None:
+        if options.hilbert:
+            arguments.error("--hilbert is for torchrun; without it, both orders are measured")
         found = {"pattern": str(PATTERN), "runs": all_of_them(tuple(options.tokens))}
         write(options.output, found)
         print(*again(found), sep="\n")
         return
-    if "RANK" not in os.environ or len(options.tokens) != 1:
-        arguments.error("without --all, start it by torchrun and give one length: --tokens 32768")
+    if len(options.tokens) != 1:
+        arguments.error("started by torchrun it takes one length: --tokens 32768")
     one = measured(options.tokens[0], options.hilbert)
-    if os.environ["RANK"] == "0":
+    if rank == "0":
         print(json.dumps(one))
 
 

@@ -194,7 +194,7 @@ def again(found: Any) -> Section:
     return (
         f"The early reports' experiments over several devices (003), {found['pattern']}, float32, batch 1, each by one "
         "command, `torchrun --standalone --nproc_per_node=2 -m tools.bench.ring_reports --tokens 32768 --hilbert`, all "
-        "by `python -m tools.bench.ring_reports --all`. There GPUs, here processes of one CPU over gloo. In Hilbert "
+        "by `python -m tools.bench.ring_reports`. There GPUs, here processes of one CPU over gloo. In Hilbert "
         "order means that the sequence is permuted before it is sharded. Results agree with float64 on sampled rows."
     ), rows  # fmt: skip
 

@@ -96,15 +96,48 @@ def all_series(decisions: Sequence[Decision]) -> list[Series]:
     for index, decision in enumerate(decisions):
         if _tokens(decision.problem) is not None and any(map(is_timed, decision.candidates)):
             members[decision.silicon, _shared(decision.problem)].append(index)
+    groups = _with_cut(decisions, members)
     named: defaultdict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-    for key, places in members.items():
+    for key, places in groups.items():
         named[key[0], _title(decisions[places[0]])].append(key)
     found = [
-        _series(decisions, members[key], title + _apart(key[1], [other for _, other in keys]))
+        _series(decisions, groups[key], title + _apart(key[1], [other for _, other in keys]))
         for (_, title), keys in named.items()
         for key in keys
     ]
     return sorted(found, key=lambda each: (-len(each.lengths), -len(each.points), each.silicon, each.title))
+
+
+def _with_cut(
+    decisions: Sequence[Decision], members: Mapping[tuple[str, str], list[int]]
+) -> dict[tuple[str, str], list[int]]:
+    """The groups, those of dilated patterns with the problems that are shorter than a segment, which is stored cut.
+
+    A group is left out if all its problems are in others now.
+    """
+    cut: defaultdict[tuple[str, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for key, places in members.items():
+        for place in places:
+            tokens = _tokens(decisions[place].problem)
+            if tokens is not None and tokens in _segments(json.loads(key[1])):
+                cut[key][tokens].append(place)
+    lengths = sorted({tokens for by_length in cut.values() for tokens in by_length})
+    found, added = {}, set()
+    for (silicon, shared), places in members.items():
+        problem = json.loads(shared)
+        segments, more = _segments(problem), []
+        for tokens in lengths:
+            if tokens < max(segments, default=0):
+                problem["pattern"]["segment_lengths"] = [min(each, tokens) for each in segments]
+                more += cut[silicon, json.dumps(problem, sort_keys=True)][tokens]
+        found[silicon, shared] = places + more
+        added.update(more)
+    return {key: places for key, places in found.items() if not added.issuperset(members[key])}
+
+
+def _segments(problem: Mapping[str, Any]) -> list[int]:
+    found = problem["pattern"].get("segment_lengths")
+    return found if isinstance(found, list) and all(type(each) is int for each in found) else []
 
 
 def _series(decisions: Sequence[Decision], places: Sequence[int], title: str) -> Series:
