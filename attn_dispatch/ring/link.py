@@ -9,6 +9,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from attn_dispatch.text import one_line
 T = TypeVar("T")
 
 TIMEOUT = timedelta(days=1)  #: time-out of the groups of `world`
+
+RELEASE_S = 0.02  #: before the interpreter ends
 
 MAX_LINKS = 16  #: groups that have a Link; the oldest is dropped first
 
@@ -221,8 +224,13 @@ def _ended(group: Any) -> bool:
 def _drop_all() -> None:
     """Drop all groups before the interpreter ends: their threads would abort the process later (SIGABRT)."""
     with _lock:
+        used = bool(_links)
         _drop(list(_links))
         _connections.clear()
+    if used:
+        # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of its that
+        # waits for the interpreter's lock, to release the tensors of the last collective, gets it here.
+        time.sleep(RELEASE_S)
 
 
 def _gloo_beside(group: Any) -> Any:
