@@ -228,7 +228,7 @@ def _drop_all() -> None:
         _drop(list(_links))
         _connections.clear()
     if used:
-        # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of its that
+        # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of it that
         # waits for the interpreter's lock, to release the tensors of the last collective, gets it here.
         time.sleep(RELEASE_S)
 
