@@ -126,7 +126,7 @@ def attend(
         softcap: scaled scores s become `softcap * tanh(s / softcap)`, before a bias is added.
         bias: [1 or batch, 1 or heads, q_len, k_len], floating point, added to the scores; -inf hides a key.
         alibi_slopes: [heads] or [batch, heads], floating point: `slope * distance` in tokens is subtracted from the
-            scores; the last query is aligned with the last key.
+            scores; the last query is aligned with the last key. They get no gradient.
         key_lens: [batch] int32 or int64, read on the host: each row's keys, of which the last is aligned with the last
             query, as in a cache whose rows are filled to different lengths. What follows them is not read.
         alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal `Dense`.
@@ -235,7 +235,7 @@ def explain(
 ) -> Explanation:
     """Explain which backend and order `attend` takes for these arguments, and why not the others. Runs nothing.
 
-    Takes the arguments of `attend`. Meta tensors are explained for the CUDA device if there is one, else for the CPU.
+    Takes no documents, nor `key_lens`. Meta tensors are explained for the CUDA device if there is one, else for the CPU.
 
     Raises:
         InvalidInput: an argument is wrong. NoBackend: over a mesh, no exchange can run the problem.

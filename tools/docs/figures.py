@@ -242,7 +242,7 @@ def figures() -> str:
     )
     simulated = "By `python -m tools.bench.trust`; winners and synthetic cost surfaces on a simulated clock."
     parts = (
-        f"{machine(longnet)}. On CUDA: not measured.",
+        f"{machine(longnet)}. Figures of a GPU are on [a page of their own](gpu.md).",
         "## LongNet against a mask",
         about,
         masked(longnet),

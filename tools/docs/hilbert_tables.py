@@ -39,7 +39,8 @@ def grids(found: Any) -> str:
 
 def sizes(found: Any) -> str:
     parts = [
-        f"{one['tokens']:,} tokens {one['gain_by_tile']['64']['median']:.1f}x, best to best {one['gain_best']:.1f}x"
+        f"{one['gain_by_tile']['64']['median']:.1f}x at {one['tokens']:,} tokens "
+        f"({one['gain_best']:.1f}x between the best tile sizes of each order)"
         for one in found["tiles"]
     ]
     copies = found["permutation"][0]

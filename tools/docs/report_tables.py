@@ -38,8 +38,9 @@ def about(found: Any) -> str:
     cpu, name = found["hardware"]["cpu"], found["provenance"]["name"]
     smaller = "" if found["shrink"] == 1 else f" Lengths, segments and grids are divided by {found['shrink']} here."
     return (
-        "The early reports on Hilbert + dilated attention on a GTX 1080 (July 2025), their single-device experiments "
-        f"run again by `python -m tools.bench.reports` on {name}, {cpu['threads']} threads: another kind of machine, "
+        "Reports of July 2025, numbered 000 to 004, on Hilbert + dilated attention on a GTX 1080 preceded this "
+        "project. Their single-device experiments were run again by `python -m tools.bench.reports` on "
+        f"{name}, {cpu['threads']} threads: another kind of machine, "
         "so that gains can be compared with the reported ones, times cannot. float32, batch 1, "
         f"{found['heads']} heads of {found['head_dim']} unless stated otherwise. With Hilbert order means the same "
         "function of the same tokens, by the same backend; the fastest is that of `tiles`, `native` and `sdpa`. Every "

@@ -10,7 +10,7 @@ NUMBERS = {value.variable: value for value in vars(settings).values() if isinsta
 #: The default and the allowed values of the other variables.
 OTHERS = {
     "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
-    "ATTN_DISPATCH_CACHE_DIR": ("the user's cache folder", "a folder"),
+    "ATTN_DISPATCH_CACHE_DIR": ("`attn-dispatch` in the user's cache folder, as `~/.cache/attn-dispatch`", "a folder"),
     "ATTN_DISPATCH_CACHE_MB": (f"{settings.DEFAULT_MB:g}", "a number > 0"),
     "ATTN_DISPATCH_RECORD": ("-", "a file"),
     "CXX": ("g++", "a command"),

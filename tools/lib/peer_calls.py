@@ -299,7 +299,7 @@ def _fkodom(problem: Problem) -> Call:
 
 
 def _detached(problem: Problem) -> str:
-    return "no gradient passes through the weights of its branches" if problem.needs_grad else ""
+    return "passes no gradient through the weights of its branches" if problem.needs_grad else ""
 
 
 def _divided(problem: Problem) -> str:
