@@ -122,7 +122,8 @@ def replacing_sdpa() -> Iterator[Replaced]:
 
     Of all threads; the context that was entered last counts. With gradient checkpointing backward() belongs inside, for
     it computes such calls anew. A name that a module imported before (`from torch.nn.functional import ...`) is not
-    replaced. Compiled functions, nested tensors, DTensors, and calls inside torch's context_parallel keep PyTorch's.
+    replaced. Calls with dropout, compiled functions, nested tensors, DTensors, and calls inside torch's context_parallel
+    keep PyTorch's.
     """
     global _original
     entered = Replaced(), tracing.context_parallel() is not None
@@ -141,6 +142,7 @@ def replacing_sdpa() -> Iterator[Replaced]:
                 functional.scaled_dot_product_attention = _original
 
 
+DROPOUT = "dropout_p > 0, for which attend() has the plain formula alone"
 _entered: list[tuple[Replaced, bool]] = []  #: contexts, and whether each was entered inside torch's context_parallel
 _original: Any = functional.scaled_dot_product_attention  #: what `_replacement` stands for
 _changing = threading.Lock()
@@ -154,6 +156,10 @@ def _replacement(*args: Any, **more: Any) -> Any:
     if not entered or entered[0][1] or any(map(tracing.is_dtensor, (*args, *more.values()))):
         return _by_torch(*args, **more)
     found = entered[0][0]
+    if (more.get("dropout_p", args[4] if len(args) > 4 else 0) or 0) > 0:
+        with _changing:
+            found.left[DROPOUT] += 1
+        return _by_torch(*args, **more)
     _running.inside = True
     try:
         result = scaled_dot_product_attention(*args, **more)

@@ -48,6 +48,23 @@ def test_what_torch_spreads_over_ranks_is_left_to_it(monkeypatch: pytest.MonkeyP
     assert replaced.routed == 0
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_dropout_is_left_to_torch(by_name: bool) -> None:
+    """It has kernels for dropout, attend() the plain formula."""
+    x, more = drawn(2, 4, 9, 8), {"dropout_p": 0.5} if by_name else {}
+    arguments = (x, x, x) if by_name else (x, x, x, None, 0.5)
+    torch.manual_seed(0)
+    expected = functional.scaled_dot_product_attention(*arguments, **more)
+    torch.manual_seed(0)
+    with replacing_sdpa() as replaced:
+        assert torch.equal(functional.scaled_dot_product_attention(*arguments, **more), expected)
+        functional.scaled_dot_product_attention(x, x, x, None, 0.0)
+    assert (
+        str(replaced)
+        == "1 call by attend()\n1 left to PyTorch: dropout_p > 0, for which attend() has the plain formula alone"
+    )
+
+
 @pytest.mark.parametrize("upper", [True, False])
 @pytest.mark.parametrize("left_to_torch", [False, True])
 def test_masks_of_torch_that_hold_no_numbers(upper: bool, left_to_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
