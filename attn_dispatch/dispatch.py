@@ -235,7 +235,7 @@ def explain(
 ) -> Explanation:
     """Explain which backend and order `attend` takes for these arguments, and why not the others. Runs nothing.
 
-    Takes no documents, nor `key_lens`. Meta tensors are explained for the CUDA device if there is one, else for the CPU.
+    Takes no documents nor `key_lens`. Meta tensors are explained for the CUDA device if there is one, else for the CPU.
 
     Raises:
         InvalidInput: an argument is wrong. NoBackend: over a mesh, no exchange can run the problem.

@@ -122,7 +122,7 @@ def replacing_sdpa() -> Iterator[Replaced]:
 
     Of all threads; the context that was entered last counts. With gradient checkpointing backward() belongs inside, for
     it computes such calls anew. A name that a module imported before (`from torch.nn.functional import ...`) is not
-    replaced. Calls with dropout, compiled functions, nested tensors, DTensors, and calls inside torch's context_parallel
+    replaced. Compiled functions, nested tensors, DTensors, calls with dropout or inside torch's context_parallel
     keep PyTorch's.
     """
     global _original
