@@ -22,6 +22,7 @@ import torch
 from attn_dispatch.decisions.call import observing
 from attn_dispatch.decisions.trial_limits import capturing
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.autograd import is_result_known
 from attn_dispatch.settings import record_file
 from attn_dispatch.spec.problem import Problem
 
@@ -108,7 +109,7 @@ class _Recorder:
         use, cuda = self.uses[problem], problem.device.type == "cuda"
 
         def counted(*args: Any, **tensors: Any) -> Any:
-            if capturing(problem.device):
+            if is_result_known() or capturing(problem.device):
                 return run(*args, **tensors)
             first = use.calls == 0
             if cuda and use.calls <= CUDA_SAMPLES:

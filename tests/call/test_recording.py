@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend, counters, explain, profile, profiling, record, recording, register
 from attn_dispatch.errors import InvalidInput, NotDecided
@@ -153,6 +154,17 @@ def test_documents_and_compiled_calls_are_counted(tmp_path: Path, set_mode: Call
     ((problem, use),) = read_record(tmp_path / "compiled.jsonl").items()
     assert (replace(problem, return_lse=False), use.calls) == (Problem.of(q, k, v), 3)
     torch.compiler.reset()
+
+
+def test_the_backward_pass_of_an_operator_is_no_call(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+    """It calls the backend's function for its graph alone, where the results of the forward pass are known."""
+    set_mode("predict")
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with record(tmp_path / "met.jsonl"), FlopCounterMode(display=False):
+        for _ in range(3):
+            attend(q, k, v).sum().backward()
+    (use,) = read_record(tmp_path / "met.jsonl").values()
+    assert use.calls == 3
 
 
 @pytest.mark.parametrize("text", ["-1", "true", '"5"', "1e999"])
