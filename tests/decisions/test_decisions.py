@@ -19,14 +19,36 @@ from attn_dispatch.decisions.call import ResolvedCall
 from attn_dispatch.errors import InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
+from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from tests.support import processes
 from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
 
 pytestmark = pytest.mark.usefixtures("little_time")
+
+
+# --- mode off ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "named"), [("incorrect", "sdpa"), ("hung", "planted")])
+def test_mode_off_reads_no_quarantine(kind: Kind, named: str, set_mode: Callable[[str], None]) -> None:
+    """Whatever other modes have put there, of built-in backends or others."""
+    register(Plugin(lambda out, lse: (out, lse)))
+    q, k, v = qkv()
+    where = silicon("cpu")
+    version = next(row.version for row in explain(q, k, v).candidates if row.backend == named)
+    entry = Entry(backend=named, version=version, silicon=where, kind=kind, reason="", title="")
+    Quarantine(cache_folder(), where).add(entry)
+    assert status(explain(q, k, v), named) == "quarantined"
+    forget()
+    set_mode("off")
+    found = explain(q, k, v)
+    assert status(found, named) != "quarantined"
+    assert found.choice == "sdpa"
 
 
 # --- measured once ----------------------------------------------------------------------------------------------------
