@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import Any, TextIO
 
 import torch
 
+from attn_dispatch import process_state
 from attn_dispatch.decisions.call import observing
 from attn_dispatch.decisions.trial_limits import capturing
 from attn_dispatch.errors import InvalidInput
@@ -102,7 +102,7 @@ class _Use:
 
 class _Recorder:
     def __init__(self, file: TextIO) -> None:
-        self.file, self.process, self.lock = file, os.getpid(), threading.Lock()
+        self.file, self.process, self.lock = file, os.getpid(), process_state.lock()
         self.ended = False  # nothing more is written
         self.uses: dict[Problem, _Use] = {}
         self.interval_s = FIRST_WRITE_S
