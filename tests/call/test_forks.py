@@ -1,9 +1,14 @@
-"""Processes forked while another thread holds a lock: that thread is not in the child, which must not wait for it."""
+"""Processes forked while another thread holds a lock: that thread is not in the child, which must not wait for it.
+
+And the child does not hold a lock of files that its parent has given back.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from attn_dispatch.backends import flex, sdpa_mask
 from attn_dispatch.compat import sdpa
 from attn_dispatch.ring import link
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store import files
 from tests.support.calls import qkv
 
 pytestmark = [
@@ -73,3 +79,20 @@ def test_a_child_calls_what_is_recorded(tmp_path: Path) -> None:
     with (tmp_path / "met.jsonl").open("a") as file:
         recorder = recording._Recorder(file)
         assert ends_in_a_child(recorder.lock, lambda: recorder.note(Problem.of(*qkv())))
+
+
+def test_a_child_holds_no_lock_of_a_folder(tmp_path: Path) -> None:
+    """It lives on with a copy of the descriptor, while another writer waits."""
+    with files.locked(tmp_path):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        start = time.monotonic()
+        with files.locked(tmp_path):
+            waited_s = time.monotonic() - start
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert waited_s < files.LOCK_S / 2
