@@ -1,8 +1,14 @@
-"""What a process keeps in tables of its modules, and how it is forgotten: by tests, and where an observer begins."""
+"""What a process keeps in tables of its modules, and how it is forgotten: by tests, and where an observer begins.
+
+And its locks, which no thread of a forked child holds.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from weakref import WeakSet
 
 ROUTES = "routes"  #: cached routes of calls: they hide problems from observers
 DECISIONS = "decisions"  #: what was decided, measured and counted
@@ -31,3 +37,21 @@ def forget(*kinds: str) -> None:
 def forget_all() -> None:
     """As if the process had just started. What follows from arguments alone, and the machine's own facts, stay."""
     forget(*_tables)
+
+
+_locks: WeakSet[threading.Lock] = WeakSet()
+
+
+def lock() -> threading.Lock:
+    """A lock that is free in a forked child: the thread that held it does not exist there."""
+    made = threading.Lock()
+    _locks.add(made)
+    return made
+
+
+def _free_locks() -> None:
+    for each in _locks:
+        each._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_free_locks)

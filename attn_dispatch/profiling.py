@@ -239,7 +239,7 @@ def _measure_unsharded(
                 weights=[weights[index] for index in own],
             )
         link.barrier()  # concurrent measurements on one CPU would disturb each other
-    decisions = [look_up.read_stored(Request.of(problems[index])) for index in own]
+    decisions = [look_up.read_stored(Request.of(measured_for(problems[index]))) for index in own]
     gathered = link.all_gather_objects(
         [(index, each, made and encode(made)) for index, each, made in zip(own, done, decisions, strict=True)]
     )

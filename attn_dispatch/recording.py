@@ -10,20 +10,23 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
 
+from attn_dispatch import process_state
 from attn_dispatch.decisions.call import observing
 from attn_dispatch.decisions.trial_limits import capturing
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.autograd import is_result_known
+from attn_dispatch.log import say_once
 from attn_dispatch.settings import record_file
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.text import printable
 
 FIRST_WRITE_S = 60.0  #: seconds until calls are first written; the next interval is twice as long, and so on
 CUDA_SAMPLES = 16  #: calls of a problem that are timed by events on a GPU
@@ -37,15 +40,23 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     queries and many keys, the next power of two of keys is recorded, which is what is decided.
 
     Args:
-        path: a JSON Lines file, created if missing; `profile` and `attn-dispatch profile --from` read it.
+        path: a JSON Lines file, created if missing; `profile` and `attn-dispatch profile --from` read it. Where it
+            cannot be written any more, calls go on unrecorded, with one warning.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
-    with open(path, "a", encoding="utf-8") as file:
-        recorder = _Recorder(file)
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed below, where it may fail
+    recorder = _Recorder(file)
+    try:
         with observing(recorder.note, recorder.around):
             try:
                 yield
             finally:
                 recorder.write_uses()
+    finally:
+        with suppress(OSError):  # of what could not be written before
+            file.close()
 
 
 def record_by_environment() -> None:
@@ -91,7 +102,8 @@ class _Use:
 
 class _Recorder:
     def __init__(self, file: TextIO) -> None:
-        self.file, self.process, self.lock = file, os.getpid(), threading.Lock()
+        self.file, self.process, self.lock = file, os.getpid(), process_state.lock()
+        self.ended = False  # nothing more is written
         self.uses: dict[Problem, _Use] = {}
         self.interval_s = FIRST_WRITE_S
         self.next_write_s = time.monotonic() + self.interval_s
@@ -108,7 +120,7 @@ class _Recorder:
         use, cuda = self.uses[problem], problem.device.type == "cuda"
 
         def counted(*args: Any, **tensors: Any) -> Any:
-            if capturing(problem.device):
+            if is_result_known() or capturing(problem.device):
                 return run(*args, **tensors)
             first = use.calls == 0
             if cuda and use.calls <= CUDA_SAMPLES:
@@ -161,6 +173,16 @@ class _Recorder:
         self.events = left
 
     def _write(self, line: dict[str, Any]) -> None:
-        if os.getpid() == self.process:  # a forked process has this one's counts, and the same file
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
+        if self.ended or os.getpid() != self.process:  # a forked process has this one's counts, and the same file
+            return
+        try:
+            self._append(json.dumps(line) + "\n")
+        except (OSError, ValueError) as error:
+            self.ended = True  # a line may have been cut off, and must not go on with the next one
+            if isinstance(error, OSError):  # else the block has ended, before a call of another thread
+                name, why = printable(str(self.file.name)), error.strerror or error
+                say_once(f"calls are not recorded any more: {name} cannot be written ({why})")
+
+    def _append(self, line: str) -> None:
+        self.file.write(line)
+        self.file.flush()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import threading
 import types
 import warnings
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import refuse_second_derivatives
 from attn_dispatch.kernels.contract import (
     Refusal,
@@ -63,7 +63,7 @@ SPLITS = 1024  #: the most parts that the keys are split into for few queries, t
 compiling = True
 
 _compiled: OrderedDict[tuple[Problem, str], _CompiledAttention] = OrderedDict()
-_lock = threading.Lock()
+_lock = process_state.lock()
 
 
 def version() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
@@ -11,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attn_dispatch import process_state
 from attn_dispatch.kernels import numerics
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
@@ -30,7 +30,7 @@ COPIES = 2  #: of a mask with the caller's bias: while it is added, the sum so f
 ROWS = 512  #: query rows whose multiplicity is computed at once
 
 _masks: OrderedDict[Hashable, tuple[branches.Bias, ...]] = OrderedDict()
-_lock = threading.Lock()
+_lock = process_state.lock()
 
 
 def version() -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from attn_dispatch import process_state
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
 from attn_dispatch.spec import tracing
@@ -145,7 +146,7 @@ def replacing_sdpa() -> Iterator[Replaced]:
 DROPOUT = "dropout_p > 0, for which attend() has the plain formula alone"
 _entered: list[tuple[Replaced, bool]] = []  #: contexts, and whether each was entered inside torch's context_parallel
 _original: Any = functional.scaled_dot_product_attention  #: what `_replacement` stands for
-_changing = threading.Lock()
+_changing = process_state.lock()
 _running = threading.local()
 
 

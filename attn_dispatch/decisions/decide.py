@@ -106,9 +106,10 @@ def decision_for(problem: Problem) -> Decision:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can run the problem.
     """
     if (other := measured_for(problem)) != problem:
-        shared = decision_for(other)
-        if unmeasured.can_run(problem, shared.chosen):
-            return shared
+        with suppress(NoBackend):  # it may need more memory than this one
+            shared = decision_for(other)
+            if unmeasured.can_run(problem, shared.chosen):
+                return shared
     request = Request.of(problem)
     key = request.silicon, problem, None, None
     decision = _decided.get(key)

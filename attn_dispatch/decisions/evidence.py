@@ -5,6 +5,8 @@ In modes that measure, other machines' decisions are none before they are confir
 
 from __future__ import annotations
 
+from collections import Counter
+
 from attn_dispatch import process_state
 from attn_dispatch.decisions import look_up
 from attn_dispatch.learning import predict as learned
@@ -19,7 +21,8 @@ MOST_DECISIONS = 500  #: of a group, from which predictions are made; each takes
 
 # Decisions of a group as first read, and those made since; keys: silicon, group, whether those of others are believed.
 _evidence: dict[tuple[str, str, bool], learned.Evidence] = {}
-process_state.register(process_state.DECISIONS, _evidence.clear)
+_added: Counter[tuple[str, str]] = Counter()  # decisions made since, by silicon and group
+process_state.register(process_state.DECISIONS, _evidence.clear, _added.clear)
 
 
 def predict_for(request: Request) -> learned.Prediction | None:
@@ -41,16 +44,20 @@ def group_evidence(silicon: str, group: str) -> learned.Evidence:
     """Every decision of a group: the user's, and the shipped ones of other problems."""
     key = silicon, group, not measures()
     known = _evidence.get(key)
-    if known is None:
+    while known is None:
+        before = _added[silicon, group]
         own = Store(cache_folder()).group(silicon, group, MOST_DECISIONS)
         keys = {decision.key for decision in own}
         shipped_only = [d for d in shipped(silicon).values() if d.group == group and d.key not in keys]
-        known = _evidence[key] = learned.Evidence(filter(look_up.is_believed, [*shipped_only, *own]))
+        read = _evidence[key] = learned.Evidence(filter(look_up.is_believed, [*shipped_only, *own]))
+        if _added[silicon, group] == before:  # else what another thread has made may be missing
+            known = read
     return known
 
 
 def add(decision: Decision) -> None:
     """Add a new decision to the evidence of its group."""
+    _added[decision.silicon, decision.group] += 1  # first: `group_evidence` looks at it last
     for everyone in (False, True):
         known = _evidence.get((decision.silicon, decision.group, everyone))
         if known is not None:

@@ -148,10 +148,20 @@ class _LiveTrial:
         end.record()
         self._events.append((start, end))
         self.watch_backward(result)
-        while self._events and self._events[0][1].query():
-            first, last = self._events.popleft()
-            self.note(first.elapsed_time(last) / 1e3)
+        while (call_s := self._ended_call_s()) is not None:
+            self.note(call_s)
         return result
+
+    def _ended_call_s(self) -> float | None:
+        """The seconds of the earliest call that is not noted; None where it has not ended."""
+        try:
+            start, end = self._events.popleft()  # not looked at before, as another thread may take it
+        except IndexError:
+            return None
+        if not end.query():
+            self._events.appendleft((start, end))
+            return None
+        return float(start.elapsed_time(end)) / 1e3
 
     def watch_backward(self, result: Any) -> None:
         """Count the backward pass of a call's out, if it is ever run."""

@@ -57,7 +57,8 @@ def bucket(problem: Mapping[str, Any]) -> tuple[Any, ...]:
     counts = [_bucket_index(problem[name]) for name in SIZE_FIELDS]
     pattern = _natural_pattern(problem["pattern"])
     sizes = [None if size is None else _bucket_index(size) for size in _pattern_sizes(pattern)]
-    return (group_of(problem), *others, _has_custom_scale(problem), *counts, *sizes)
+    axes = tuple(size > 1 for size in problem.get("bias", ())), problem.get("alibi_axes", 0)
+    return (group_of(problem), *others, _has_custom_scale(problem), *axes, *counts, *sizes)
 
 
 def _bucket_index(size: int) -> int:

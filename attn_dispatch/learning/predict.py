@@ -108,14 +108,15 @@ class Evidence:
         known = self.groups.setdefault(group, {})
         known[decision.key] = point
         if most is not None and len(known) > most:
-            known.pop(next(iter(known)), None)
+            known.pop(list(known)[0], None)  # noqa: RUF015 - an iterator fails where another thread adds
 
     def neighbours(
         self, coordinates: tuple[float, ...], group: str, able: Collection[CandidateId], exclude: str | None
     ) -> list[EvidencePoint]:
         """The nearest decisions that timed a candidate of `able`, nearest first, at least `MIN_SEPARATION` apart."""
         # Patterns of one group may have different numbers of sizes.
-        points = [point for point in self.groups.get(group, {}).values() if len(point.coordinates) == len(coordinates)]
+        everywhere = list(self.groups.get(group, {}).values())  # another thread may add to it
+        points = [point for point in everywhere if len(point.coordinates) == len(coordinates)]
         distances = [math.dist(point.coordinates, coordinates) for point in points]
         found: list[EvidencePoint] = []
         searched = (i for i in sorted(range(len(points)), key=distances.__getitem__)[:MAX_SEARCHED])

@@ -106,7 +106,7 @@ def group_series(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evid
     group = group_of(problem)
     problems: dict[tuple[str, str], Mapping[str, Any]] = {}
     found: defaultdict[tuple[str, str], list[Speedup]] = defaultdict(list)
-    for point in ready.groups.get(group, {}).values():
+    for point in list(ready.groups.get(group, {}).values()):  # another thread may add to it
         for order, speedup in speedups_of(point.problem, point.rows, point.key):
             name = (json.dumps(family_of(point.problem), sort_keys=True), order)
             problems.setdefault(name, point.problem)

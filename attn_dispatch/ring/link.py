@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import socket
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +36,7 @@ MAX_LINKS = 16  #: groups that have a Link; the oldest is dropped first
 
 _links: OrderedDict[Any, Link] = OrderedDict()
 _connections: dict[Any, Connection] = {}  #: by group
-_lock = threading.Lock()
+_lock = process_state.lock()
 
 DIGEST_SIZE = 4  #: int64 numbers
 LENGTH, NO_ERROR, DECISION = range(DIGEST_SIZE, DIGEST_SIZE + 3)  #: columns after the digest

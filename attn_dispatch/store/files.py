@@ -157,6 +157,8 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         if handle is not None:
             with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
+            with suppress(OSError):
                 os.close(handle)
 
 

@@ -194,13 +194,15 @@ class Request:
         return None if orders else ("unsupported", "offers no order"), workspace, orders
 
     def _earlier_hang(self, backend: Backend, version: str | None) -> str | None:
-        """Why a plug-in that hung is not asked again, or None."""
+        """Why a plug-in that hung is not asked again, or None, as in mode `off`, which reads no file."""
+        if mode() == "off":
+            return None
         entry = Quarantine(cache_folder(), self.silicon).find(backend.name, version, self.address.group)
         return f"{entry.reason}{until(entry)}" if entry is not None and entry.kind == "hung" else None
 
     def _quarantine_reason(self, backend: Backend, version: str | None) -> str | None:
         """Why this version is quarantined, or None. The last resort never is: a fallback must remain."""
-        if backend.name == registry.LAST_RESORT:
+        if backend.name == registry.LAST_RESORT or mode() == "off":
             return None
         quarantine = Quarantine(cache_folder(), self.silicon)
         if not quarantine.entries():

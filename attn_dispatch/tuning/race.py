@@ -212,7 +212,8 @@ class Race:
 
     def left_out(self) -> dict[str, float]:
         """Candidates timed by a first call only, with its ratio to the fastest one's."""
-        return {**self.skipped, **{name: self.rounds.dropped[name] for name in self.rounds.short_of_time}}
+        short = {name: self.rounds.dropped[name] for name in self.rounds.short_of_time if name in self.runners}
+        return {**self.skipped, **short}
 
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         candidate, timing = self.runners[name][0], self.rounds.timings[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend, counters, explain, profile, profiling, record, recording, register
 from attn_dispatch.errors import InvalidInput, NotDecided
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.problem_files import Use, read_record
-from tests.support.calls import Plugin, counted, forget, qkv
+from tests.support.calls import Plugin, close, counted, forget, formula, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -153,6 +155,59 @@ def test_documents_and_compiled_calls_are_counted(tmp_path: Path, set_mode: Call
     ((problem, use),) = read_record(tmp_path / "compiled.jsonl").items()
     assert (replace(problem, return_lse=False), use.calls) == (Problem.of(q, k, v), 3)
     torch.compiler.reset()
+
+
+def test_the_backward_pass_of_an_operator_is_no_call(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
+    """It calls the backend's function for its graph alone, where the results of the forward pass are known."""
+    set_mode("predict")
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with record(tmp_path / "met.jsonl"), FlopCounterMode(display=False):
+        for _ in range(3):
+            attend(q, k, v).sum().backward()
+    (use,) = read_record(tmp_path / "met.jsonl").values()
+    assert use.calls == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no file that is always full")
+def test_a_full_disk_fails_no_call(set_mode: Callable[[str], None], warnings: Callable[[], list[str]]) -> None:
+    """Calls go on unrecorded, with one warning."""
+    set_mode("predict")
+    q, k, v = qkv()
+    expected, _ = formula(q, k, v, Dense())
+    with record("/dev/full"):
+        for _ in range(2):
+            assert close(attend(q, k, v), expected)
+        attend(q, k, v, is_causal=True)
+    (warning,) = [each for each in warnings() if "record" in each]
+    assert warning == "calls are not recorded any more: /dev/full cannot be written (No space left on device)"
+
+
+def test_a_full_disk_later_is_not_the_backends_failure(
+    tmp_path: Path, set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written before stays readable, and nothing is written after it."""
+    set_mode("predict")
+    monkeypatch.setattr(recording, "FIRST_WRITE_S", 0.0)
+    q, k, v = qkv()
+    disks = iter([OSError(errno.ENOSPC, "No space left on device")])
+    write = recording._Recorder._append
+
+    def full(recorder: Any, line: str) -> None:
+        if "calls" in line:
+            for error in disks:
+                raise error
+        write(recorder, line)
+
+    monkeypatch.setattr(recording._Recorder, "_append", full)
+    with record(tmp_path / "met.jsonl"):
+        for _ in range(3):
+            attend(q, k, v)
+    assert read_record(tmp_path / "met.jsonl") == {Problem.of(q, k, v): Use(0, 0.0)}
+
+
+def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), record(tmp_path / "no folder" / "met.jsonl"):
+        pass
 
 
 @pytest.mark.parametrize("text", ["-1", "true", '"5"', "1e999"])

@@ -16,17 +16,56 @@ from torch import Tensor
 from attn_dispatch import attend, dispatch, explain, profile, register
 from attn_dispatch.decisions import call, decide
 from attn_dispatch.decisions.call import ResolvedCall
-from attn_dispatch.errors import InvalidInput, NotDecided
+from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
+from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
+from attn_dispatch.tuning import candidates
 from tests.support import processes
 from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
 
 pytestmark = pytest.mark.usefixtures("little_time")
+
+
+# --- mode off ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "named"), [("incorrect", "sdpa"), ("hung", "planted")])
+def test_mode_off_reads_no_quarantine(kind: Kind, named: str, set_mode: Callable[[str], None]) -> None:
+    """Whatever other modes have put there, of built-in backends or others."""
+    register(Plugin(lambda out, lse: (out, lse)))
+    q, k, v = qkv()
+    where = silicon("cpu")
+    version = next(row.version for row in explain(q, k, v).candidates if row.backend == named)
+    entry = Entry(backend=named, version=version, silicon=where, kind=kind, reason="", title="")
+    Quarantine(cache_folder(), where).add(entry)
+    assert status(explain(q, k, v), named) == "quarantined"
+    forget()
+    set_mode("off")
+    found = explain(q, k, v)
+    assert status(found, named) != "quarantined"
+    assert found.choice == "sdpa"
+
+
+def test_a_problem_runs_where_the_next_power_of_two_of_keys_needs_too_much(
+    set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few queries are decided by the latter, which no backend can run."""
+    set_mode("off")
+    monkeypatch.setattr(registry, "BUILT_IN", ())
+    q, k, v = torch.randn(1, 1, 8, 64), *torch.randn(2, 1, 40_000, 8, 64)
+    monkeypatch.setattr(candidates, "available_bytes", lambda device: 600 << 20)
+    assert explain(q, k, v).choice == "manual"
+    assert attend(q, k, v).shape == q.shape
+    monkeypatch.setattr(candidates, "available_bytes", lambda device: 1)
+    forget()
+    with pytest.raises(NoBackend, match="40000"):
+        attend(q, k, v)
 
 
 # --- measured once ----------------------------------------------------------------------------------------------------

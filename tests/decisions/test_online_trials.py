@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from attn_dispatch import attend, explain, process_state
 from attn_dispatch.decisions import look_up, online
@@ -231,3 +234,42 @@ def test_locked_mode_takes_what_a_trial_decided(machine: Machine, set_mode: Call
     assert called(machine, before) == {"a": 0, "b": 1, "c": 0}
     with pytest.raises(NotDecided):
         attend(*qkv(24))
+
+
+@dataclass
+class Ended:
+    """A CUDA event. While one that has taken place is asked, another thread takes what it finds in the queue."""
+
+    queue: Callable[[], deque[Any]]
+    done: bool = True
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        if self.done and self.queue():
+            self.queue().popleft()
+        return self.done
+
+    def elapsed_time(self, end: Ended) -> float:
+        assert end.done
+        return 4.0
+
+
+def test_threads_share_the_events_of_calls_on_cuda(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event is read twice or before it has taken place, and those that wait keep their order."""
+    attend(*qkv())
+    (trial,) = online._trials.values()
+    made: list[Ended] = []
+
+    def event(**_: Any) -> Ended:
+        made.append(Ended(lambda: trial._events, done=len(made) < 2))
+        return made[-1]
+
+    noted: list[float] = []
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(trial, "note", noted.append)
+    for _ in range(3):
+        trial.timed_by_events(lambda: None)
+    assert noted == [4 * MS]
+    assert [each for pair in trial._events for each in pair] == made[2:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -82,6 +84,45 @@ def test_exceptions_reach_the_caller() -> None:
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             run_in_threads(MANY, work)
+
+
+WITHOUT_THREADS = """
+import threading
+import torch
+from attn_dispatch.kernels.tiles.threads import run_in_threads
+
+start, started = threading.Thread.start, []
+
+def limited(thread):
+    if thread.name.startswith("attn-dispatch-tiles"):
+        started.append(thread)
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+    start(thread)
+
+threading.Thread.start = limited
+torch.set_num_threads(4)
+numbers = []
+try:
+    run_in_threads(50, lambda queue: numbers.extend(queue.take()))
+except RuntimeError as error:
+    print(error, numbers, torch.get_num_threads())
+later = []
+thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+thread.start()
+thread.join()
+threading.Thread.start = start
+run_in_threads(50, lambda queue: numbers.extend(queue.take()))
+print(later, sorted(numbers) == list(range(50)))
+"""
+
+
+def test_a_process_ends_where_not_all_threads_could_be_started() -> None:
+    """Those that were started do not wait for the others; the next call starts all of them anew."""
+    command = [sys.executable, "-c", WITHOUT_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["can't start new thread [] 4", "[4] True"]
 
 
 def test_inference_tensors_can_be_written() -> None:

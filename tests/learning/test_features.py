@@ -109,6 +109,18 @@ def test_any_other_difference_is_another_bucket(changes: dict[str, Any]) -> None
     assert bucket({**PROBLEM, **changes}) != bucket(PROBLEM)
 
 
+def test_the_axes_of_a_bias_and_of_slopes_have_buckets() -> None:
+    """A bias of its own for each head is more to read than one for all."""
+
+    def of(batch: int = 8, **changes: Any) -> tuple[Any, ...]:
+        return bucket({**PROBLEM, "batch": batch, **changes})
+
+    heads = PROBLEM["heads"]
+    assert len({of(bias=[rows, columns]) for rows in (1, 8) for columns in (1, heads)}) == 4
+    assert of(100, bias=[100, heads]) == of(99, bias=[99, heads])
+    assert of(alibi_axes=1) != of(alibi_axes=2)
+
+
 def test_sizes_of_a_pattern_have_buckets() -> None:
     def of(**changes: Any) -> tuple[Any, ...]:
         return bucket({**PROBLEM, "pattern": {**WINDOW, **changes}})

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attn_dispatch.learning.predict import MAX_NEIGHBOURS, UNKNOWN_FACTOR, Evidence, Prediction, predict
+from attn_dispatch.learning.predict import (
+    MAX_NEIGHBOURS,
+    UNKNOWN_FACTOR,
+    Evidence,
+    EvidencePoint,
+    Prediction,
+    predict,
+)
 from attn_dispatch.learning.regret import GroupRegret, HeldOutChoice, leave_one_out, total
 from attn_dispatch.store.decision import Decision
 from tools.checks.trust_learned import planted
@@ -100,6 +107,27 @@ def test_the_surfaces_have_several_fastest_backends() -> None:
 
 
 # --- eligible candidates ----------------------------------------------------------------------------------------------
+
+
+def test_evidence_grows_in_another_thread_while_it_is_read() -> None:
+    known = Evidence(crossing(512, 2048))
+    (points,) = known.groups.values()
+    late = iter(crossing(256, 4096))
+
+    class Growing(tuple[float, ...]):
+        """Coordinates that other code runs beside."""
+
+        def __len__(self) -> int:
+            for each in late:
+                known.add(each)
+            return super().__len__()
+
+    for key, point in list(points.items())[:1]:
+        points[key] = EvidencePoint(key, Growing(point.coordinates), point.problem, point.rows)
+    found = predict(problem_at(600), known, (A, B))
+    assert found is not None
+    assert found.backend == "a"
+    assert len(points) == 4
 
 
 def test_without_evidence_there_is_no_choice() -> None:

@@ -105,10 +105,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
         torch.set_num_threads(1)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="attn-dispatch-tiles", initializer=begin)
-    for _ in range(threads):
-        pool.submit(started.wait)
-    started.wait()
-    torch.set_num_threads(threads)  # set_num_threads(1) above also became the default of new threads
+    try:
+        for _ in range(threads):
+            pool.submit(started.wait)
+        started.wait()
+    except BaseException:
+        started.abort()  # else the threads that have started wait for ever, and the interpreter's end for them
+        pool.shutdown()
+        raise
+    finally:
+        torch.set_num_threads(threads)  # set_num_threads(1) above also became the default of new threads
     return pool
 
 
