@@ -120,13 +120,18 @@ def test_tables_of_traffic_that_needs_no_bytes() -> None:
 
 def test_ring_reports_without_options_measure_each_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As --full runs them."""
-    lengths = []
+    lengths: list[tuple[int, ...]] = []
+
+    def all_of_them(given: tuple[int, ...]) -> list[dict[str, object]]:
+        lengths.append(given)
+        return []
+
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(ring_reports, "all_of_them", lambda given: lengths.extend(given) or [])
+    monkeypatch.setattr(ring_reports, "all_of_them", all_of_them)
     monkeypatch.setattr(ring_reports, "again", lambda found: [])
     monkeypatch.setattr(sys, "argv", ["ring_reports", "-o", str(tmp_path / "found.json")])
     ring_reports.main()
-    assert tuple(lengths) == ring_reports.LENGTHS
+    assert lengths == [ring_reports.LENGTHS]
     assert json.loads((tmp_path / "found.json").read_text())["runs"] == []
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
