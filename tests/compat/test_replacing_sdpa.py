@@ -51,18 +51,20 @@ def test_what_torch_spreads_over_ranks_is_left_to_it(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("by_name", [False, True])
 def test_dropout_is_left_to_torch(by_name: bool) -> None:
     """It has kernels for dropout, attend() the plain formula."""
-    x, more = drawn(2, 4, 9, 8), {"dropout_p": 0.5} if by_name else {}
-    arguments = (x, x, x) if by_name else (x, x, x, None, 0.5)
-    torch.manual_seed(0)
-    expected = functional.scaled_dot_product_attention(*arguments, **more)
-    torch.manual_seed(0)
+    x = drawn(2, 4, 9, 8)
+
+    def dropped() -> Tensor:
+        torch.manual_seed(0)
+        if by_name:
+            return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        return functional.scaled_dot_product_attention(x, x, x, None, 0.5)
+
+    expected = dropped()
     with replacing_sdpa() as replaced:
-        assert torch.equal(functional.scaled_dot_product_attention(*arguments, **more), expected)
+        assert torch.equal(dropped(), expected)
         functional.scaled_dot_product_attention(x, x, x, None, 0.0)
-    assert (
-        str(replaced)
-        == "1 call by attend()\n1 left to PyTorch: dropout_p > 0, for which attend() has the plain formula alone"
-    )
+    left = "1 left to PyTorch: dropout_p > 0, for which attend() has the plain formula alone"
+    assert str(replaced) == f"1 call by attend()\n{left}"
 
 
 @pytest.mark.parametrize("upper", [True, False])
