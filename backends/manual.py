@@ -112,7 +112,9 @@ class _Pieces:
             return None
         seed = (self.seed + heads.start * self.problem.q_len + rows.start) % 2**63
         shape = (self.problem.batch, heads.stop - heads.start, rows.stop - rows.start, self.problem.k_len)
-        kept = torch.rand(shape, generator=torch.Generator(device).manual_seed(seed), device=device) >= p
+        generator = torch.Generator(device).manual_seed(seed)
+        # A default dtype of 16 bits has too few numbers to drop the asked share.
+        kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=device) >= p
         return kept.to(sum_dtype(self.problem.dtype)) / (1 - p)
 
     def kv_index(self, heads: slice, device: torch.device) -> Tensor:
