@@ -66,6 +66,7 @@ from attn_dispatch.kernels.triton.work_list import (
 from attn_dispatch.spec.orders import NATURAL, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import make_plain
 from attn_dispatch.text import gib
 
 name = "triton"
@@ -379,7 +380,7 @@ def _on_device(problem: Problem, side: Side, block: BlockConfig, order: str) -> 
     work = _listed(problem, side, block.rows)
     if order == NATURAL and _in_turn(problem, side)[1]:
         work = work.longest_first(block.columns)
-    return work.to(problem.device)
+    return make_plain(work.to, problem.device)
 
 
 @lru_cache(maxsize=4096)
@@ -390,7 +391,8 @@ def _in_turn(problem: Problem, side: Side) -> tuple[int, bool]:
 @lru_cache(maxsize=64)
 def _launched(problem: Problem, side: Side, block: BlockConfig, order: str) -> Tensor:
     work = _listed(problem, side, block.rows)
-    return launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps).to(problem.device)
+    found = launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps)
+    return make_plain(found.to, problem.device)
 
 
 def _list_bytes(problem: Problem) -> int:
