@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import refuse_second_derivatives
+from attn_dispatch.kernels.autograd import refuse_second_derivatives, refuse_tangents
 from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
@@ -193,6 +193,7 @@ def first_call_ms(problem: Problem) -> float:
 def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
+    refuse_tangents(name, q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
     attention = _prepared(problem, order)
     with _plain_torch_state(problem):
         hidden = Hidden.of(problem, tensors)

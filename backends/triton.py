@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import compiled
-from attn_dispatch.kernels.autograd import Passes, differentiable
+from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import blocks as triton_blocks
@@ -152,6 +152,7 @@ def run(
     """As every backend's; `blocks` are those of a race, which may need more than the GPU has."""
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
+    refuse_tangents(name, q, k, v)
     key_mask = tensors.get("key_mask")
     kernels = _TritonPasses(
         problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8), blocks

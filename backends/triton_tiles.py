@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import compiled
-from attn_dispatch.kernels.autograd import differentiable
+from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
@@ -133,6 +133,7 @@ def run(
     tile = tile_size(problem, order) if tile is None else tile
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
+    refuse_tangents(name, q, k, v)
     key_mask = tensors.get("key_mask")
     hidden = tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))

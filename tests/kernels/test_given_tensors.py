@@ -1,0 +1,58 @@
+"""Tensors that a kernel reads by their address, and what that leaves out: tangents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from tests.support.fixtures import INTERPRETED
+
+PRIVATE: Any = torch  #: for names that type checkers do not know
+PATTERNS: dict[str, Pattern] = {
+    "native": Dilated((8, 16), (1, 2)),
+    "triton": Dilated((8, 16), (1, 2)),
+    "triton_tiles": Neighborhood((4, 4), (3, 3)),
+    "flex": Dilated((8, 16), (1, 2)),
+}
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
+BACKENDS = [pytest.param(name, marks=[interpreted] if "triton" in name else []) for name in PATTERNS]
+pytestmark = pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex")
+
+
+def called(backend: str, inputs: Sequence[Tensor], **tensors: Any) -> Any:
+    q, k, v = inputs
+    return attend(q, k, v, PATTERNS[backend], backend=backend, **tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_tangents_are_refused(backend: str, which: int) -> None:
+    """Dropped, they would be zeros without a word; a level without tangents changes nothing."""
+    inputs = [torch.randn(1, 16, 2, 16) for _ in range(3)]
+    out = called(backend, inputs)
+    forward_ad = PRIVATE.autograd.forward_ad
+    with forward_ad.dual_level():
+        assert torch.equal(called(backend, inputs), out)
+        inputs[which] = forward_ad.make_dual(inputs[which], torch.randn(1, 16, 2, 16))
+        with pytest.raises(BackendFailed, match=f"{backend} has no forward-mode derivatives"):
+            called(backend, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["native", "flex"])
+@pytest.mark.parametrize("term", ["bias", "alibi_slopes"])
+def test_tangents_of_score_terms_are_refused(backend: str, term: str) -> None:
+    x, given = torch.randn(1, 16, 2, 16), torch.rand((2,) if term == "alibi_slopes" else (1, 2, 16, 16))
+    forward_ad = PRIVATE.autograd.forward_ad
+    with forward_ad.dual_level():
+        terms = {term: forward_ad.make_dual(given, torch.ones_like(given))}
+        with pytest.raises(BackendFailed, match=f"{backend} has no forward-mode derivatives"):
+            called(backend, (x, x, x), **terms)
