@@ -153,12 +153,10 @@ def run(
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
     refuse_tangents(name, q, k, v)
-    key_mask = tensors.get("key_mask")
-    kernels = _TritonPasses(
-        problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8), blocks
-    )
-    call = Hidden.of(problem).around(kernels)
-    found = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
+    key_mask = None if key_mask is None else key_mask.view(torch.uint8)
+    call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask, blocks))
+    found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
     if blocks is None:
         compiled.note(name, problem, _blocks(problem))
     return found

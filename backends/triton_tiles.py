@@ -137,7 +137,7 @@ def run(
     key_mask = tensors.get("key_mask")
     hidden = tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
-    found = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
     compiled.note(name, problem, tile)
     return found
 

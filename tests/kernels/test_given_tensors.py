@@ -1,4 +1,4 @@
-"""Tensors that a kernel reads by their address, and what that leaves out: tangents."""
+"""Tensors that a kernel reads by their address, and what that leaves out: tangents, and changes in place."""
 
 from __future__ import annotations
 
@@ -56,3 +56,20 @@ def test_tangents_of_score_terms_are_refused(backend: str, term: str) -> None:
         terms = {term: forward_ad.make_dual(given, torch.ones_like(given))}
         with pytest.raises(BackendFailed, match=f"{backend} has no forward-mode derivatives"):
             called(backend, (x, x, x), **terms)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", ["seq_lens", "key_mask"])
+def test_a_mask_changed_before_the_backward_pass_is_an_error(backend: str, mask: str) -> None:
+    """The backward pass reads it again; that of `flex`, without its compiler, does not."""
+    inputs = [torch.randn(1, 16, 2, 16, requires_grad=True) for _ in range(3)]
+    given = torch.tensor([11]) if mask == "seq_lens" else torch.arange(16)[None] < 11
+    expected = torch.autograd.grad(called(backend, inputs, **{mask: given.clone()}).square().sum(), inputs)
+    out = called(backend, inputs, **{mask: given})
+    given.fill_(16)
+    if backend == "flex":
+        found = torch.autograd.grad(out.square().sum(), inputs)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.square().sum(), inputs)
