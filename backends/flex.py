@@ -290,8 +290,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """x contiguous, with the default stride also on axes of size 1."""
-    return x.contiguous().reshape(-1).view(x.shape)
+    """x contiguous, its signs in memory, with the default stride also on axes of size 1."""
+    return x.resolve_neg().contiguous().reshape(-1).view(x.shape)
 
 
 def _masks(tensors: dict[str, Tensor]) -> list[Tensor | None]:

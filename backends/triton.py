@@ -225,6 +225,7 @@ class _TritonPasses:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
+        q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
         parts = key_parts(problem) if self.order == NATURAL and self.seq_lens is None else None
         if parts is not None:
             return _in_parts(self, parts, q, k, v)
@@ -236,8 +237,8 @@ class _TritonPasses:
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = saved
-        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
+        q, k, v, out, lse = (x.resolve_neg() for x in saved)
+        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         (dq,), (dk, dv) = _results("queries", self.problem, q), _results("keys", self.problem, k, v)
         scaled_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
         strided = (q, k, v, grad)

@@ -177,6 +177,7 @@ class _TritonTilePasses:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
+        q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         _launch(FORWARD, self, (q, k, v, out, lse), (q, k, v), {})
@@ -185,8 +186,8 @@ class _TritonTilePasses:
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = saved
-        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
+        q, k, v, out, lse = (x.resolve_neg() for x in saved)
+        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
         tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)

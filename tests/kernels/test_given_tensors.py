@@ -1,4 +1,4 @@
-"""Tensors that a kernel reads by their address, and what that leaves out: tangents, and changes in place."""
+"""Tensors that a kernel reads by their address, and what that leaves out: tangents, signs, and changes in place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend
+from attn_dispatch.backends import flex
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from tests.support.fixtures import INTERPRETED
@@ -73,3 +74,29 @@ def test_a_mask_changed_before_the_backward_pass_is_an_error(backend: str, mask:
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(out.square().sum(), inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("through", ["out", "lse"])
+def test_views_of_negative_values(backend: str, through: str) -> None:
+    """Of which the memory holds the values without their sign, as of a conjugate's imaginary part."""
+    tensors = [torch.randn(1, 16, 2, 16) for _ in range(3)]
+    grad = torch.randn(1, 16, 2, 16) if through == "out" else torch.randn(1, 2, 16)
+    results = []
+    for sign in (torch.neg, PRIVATE._neg_view):
+        inputs = [sign(x).requires_grad_() for x in tensors]
+        assert {x.is_neg() for x in inputs} == {sign is not torch.neg}
+        out, lse = called(backend, inputs, return_lse=True)
+        alone = called(backend, [x.detach() for x in inputs])
+        given = -grad if backend == "flex" else sign(grad)  # FlexAttention raises where the gradient is such a view
+        grads = torch.autograd.grad(out if through == "out" else lse, inputs, given, allow_unused=True)
+        results.append([out, lse, alone, *(torch.zeros(()) if x is None else x for x in grads)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_flex_compiles_for_no_views_of_negative_values() -> None:
+    """PyTorch's compiler has no FlexAttention of them."""
+    x = torch.randn(1, 16, 2, 16)
+    for view in (PRIVATE._neg_view(x), PRIVATE._neg_view(x.transpose(1, 2))):
+        assert not flex._heads_first(view).is_neg()
+        assert torch.equal(flex._heads_first(view), -flex._heads_first(view.neg()))
