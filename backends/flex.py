@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.kernels.autograd import refuse_second_derivatives
+from attn_dispatch.kernels.autograd import refuse_second_derivatives, refuse_tangents
 from attn_dispatch.kernels.contract import (
     Refusal,
     refuse_device,
@@ -193,6 +193,7 @@ def first_call_ms(problem: Problem) -> float:
 def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
+    refuse_tangents(name, q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
     attention = _prepared(problem, order)
     with _plain_torch_state(problem):
         hidden = Hidden.of(problem, tensors)
@@ -289,8 +290,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """x contiguous, with the default stride also on axes of size 1."""
-    return x.contiguous().reshape(-1).view(x.shape)
+    """x contiguous, its signs in memory, with the default stride also on axes of size 1."""
+    return x.resolve_neg().contiguous().reshape(-1).view(x.shape)
 
 
 def _masks(tensors: dict[str, Tensor]) -> list[Tensor | None]:

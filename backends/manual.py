@@ -33,6 +33,7 @@ PASSES = 8  #: over the scores: scale, bias, maximum, exp, sum, log, exp, produc
 COUNT_PASSES = 6  #: for each branch's multiplicity
 PASS_FLOPS = 60  #: operations in the time of reading and writing one float32: 8 bytes at 7 to 8 FLOP per byte
 FREE_SHARE = 4  #: uses at most 1 / FREE_SHARE of the free memory
+DROPOUT_PIECES = 16  #: with dropout, whose pieces do not depend on free memory, they are smaller by this factor
 
 
 def version() -> str:
@@ -112,7 +113,9 @@ class _Pieces:
             return None
         seed = (self.seed + heads.start * self.problem.q_len + rows.start) % 2**63
         shape = (self.problem.batch, heads.stop - heads.start, rows.stop - rows.start, self.problem.k_len)
-        kept = torch.rand(shape, generator=torch.Generator(device).manual_seed(seed), device=device) >= p
+        generator = torch.Generator(device).manual_seed(seed)
+        # A default dtype of 16 bits has too few numbers to drop the asked share.
+        kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=device) >= p
         return kept.to(sum_dtype(self.problem.dtype)) / (1 - p)
 
     def kv_index(self, heads: slice, device: torch.device) -> Tensor:
@@ -197,7 +200,10 @@ def _piece(problem: Problem) -> tuple[int, int]:
     """Query rows and heads per piece."""
     row = problem.batch * problem.k_len * COPIES * max(sum_dtype(problem.dtype).itemsize, 4)
     limit = CHUNK_BYTES if problem.device.type == "cpu" else CUDA_CHUNK_BYTES
-    if row * problem.q_len * problem.heads > limit:
+    if problem.dropout_p:
+        # Each piece has its own seed: a call that is computed again (activation checkpointing) must have the same ones.
+        limit //= DROPOUT_PIECES
+    elif row * problem.q_len * problem.heads > limit:
         limit = min(limit, available_bytes(problem.device) // FREE_SHARE)
     heads = max(1, min(problem.heads, limit // (row * min(problem.q_len, 128))))
     return max(1, min(problem.q_len, limit // (row * heads))), heads

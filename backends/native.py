@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import differentiable
+from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import (
     SCORE_TERMS,
     Refusal,
@@ -33,7 +33,6 @@ from attn_dispatch.kernels.native.run import (
     NativePasses,
     padded_width,
     pair_count,
-    refuse_tangents,
     state_bytes,
     sums_apart,
     threads_per_key_head,
@@ -153,7 +152,7 @@ def _run(
     # Wrapped tensors have no address, and those of meta tensors are invalid.
     if any(x.device.type != "cpu" or not x.data_ptr() for x in (q, k, v)):
         raise TypeError(NO_ADDRESS)
-    refuse_tangents(q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
+    refuse_tangents(name, q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
     lengths = None if seq_lens is None else seq_lens.long().contiguous()
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
     wide = None if bias is None else bounded(bias.detach(), torch.float32)

@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import compiled
-from attn_dispatch.kernels.autograd import Passes, differentiable
+from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import blocks as triton_blocks
@@ -66,6 +66,7 @@ from attn_dispatch.kernels.triton.work_list import (
 from attn_dispatch.spec.orders import NATURAL, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import make_plain
 from attn_dispatch.text import gib
 
 name = "triton"
@@ -151,12 +152,11 @@ def run(
     """As every backend's; `blocks` are those of a race, which may need more than the GPU has."""
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
-    key_mask = tensors.get("key_mask")
-    kernels = _TritonPasses(
-        problem, order, tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8), blocks
-    )
-    call = Hidden.of(problem).around(kernels)
-    found = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    refuse_tangents(name, q, k, v)
+    key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
+    key_mask = None if key_mask is None else key_mask.view(torch.uint8)
+    call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask, blocks))
+    found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
     if blocks is None:
         compiled.note(name, problem, _blocks(problem))
     return found
@@ -225,6 +225,7 @@ class _TritonPasses:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
+        q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
         parts = key_parts(problem) if self.order == NATURAL and self.seq_lens is None else None
         if parts is not None:
             return _in_parts(self, parts, q, k, v)
@@ -236,8 +237,8 @@ class _TritonPasses:
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = saved
-        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
+        q, k, v, out, lse = (x.resolve_neg() for x in saved)
+        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         (dq,), (dk, dv) = _results("queries", self.problem, q), _results("keys", self.problem, k, v)
         scaled_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
         strided = (q, k, v, grad)
@@ -379,7 +380,7 @@ def _on_device(problem: Problem, side: Side, block: BlockConfig, order: str) -> 
     work = _listed(problem, side, block.rows)
     if order == NATURAL and _in_turn(problem, side)[1]:
         work = work.longest_first(block.columns)
-    return work.to(problem.device)
+    return make_plain(work.to, problem.device)
 
 
 @lru_cache(maxsize=4096)
@@ -390,7 +391,8 @@ def _in_turn(problem: Problem, side: Side) -> tuple[int, bool]:
 @lru_cache(maxsize=64)
 def _launched(problem: Problem, side: Side, block: BlockConfig, order: str) -> Tensor:
     work = _listed(problem, side, block.rows)
-    return launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps).to(problem.device)
+    found = launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps)
+    return make_plain(found.to, problem.device)
 
 
 def _list_bytes(problem: Problem) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import compiled
-from attn_dispatch.kernels.autograd import differentiable
+from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
@@ -133,10 +133,11 @@ def run(
     tile = tile_size(problem, order) if tile is None else tile
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
+    refuse_tangents(name, q, k, v)
     key_mask = tensors.get("key_mask")
     hidden = tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
-    found = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
     compiled.note(name, problem, tile)
     return found
 
@@ -176,6 +177,7 @@ class _TritonTilePasses:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
+        q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         _launch(FORWARD, self, (q, k, v, out, lse), (q, k, v), {})
@@ -184,8 +186,8 @@ class _TritonTilePasses:
     def backward(
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = saved
-        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.contiguous()
+        q, k, v, out, lse = (x.resolve_neg() for x in saved)
+        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
         tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)

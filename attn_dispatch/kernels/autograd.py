@@ -14,6 +14,7 @@ from torch.utils import checkpoint
 
 from attn_dispatch.errors import BackendFailed, InvalidInput
 
+forward_ad: Any = torch.autograd.forward_ad  # without types; the level is private
 #: Raised by torch.utils.checkpoint to end a recomputation early; InvalidInput in versions of torch without it.
 CHECKPOINT_STOP: type[Exception] = getattr(checkpoint, "_StopRecomputationError", InvalidInput)
 
@@ -140,6 +141,14 @@ def _gradients(
         lambda: passes.backward(grad, grad_lse, saved), grad, grad_lse, *saved
     )
     return found
+
+
+def refuse_tangents(backend: str, *tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for tangents of forward-mode differentiation, which autograd does not see dropped."""
+    if forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(f"{backend} has no forward-mode derivatives; backend='manual' has")
 
 
 def refuse_second_derivatives(*inputs: Tensor) -> tuple[Tensor, ...]:

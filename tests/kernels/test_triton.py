@@ -22,11 +22,13 @@ from attn_dispatch.kernels.triton.launch_order import L2Cache, heads_in_turn
 from attn_dispatch.kernels.triton.work_list import (
     Side,
     WorkList,
+    _dilated_row_groups,
     covers,
     largest_row_group,
     work_list_bytes,
     work_list_of,
 )
+from attn_dispatch.spec.orders import NATURAL, SAWTOOTH
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
@@ -135,6 +137,30 @@ def test_a_million_tokens_fill_every_tile(side: Side) -> None:
 def test_hundreds_of_thousands_of_segments() -> None:
     work = work_list_of(problem_of(Dilated((3, 7), (1, 2)), (1, 4 * 10**5, 2, 16)), "queries", 16)
     assert len(work.tiles) > 10**5
+
+
+@pytest.mark.parametrize("pattern", [Dilated((64, 128), (1, 2)), Window(20, 3)], ids=str)
+def test_the_default_device_is_not_that_of_lists(pattern: Pattern) -> None:
+    """They are kept for later calls."""
+    problem = problem_of(pattern, (1, 256, 2, 16))
+
+    def lists() -> list[Any]:
+        work = work_list_of(problem, "queries", 64)
+        held = triton._on_device(problem, "queries", triton.INTERPRETED, NATURAL)
+        launched = triton._launched(problem, "queries", triton.INTERPRETED, SAWTOOTH)
+        numbers = [largest_row_group(problem, "queries"), covers(problem, "queries"), triton.flops(problem)]
+        tables = (work.tiles, work.runs, work.longest_first(16).tiles, held.tiles, held.runs, launched)
+        return [*numbers, *(table.tolist() for table in tables)]
+
+    found = []
+    for device in ("meta", "cpu"):
+        triton.release()
+        _dilated_row_groups.cache_clear()
+        covers.cache_clear()
+        triton.block_configs.cache_clear()
+        with torch.device(device):
+            found.append(lists())
+    assert found[0] == found[1] == lists()
 
 
 @settings(max_examples=30)

@@ -8,12 +8,12 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.autograd import Passes, forward_ad, refuse_tangents
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.steps import few_query_tables, native_tables, neighborhood_and_order
@@ -21,7 +21,6 @@ from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.machine.memory import LARGE_PAGE, in_large_pages
 from attn_dispatch.spec.problem import Problem
 
-forward_ad: Any = torch.autograd.forward_ad  # without types; the level is private
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
 VECTOR = 16  #: floats of the widest vector; rows of dk and dv sums are padded to it
 BLOCK = 192  #: keys per block of scores, KEYS in attention.cpp
@@ -166,7 +165,7 @@ def specialized(
         if 0 in at:
             raise TypeError(NO_ADDRESS)
         if forward_ad._current_level >= 0:
-            refuse_tangents(q, k, v)
+            refuse_tangents("native", q, k, v)
         out = q.new_empty_strided(shape, strides)
         if is_long:
             in_large_pages(out)
@@ -179,14 +178,6 @@ def specialized(
         return out if lse is None else (out, lse)
 
     return run
-
-
-def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for tangents of forward-mode differentiation, which autograd does not see dropped."""
-    if forward_ad._current_level < 0:
-        return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError("native has no forward-mode derivatives; backend='manual' has")
 
 
 def arguments(problem: Problem, tables: NativeTables, threads: int) -> library.Args:

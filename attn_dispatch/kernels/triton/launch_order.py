@@ -18,6 +18,7 @@ from attn_dispatch.spec.hilbert import curve
 from attn_dispatch.spec.orders import GROUPED, HILBERT_VISITS, NATURAL, SAWTOOTH, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import make_plain
 
 LAUNCH = 3  #: entries of a launch
 WARPS = 8  #: per multiprocessor at the most registers per thread, which the kernels use
@@ -42,6 +43,10 @@ def launch_order_of(problem: Problem, side: Side, work: WorkList, order: str, ca
     Returns:
         int32 [pairs, 3]; the head, the index in `work.tiles`, and 1 where columns go in reverse.
     """
+    return make_plain(_launch_order, problem, side, work, order, cache, warps)
+
+
+def _launch_order(problem: Problem, side: Side, work: WorkList, order: str, cache: L2Cache, warps: int) -> Tensor:
     kind = work.kind_of.long()
     first, tiles = work.first_tile.long()[kind], work.first_tile.long().diff()[kind]
     together = heads_together(problem, side, order, cache)

@@ -163,8 +163,10 @@ def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> in
 
 
 def grad_or_zeros(grad: Tensor | None, out: Tensor) -> Tensor:
-    """The gradient of out; where None, zeros expanded from one element."""
-    return torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if grad is None else grad
+    """The gradient of out, its signs in memory; where None, zeros expanded from one element."""
+    if grad is None:
+        return torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+    return grad.resolve_neg()
 
 
 def launch(

@@ -20,6 +20,7 @@ from torch import Tensor
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
 from attn_dispatch.spec.pattern import Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import make_plain
 
 Side = Literal["queries", "keys"]
 
@@ -51,17 +52,23 @@ class WorkList:
 
     def pairs(self, rows: int, columns: int) -> int:
         """Scores computed per batch row in blocks of `rows` x `columns`, unused lanes included."""
-        blocks = self._blocks(columns)
-        edges = self.first_tile.tolist()
-        by_kind = [int(blocks[a:b].sum()) for a, b in pairwise(edges)]
-        heads: list[int] = self.kind_of.tolist()
-        return rows * columns * sum(by_kind[kind] for kind in heads)
+        return make_plain(self._pairs, rows, columns)
 
     def longest_first(self, columns: int) -> WorkList:
         """The same tiles, in each kind those with the most blocks of `columns` first.
 
         The last programs to start are then the shortest, so that all multiprocessors end at about the same time.
         """
+        return make_plain(self._longest_first, columns)
+
+    def _pairs(self, rows: int, columns: int) -> int:
+        blocks = self._blocks(columns)
+        edges = self.first_tile.tolist()
+        by_kind = [int(blocks[a:b].sum()) for a, b in pairwise(edges)]
+        heads: list[int] = self.kind_of.tolist()
+        return rows * columns * sum(by_kind[kind] for kind in heads)
+
+    def _longest_first(self, columns: int) -> WorkList:
         blocks, edges = self._blocks(columns), self.first_tile.tolist()
         parts = [a + blocks[a:b].argsort(descending=True, stable=True) for a, b in pairwise(edges)]
         return replace(self, tiles=self.tiles[torch.cat(parts)])
@@ -120,6 +127,10 @@ def work_list_of(problem: Problem, side: Side, block: int) -> WorkList:
     Args:
         side: whether rows are queries or keys.
     """
+    return make_plain(_work_list, problem, side, block)
+
+
+def _work_list(problem: Problem, side: Side, block: int) -> WorkList:
     kinds, kind_of = _kinds(problem, side)
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
@@ -142,12 +153,20 @@ def work_list_of(problem: Problem, side: Side, block: int) -> WorkList:
 @lru_cache(maxsize=4096)
 def covers(problem: Problem, side: Side) -> bool:
     """Whether every row of every head is in a tile; other rows have no runs."""
+    return make_plain(_covers, problem, side)
+
+
+def _covers(problem: Problem, side: Side) -> bool:
     kinds, _ = _kinds(problem, side)
     return all(int(_row_groups(problem, side, kind).rows[:, 2].sum()) == _length(problem, side) for kind in kinds)
 
 
 def largest_row_group(problem: Problem, side: Side) -> int:
     """The most rows with the same runs: a larger tile would be partly empty."""
+    return make_plain(_largest_row_group, problem, side)
+
+
+def _largest_row_group(problem: Problem, side: Side) -> int:
     groups = (_row_groups(problem, side, kind).rows[:, 2] for kind in _kinds(problem, side)[0])
     return max((int(count.max()) for count in groups if len(count)), default=0)
 

@@ -1,0 +1,102 @@
+"""Tensors that a kernel reads by their address, and what that leaves out: tangents, signs, and changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import attend
+from attn_dispatch.backends import flex
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from tests.support.fixtures import INTERPRETED
+
+PRIVATE: Any = torch  #: for names that type checkers do not know
+PATTERNS: dict[str, Pattern] = {
+    "native": Dilated((8, 16), (1, 2)),
+    "triton": Dilated((8, 16), (1, 2)),
+    "triton_tiles": Neighborhood((4, 4), (3, 3)),
+    "flex": Dilated((8, 16), (1, 2)),
+}
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
+BACKENDS = [pytest.param(name, marks=[interpreted] if "triton" in name else []) for name in PATTERNS]
+pytestmark = pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex")
+
+
+def called(backend: str, inputs: Sequence[Tensor], **tensors: Any) -> Any:
+    q, k, v = inputs
+    return attend(q, k, v, PATTERNS[backend], backend=backend, **tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_tangents_are_refused(backend: str, which: int) -> None:
+    """Dropped, they would be zeros without a word; a level without tangents changes nothing."""
+    inputs = [torch.randn(1, 16, 2, 16) for _ in range(3)]
+    out = called(backend, inputs)
+    forward_ad = PRIVATE.autograd.forward_ad
+    with forward_ad.dual_level():
+        assert torch.equal(called(backend, inputs), out)
+        inputs[which] = forward_ad.make_dual(inputs[which], torch.randn(1, 16, 2, 16))
+        with pytest.raises(BackendFailed, match=f"{backend} has no forward-mode derivatives"):
+            called(backend, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["native", "flex"])
+@pytest.mark.parametrize("term", ["bias", "alibi_slopes"])
+def test_tangents_of_score_terms_are_refused(backend: str, term: str) -> None:
+    x, given = torch.randn(1, 16, 2, 16), torch.rand((2,) if term == "alibi_slopes" else (1, 2, 16, 16))
+    forward_ad = PRIVATE.autograd.forward_ad
+    with forward_ad.dual_level():
+        terms = {term: forward_ad.make_dual(given, torch.ones_like(given))}
+        with pytest.raises(BackendFailed, match=f"{backend} has no forward-mode derivatives"):
+            called(backend, (x, x, x), **terms)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", ["seq_lens", "key_mask"])
+def test_a_mask_changed_before_the_backward_pass_is_an_error(backend: str, mask: str) -> None:
+    """The backward pass reads it again; that of `flex`, without its compiler, does not."""
+    inputs = [torch.randn(1, 16, 2, 16, requires_grad=True) for _ in range(3)]
+    given = torch.tensor([11]) if mask == "seq_lens" else torch.arange(16)[None] < 11
+    expected = torch.autograd.grad(called(backend, inputs, **{mask: given.clone()}).square().sum(), inputs)
+    out = called(backend, inputs, **{mask: given})
+    given.fill_(16)
+    if backend == "flex":
+        found = torch.autograd.grad(out.square().sum(), inputs)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.square().sum(), inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("through", ["out", "lse"])
+def test_views_of_negative_values(backend: str, through: str) -> None:
+    """Of which the memory holds the values without their sign, as of a conjugate's imaginary part."""
+    tensors = [torch.randn(1, 16, 2, 16) for _ in range(3)]
+    grad = torch.randn(1, 16, 2, 16) if through == "out" else torch.randn(1, 2, 16)
+    results = []
+    for sign in (torch.neg, PRIVATE._neg_view):
+        inputs = [sign(x).requires_grad_() for x in tensors]
+        assert {x.is_neg() for x in inputs} == {sign is not torch.neg}
+        out, lse = called(backend, inputs, return_lse=True)
+        alone = called(backend, [x.detach() for x in inputs])
+        given = -grad if backend == "flex" else sign(grad)  # FlexAttention raises where the gradient is such a view
+        grads = torch.autograd.grad(out if through == "out" else lse, inputs, given, allow_unused=True)
+        results.append([out, lse, alone, *(torch.zeros(()) if x is None else x for x in grads)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_flex_compiles_for_no_views_of_negative_values() -> None:
+    """PyTorch's compiler has no FlexAttention of them."""
+    x = torch.randn(1, 16, 2, 16)
+    for view in (PRIVATE._neg_view(x), PRIVATE._neg_view(x.transpose(1, 2))):
+        assert not flex._heads_first(view).is_neg()
+        assert torch.equal(flex._heads_first(view), -flex._heads_first(view.neg()))
