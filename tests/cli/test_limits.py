@@ -216,6 +216,18 @@ def test_a_row_for_each_combination_and_backend(tmp_path: Path, monkeypatch: pyt
     assert found["manual"]["tokens"] == 128
 
 
+@pytest.mark.parametrize(("lengths", "last"), [("1000:5000", 5000), ("1k:6k", 6144), ("300,1000,700", 1000)])
+def test_the_end_of_the_range_is_tried(
+    lengths: str, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no power of two times the start."""
+    monkeypatch.setattr(longest, "run_alone", Processes(lambda _: ran()).run_alone)
+    given = ("--lengths", lengths, "--device", "cpu", "--backend", "sdpa", "--json")
+    (row,) = plain(command(tmp_path, "limits", *given))["limits"]
+    assert row["longest"]["tokens"] == last
+    assert row["stopped_by"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

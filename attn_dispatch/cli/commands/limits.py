@@ -46,7 +46,9 @@ EXPLAINED = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(
-        parser, "The search goes upward from N of --shape, or from A to B of --lengths; by default from 1024."
+        parser,
+        "The search goes upward from N of --shape, or from A to B of --lengths, whatever lies between; of a list, from "
+        "its least to its largest; by default from 1024.",
     )
     add = parser.add_argument
     add("--backend", metavar="NAME", help="this one, or 'all' for a row each; by default the one that attend() takes "
@@ -90,7 +92,7 @@ def _singles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 def _range(args: argparse.Namespace) -> tuple[int, int]:
     """The length to start with, and the longest."""
     if args.lengths:
-        return min(args.lengths), max(args.lengths)
+        return min(args.lengths), getattr(args.lengths, "last", max(args.lengths))
     return (math.prod(args.grid) if args.grid else args.shape[0].length), LONGEST
 
 
