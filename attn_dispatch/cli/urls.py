@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attn_dispatch.store import files
 
-NO_DECISIONS = ("quarantine", "native")  #: folders at the top of a cache folder
+NO_DECISIONS = ("quarantine", "native", "blocks", "passed")  #: folders at the top of a cache folder
 MAX_BYTES = 1 << 30  #: of one file; files of decisions are smaller
 
 
@@ -22,15 +22,18 @@ def is_url(name: str) -> bool:
     return "://" in name
 
 
-def each_file(name: str) -> list[str]:
+def each_file(name: str, onerror: Callable[[OSError], object]) -> list[str]:
     """The name itself, or every JSON file under it if it is a folder, except a cache folder's other files;
     links to folders are not followed.
+
+    Args:
+        onerror: called for each folder that cannot be read.
     """
     if is_url(name) or not os.path.isdir(name):
         return [name]
     return [
         os.path.join(folder, each)
-        for folder, _, names in sorted(os.walk(name))
+        for folder, _, names in sorted(os.walk(name, onerror=onerror))
         if os.path.relpath(folder, name).split(os.sep)[0] not in NO_DECISIONS
         for each in sorted(names)
         if each.endswith(".json") and not each.startswith(".")

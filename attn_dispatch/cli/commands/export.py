@@ -4,6 +4,7 @@ bytes."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from attn_dispatch.cli import urls
@@ -30,7 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = existing_cache_folder()
     silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
-    found = [d for _, d in Store(folder).all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
+    store = Store(folder)
+    found = [d for _, d in store.all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
+    if not found and (error := _unreadable(store)):
+        raise AttnDispatchError(f"nothing is written: {error.filename} cannot be read ({error.strerror})")
     if not found and (silicon or key):
         print(f"attn-dispatch export: no decision in {folder} matches --silicon and --key", file=sys.stderr)
         return 1
@@ -44,3 +48,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)")
     return 0
+
+
+def _unreadable(store: Store) -> OSError | None:
+    """Why a store without a decision cannot be taken for an empty one: its folder or one inside it cannot be read."""
+    errors: list[OSError] = []
+    try:
+        os.listdir(store.folder)
+    except OSError as error:
+        return error
+    for _ in os.walk(store.root, onerror=errors.append):
+        pass
+    return next((error for error in errors if not isinstance(error, FileNotFoundError)), None)
