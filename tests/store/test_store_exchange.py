@@ -381,3 +381,18 @@ def test_no_torch() -> None:
         "sys.exit(bool({'torch', 'fsspec'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_standard_output(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe: its name under /dev leads to a link that names no file. Nothing else is written to it."""
+    store_all(*GIVEN)
+    environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": str(cache_folder())}
+    command = [sys.executable, "-m", "attn_dispatch", "export", "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == BUNDLE
+    assert b"3 decisions from" in done.stderr
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["export", "-"])
+    assert stop.value.code == 2
+    assert "use /dev/stdout" in capsys.readouterr().err

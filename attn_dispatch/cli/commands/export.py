@@ -22,7 +22,8 @@ EXAMPLE = """examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", metavar="FILE-or-URL", help="file to write; a name with :// in it is a URL")
+    where = "file to write; a name with :// in it is a URL"
+    parser.add_argument("place", metavar="FILE-or-URL", type=urls.target, help=where)
     silicon = "only decisions of devices whose fingerprint starts with PREFIX, such as cuda-sm90 or cpu-amd-epyc"
     parser.add_argument("--silicon", metavar="PREFIX", default="", help=silicon)
     parser.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with PREFIX")
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"folder": str(folder), "place": args.place, "decisions": len(found), "bytes": len(content)})
     else:
-        print(f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)")
+        text = f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)"
+        print(text, file=urls.beside(args.place))
     return 0
 
 

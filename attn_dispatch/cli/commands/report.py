@@ -23,7 +23,12 @@ EXAMPLE = """examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True, help="the page to write; an older one is replaced"
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=urls.target,
+        required=True,
+        help="the page to write; an older one is replaced",
     )
 
 
@@ -44,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"path": args.output, "bytes": len(content), "decisions": len(decisions), "folder": str(folder)})
     else:
-        print(f"{len(decisions)} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
+        text = f"{len(decisions)} decisions in {args.output} ({len(content) / 1e6:.2f} MB)"
+        print(text, file=urls.beside(args.output))
     return 0
 
 
