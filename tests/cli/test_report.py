@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attn_dispatch.cli.report import plots
-from attn_dispatch.cli.report.comparisons import default_of, gain_of, mean_gain, outcomes
+from attn_dispatch.cli.report.comparisons import Gain, default_of, gain_of, mean_gain, outcomes
 from attn_dispatch.cli.report.series import all_series
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.quarantine import Entry, Quarantine
@@ -88,6 +88,11 @@ def test_the_default_is_the_first_by_preference_that_can_run() -> None:
 def test_the_gain_over_the_default(times: dict[planted.Name, float | None], verdict: str, interval: str) -> None:
     gain = gain_of(decision(times))
     assert (gain.verdict, gain.interval, gain.is_changed) == (verdict, interval, "default" not in verdict)
+
+
+def test_a_choice_that_takes_twice_as_long_is_twice_as_slow() -> None:
+    gain = Gain(SDPA, False, (0.4, 0.5, 0.625))
+    assert (gain.verdict, gain.interval) == ("2.00x slower", "1.60 - 2.50")
 
 
 def test_the_mean_gain_is_geometric_and_counts_defaults_as_1() -> None:

@@ -33,7 +33,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """`2.10x faster`; or why there is no such number."""
+        """`2.10x faster`, `2.10x slower`; or why there is no such number."""
         if self.default is None:
             return "no default"
         if self.is_chosen:
@@ -41,12 +41,18 @@ class Gain(NamedTuple):
         if self.bounds is None:
             return f"no time of {titled(*self.default)}"
         low, middle, high = self.bounds
-        return f"{middle:.2f}x {'faster' if low > 1 else 'slower' if high < 1 else 'undecided'}"
+        if high < 1:
+            return f"{1 / middle:.2f}x slower"
+        return f"{middle:.2f}x {'faster' if low > 1 else 'undecided'}"
 
     @property
     def interval(self) -> str:
-        """`2.01 - 2.20`; empty for the default itself, or without times."""
-        return f"{self.bounds[0]:.2f} - {self.bounds[2]:.2f}" if self.bounds and self.is_changed else ""
+        """`2.01 - 2.20`, of the number in `verdict`; empty for the default itself, or without times."""
+        if not self.bounds or not self.is_changed:
+            return ""
+        low, _, high = self.bounds
+        low, high = (1 / high, 1 / low) if high < 1 else (low, high)
+        return f"{low:.2f} - {high:.2f}"
 
 
 @dataclass(frozen=True, slots=True)

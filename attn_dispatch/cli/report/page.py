@@ -69,6 +69,7 @@ def page(decisions: Sequence[Decision], machine: Machine, *, folder: str, made: 
         "candidates": candidates,
         "head": [[name, at not in LEFT] for at, name in enumerate(HEAD)],
         "plots": plots.compiled(),
+        "dashes": plots.DASHES,
         "strings": strings.texts,
     }
     return _document(shown, data, [plots.runtime(), _text("page.js")], made=made, version=version)
@@ -96,6 +97,7 @@ def _details(decision: Decision, explanation: Explanation, strings: Strings) -> 
     """What the page shows of a decision on request, as places of texts: pairs of name and text, and candidates."""
     lines = str(explanation).split("\n\n")[0].splitlines()
     pairs = [*(line.split(maxsplit=1) for line in lines), ["silicon", decision.silicon]]
+    pairs.append(["measured", f"{decision.created[:16].replace('T', ' ')} UTC"])
     place = strings.place
     return {
         "about": [[place(name.rstrip(":")), place(text)] for name, text in pairs],

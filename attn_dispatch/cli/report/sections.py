@@ -204,7 +204,7 @@ def _chooser(name: str, label: str, titles: Sequence[tuple[str, str]], chosen: i
 
 
 def _figure(kind: str, caption: str) -> Html:
-    plot = element("div", id=f"plot-{kind}", role="img", class_="plot")
+    plot = element("div", id=f"plot-{kind}", class_="plot")
     return element("figure", element("figcaption", caption), plot)
 
 
