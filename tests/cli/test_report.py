@@ -9,9 +9,12 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from attn_dispatch.cli.report import page as page_module
 from attn_dispatch.cli.report import plots
 from attn_dispatch.cli.report.comparisons import Gain, default_of, gain_of, mean_gain, outcomes
 from attn_dispatch.cli.report.series import all_series
@@ -247,6 +250,62 @@ def test_texts_of_the_store_become_no_markup(folder: Path) -> None:
     assert "img" not in found.names
     (data,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', page, re.DOTALL)
     assert any(EVIL in text for text in json.loads(gzip.decompress(base64.b64decode(data)))["strings"])
+
+
+def odd(times: dict[planted.Name, float | None], **more: Any) -> Decision:
+    """One whose parts are consistent, but that no measurement gives."""
+    return msgspec.structs.replace(decision(times), **more)
+
+
+def far(tokens: int, times: dict[planted.Name, float]) -> Decision:
+    """One with times whose ratios are no numbers of 64 bits."""
+    return planted.decision(planted.problem_at(tokens), times)
+
+
+HILBERT = ("native", "hilbert")
+IN_TWO_ORDERS: dict[planted.Name, float | None] = {NATIVE: 2.0, HILBERT: 1.0}
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        [odd({SDPA: 1.0}, title=" ")],
+        [far(1024, {SDPA: 1e300, NATIVE: 1e-300}), far(2048, {SDPA: 1e-300, NATIVE: 1e300})],
+        [far(1024, {MASK: 1e-300, FLEX: 1e300}), far(2048, {MASK: 1e300, FLEX: 1.0})],
+        [odd(IN_TWO_ORDERS, problem=planted.problem_at(512, dropout_p="0.5", ranks="two"))],
+        [far(1024, {NATIVE: 1e300, HILBERT: 1e-300}), far(2048, {NATIVE: 1e-300, HILBERT: 1e300})],
+    ],
+    ids=["blank title", "infinite ratio", "ratio of 0", "texts for numbers", "infinite gain of an order"],
+)
+def test_odd_decisions_are_shown(decisions: list[Decision], folder: Path) -> None:
+    made_up.store(folder, decisions)
+    found = Texts(written(folder)).text
+    assert all(each.key[:10] in found for each in decisions)
+    assert "Left out" not in found
+    assert command(folder, "inspect", "--thresholds").returncode == 0
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_decision_that_cannot_be_shown_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, *others = made_up.crossing()
+
+    def failing(each: Decision) -> Gain:
+        if each.key == bad.key:
+            raise TypeError("no number")
+        return gain_of(each)
+
+    monkeypatch.setattr(page_module, "gain_of", failing)
+    made_up.store(folder, [bad, *others])
+    done = command(folder, "report", "-o", str(folder.parent / "report.html"))
+    assert done.returncode == 0
+    assert f"key {bad.key}" in done.stderr
+    assert "TypeError: no number" in done.stderr
+    assert f"{len(others)} decisions in" in done.stdout
+    found = Texts((folder.parent / "report.html").read_text(encoding="utf-8")).text
+    assert "Left out, since they cannot be shown (1)" in found
+    assert f"key {bad.key}" in found
+    assert all(each.key[:10] in found for each in others)
 
 
 @pytest.mark.usefixtures("_library")

@@ -90,7 +90,16 @@ def gain_over(default: Row | None, row: Row) -> Bounds | None:
     """Low, middle and high of the default's time / the row's; None where one of them has no time."""
     if default is None or not is_timed(default) or not is_timed(row):
         return None
-    return (1.0, 1.0, 1.0) if default.id == row.id else time_ratio(default, row)
+    return (1.0, 1.0, 1.0) if default.id == row.id else _ratio(default, row)
+
+
+def _ratio(one: Row, other: Row) -> Bounds | None:
+    """`time_ratio`; None where a time of 0 or without a limit leaves no ratio."""
+    try:
+        low, middle, high = time_ratio(one, other)
+    except ArithmeticError:
+        return None
+    return (low, middle, high) if 0 < low <= middle <= high < math.inf else None
 
 
 def gain_of(decision: Decision) -> Gain:
@@ -118,7 +127,8 @@ def outcomes(decisions: Sequence[Decision]) -> list[Outcomes]:
         for row in decision.candidates:
             statuses[row.id][row.status] += 1
             if chosen is not None and row is not chosen and is_timed(row) and is_timed(chosen):
-                ratios[row.id].append(time_ratio(row, chosen)[1])
+                ratio = _ratio(row, chosen)
+                ratios[row.id] += [] if ratio is None else [ratio[1]]
             if row.status != "chosen" and row.reason:
                 alike = row.status, _DIGITS.sub("#", row.reason)
                 reasons[row.id].setdefault(alike, []).append(row.reason)

@@ -110,6 +110,14 @@ def no_decisions(folder: str) -> Html:
     return join([element("p", text), element("pre", element("code", "attn-dispatch profile --quick"))])
 
 
+def left_out(reasons: Sequence[str]) -> Html:
+    """The decisions that cannot be shown; nothing where all can."""
+    if not reasons:
+        return Html("")
+    items = [element("li", reason) for reason in reasons]
+    return join([element("p", f"Left out, since they cannot be shown ({len(items)}):"), element("ul", *items)])
+
+
 def decided(decisions: Sequence[Decision], found: Sequence[Explanation], gains: Sequence[Gain]) -> Html:
     """All decisions, to be searched and sorted; the page's script adds the candidates of one on request."""
     search = element("input", type="search", id="search", autocomplete="off", placeholder="e.g. dilated bfloat16")
