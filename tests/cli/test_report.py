@@ -17,6 +17,7 @@ import pytest
 from attn_dispatch.cli.report import page as page_module
 from attn_dispatch.cli.report import plots
 from attn_dispatch.cli.report.comparisons import Gain, default_of, gain_of, mean_gain, outcomes
+from attn_dispatch.cli.report.sections import Machine
 from attn_dispatch.cli.report.series import all_series
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.quarantine import Entry, Quarantine
@@ -316,6 +317,17 @@ def test_500_decisions_fit(folder: Path) -> None:
     page = written(folder)
     assert len(page.encode()) < 1_500_000
     assert Texts(page).names.count("tr") > 500
+
+
+@pytest.mark.usefixtures("_library")
+def test_3000_decisions_fit() -> None:
+    """Six times as many keys."""
+    decisions = [
+        msgspec.structs.replace(each, key=f"{copy:02d}{each.key[2:]}") for copy in range(6) for each in made_up.many()
+    ]
+    text, left_out = page_module.page(decisions, Machine([], [], [], [], ""), folder="", made="", version="")
+    assert (len(decisions), left_out) == (3000, [])
+    assert len(text.encode()) < 1_500_000
 
 
 @pytest.mark.usefixtures("_library")

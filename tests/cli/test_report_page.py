@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch.cli.report import plots
+from attn_dispatch.cli.report import plots, sections
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.store.decision import Decision
@@ -267,6 +267,25 @@ def test_many_decisions_are_shown_in_parts(page: Page, tmp_path: Path) -> None:
     page.ask("Object.assign(document.querySelector('#series'), {value: 99}).dispatchEvent(new Event('input'))")
     page.drawn()
     assert len(marks(page, "time")) == 5 * 9
+
+
+def test_rows_are_alike_wherever_they_are_made(
+    page: Page, tmp_path: Path, stored: list[Decision], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the markup, or by the page's script."""
+    found = []
+    for count in (500, 3):
+        monkeypatch.setattr(sections, "ROWS", count)
+        path = written(tmp_path / "store", tmp_path / f"{count}.html", *stored)
+        assert path.read_text(encoding="utf-8").count("data-n=") == min(count, len(stored))
+        page.open(path)
+        numbers = """/data-v="(.*?)"/g, (_, value) => `data-v="${Number(value)}"`"""  # 1.0 and 1 are alike
+        found.append(page.ask(f"{ROWS}.map((row) => row.outerHTML.replace({numbers}))"))
+    assert found[0] == found[1]
+    assert len(found[0]) == len(stored)
+    page.ask(f"{ROWS}[4].cells[0].firstChild.click()")
+    key = page.ask(f"{ROWS}[4].cells[7].textContent")
+    assert key in page.ask("document.querySelector('.detail').textContent")
 
 
 def test_an_empty_store(page: Page, tmp_path: Path) -> None:

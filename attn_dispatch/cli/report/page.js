@@ -44,7 +44,27 @@
   // --- decisions ---
 
   const body = find("decided").tBodies[0];
-  const rows = [...body.rows];
+  const heads = [...find("decided").tHead.rows[0].cells];
+  const texts = (places) => places.map((place) => data.strings[place]);
+
+  // As `sections._row` writes the first ones: all in the markup would make the page several times as large.
+  const made = ([cells, silicon, changed, provisional], at) => {
+    const row = make("tr", undefined, { "data-n": body.rows.length + at, "data-silicon": silicon,
+      ...(changed && { "data-changed": "" }), ...(provisional && { "data-provisional": "" }) });
+    cells.forEach(([places, value], column) => {
+      const [text, small] = texts(places);
+      const name = heads[column].textContent;
+      const cell = column ? make("td") : make("th", undefined, { scope: "row" });
+      if (!column) cell.append(make("button", text, { type: "button", "aria-expanded": "false" }));
+      else cell.append(name === "key" ? make("code", text) : text);
+      if (small !== undefined) cell.append(make("small", small));
+      if (value !== null) cell.dataset.v = value;
+      if (heads[column].className) cell.className = heads[column].className;
+      row.append(cell);
+    });
+    return row;
+  };
+  const rows = [...body.rows, ...data.more.map(made)];
   const words = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
   let order = rows;
   let all = false;
@@ -74,7 +94,6 @@
     if (typeof one !== typeof two) return typeof one === "number" ? -1 : 1; // without a number: last
     return typeof one === "number" ? one - two : one.localeCompare(two, "en", { numeric: true });
   };
-  const heads = [...find("decided").tHead.rows[0].cells];
   heads.forEach((head, column) => head.firstChild.addEventListener("click", () => {
     const direction = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
     heads.forEach((each) => each.removeAttribute("aria-sort"));
@@ -83,8 +102,6 @@
       .sort(([one], [two]) => (typeof one === typeof two ? direction : 1) * compare(one, two)).map(([, row]) => row);
     list();
   }));
-
-  const texts = (places) => places.map((place) => data.strings[place]);
 
   const tableOf = (caption, head, lines, chosen) => {
     const table = make("table");

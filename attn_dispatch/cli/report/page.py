@@ -12,7 +12,7 @@ from typing import Any
 
 from attn_dispatch.cli import thresholds
 from attn_dispatch.cli.report import plots, sections
-from attn_dispatch.cli.report.comparisons import by_preference, gain_of, outcomes, preference
+from attn_dispatch.cli.report.comparisons import Gain, by_preference, gain_of, outcomes, preference
 from attn_dispatch.cli.report.markup import Html, element, join, packed_json
 from attn_dispatch.cli.report.sections import Machine
 from attn_dispatch.cli.report.series import Series, all_series
@@ -106,6 +106,7 @@ def _content(decisions: Sequence[Decision], machine: Machine) -> tuple[dict[str,
     names = [title for _, title, _, _ in candidates]
     data = {
         "decisions": [_details(*pair, strings) for pair in zip(decisions, found)],
+        "more": [_plain_row(*each, strings) for each in list(zip(decisions, found, gains))[sections.ROWS :]],
         "series": [_plain_series(each, names) for each in series],
         "orders": [_plain_order(*pair, decisions) for pair in orders],
         "candidates": candidates,
@@ -145,6 +146,13 @@ def _details(decision: Decision, explanation: Explanation, strings: Strings) -> 
         "about": [[place(name.rstrip(":")), place(text)] for name, text in pairs],
         "rows": [[place(printable(cell)) for cell in row] for row in explanation.rows()],
     }
+
+
+def _plain_row(decision: Decision, explanation: Explanation, gain: Gain, strings: Strings) -> list[Any]:
+    """A row of the list of decisions: its cells as places of texts and a number, silicon, changed, provisional."""
+    found = sections.row_cells(decision, explanation, gain)
+    cells = [[list(map(strings.place, texts)), value] for texts, value in found]
+    return [cells, decision.silicon, gain.is_changed, bool(decision.provisional)]
 
 
 def _candidates(decisions: Sequence[Decision]) -> list[list[Any]]:
