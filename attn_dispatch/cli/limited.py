@@ -13,6 +13,7 @@ import torch
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.machine import memory
+from attn_dispatch.machine.child import end_with
 from attn_dispatch.machine.devices import cuda_devices
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib, one_line
@@ -26,6 +27,7 @@ MOST_LIKELY = "1000"  #: if the machine runs out of memory all the same, Linux e
 
 def run_limited(
     begin: Callable[[], object],
+    parent: int,
     problem: Problem,
     first: Problem | None,
     backend: str,
@@ -37,6 +39,7 @@ def run_limited(
     """Run a problem once, and again if there is time; for `machine.child.run_alone`.
 
     Args:
+        parent: the process that this one does not outlive.
         first: a short problem, run before the limit is set: libraries and threads are not counted.
         memory_bytes: that q, k, v, out, gradients and workspace may take together; less where less is free now.
         declared_bytes: what the backend declares of them. Where the system enforces no limit, this must fit.
@@ -46,12 +49,17 @@ def run_limited(
         `status` "ran" with `seconds` of the last call, `peak_bytes` in all and `above_bytes`, that above q, k, v, out
         and gradients, both None where the system does not tell; else "memory", "time" or "failed" with a `reason`.
     """
+    end_with(parent)
     with suppress(OSError):
         OOM_SCORE.write_text(MOST_LIKELY)
-    chosen = registry.load(backend)
-    getattr(chosen, "prepare", lambda: None)()
-    if first is not None:
-        _example(first).call(chosen, order)()
+    try:
+        chosen = registry.load(backend)
+        getattr(chosen, "prepare", lambda: None)()
+        if first is not None:
+            _example(first).call(chosen, order)()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as below
+        status = "memory" if guard.is_memory_error(error) else "failed"
+        return {"status": status, "reason": f"before the call: {one_line(error)}"}
     begin()
     room = min(memory_bytes, int(MEMORY_SHARE * memory.available_bytes(problem.device)))
     if not _limited(problem.device, room) and declared_bytes > room:
@@ -59,7 +67,7 @@ def run_limited(
         return {"status": "memory", "reason": reason}
     try:
         return _measured(problem, chosen, order, max_seconds)
-    except Exception as error:  # noqa: BLE001 - a backend may fail in any way, which is its row's reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a backend may fail in any way, which is its row's reason
         if guard.is_memory_error(error):
             return {"status": "memory", "reason": f"out of memory under {gib(room)}", "detail": one_line(error)}
         return {"status": "failed", "reason": one_line(error)}

@@ -4,6 +4,8 @@ did not. Each length is tried in a process of its own (`limited`), which can tak
 
 from __future__ import annotations
 
+import operator
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,10 +119,8 @@ class Search:
         if _tensor_bytes(problem) > self.memory_bytes:
             return False  # before the backends are asked, which takes long for very long sequences
         found = self._candidate(problem)
-        return isinstance(found, Candidate) and self._declared(found, problem) <= self.memory_bytes
-
-    def _declared(self, candidate: Candidate, problem: Problem) -> int:
-        return _tensor_bytes(problem) + int(candidate.backend.workspace_bytes(problem))
+        declared = _declared(found, problem) if isinstance(found, Candidate) else found
+        return isinstance(declared, int) and declared <= self.memory_bytes
 
     def _candidate(self, problem: Problem) -> Candidate | Tried:
         """The candidate that would run, or why none does."""
@@ -132,7 +132,10 @@ class Search:
             if name is None:
                 why = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
                 return Tried(problem.q_len, "", why, "no backend can run it", reasons)
-        found, _ = forced_candidates(Request.of(problem), name, order)
+        try:
+            found, _ = forced_candidates(Request.of(problem), name, order)
+        except InvalidInput as error:  # another package's backend, which cannot be loaded
+            return Tried(problem.q_len, name, "refused", str(error))
         row: Row | None = found[0].row
         if row is None:
             return found[0]
@@ -157,32 +160,44 @@ class Search:
         candidate = self._candidate(problem)
         if isinstance(candidate, Tried):
             return candidate
+        declared = _declared(candidate, problem)
+        if isinstance(declared, Tried):
+            return declared
         operations = work(candidate, problem)
         if candidate.name in self._rate and (expected := operations / self._rate[candidate.name]) > self.max_seconds:
             text = f"by estimate, not tried: would take {expected:.3g} s, the limit is {self.max_seconds:g} s"
             return Tried(problem.q_len, candidate.name, "time", text)
         self.report(f"{problem.q_len:,} tokens with {candidate.title}")
-        found = self._alone(candidate, problem, needed)
+        found = self._alone(candidate, problem, needed, declared)
         if found.seconds:
             self._rate[candidate.name] = operations / found.seconds
         return found
 
-    def _alone(self, candidate: Candidate, problem: Problem, needed: int) -> Tried:
-        declared = self._declared(candidate, problem)
-        args = (problem, self._warm(candidate, problem), candidate.name, candidate.order, self.memory_bytes, declared,
-                self.max_seconds)  # fmt: skip
+    def _alone(self, candidate: Candidate, problem: Problem, needed: int, declared: int) -> Tried:
+        args = (os.getpid(), problem, self._warm(candidate, problem), candidate.name, candidate.order,
+                self.memory_bytes, declared, self.max_seconds)  # fmt: skip
         limit_s = 2 * self.max_seconds + START_S / 10 + needed / FILL_BYTES_PER_S
         outcome = run_alone(limited.__name__, "run_limited", args, start_s=START_S, limit_s=limit_s)
         return Tried(problem.q_len, candidate.name, **_told(outcome, self.max_seconds))
 
     def _warm(self, candidate: Candidate, problem: Problem) -> Problem | None:
-        """A short problem that the candidate can run too."""
+        """A shorter problem that the candidate can run too: no limit holds yet."""
         try:
-            short = self.problem_at(min(WARM_TOKENS, problem.q_len))
+            short = self.problem_at(WARM_TOKENS)
         except InvalidInput:
+            return None
+        if short.q_len >= problem.q_len:
             return None
         found, _ = forced_candidates(Request.of(short), candidate.name, candidate.order)
         return short if found[0].row is None else None
+
+
+def _declared(candidate: Candidate, problem: Problem) -> int | Tried:
+    """The bytes that the backend declares, with those of the tensors."""
+    try:
+        return _tensor_bytes(problem) + operator.index(candidate.backend.workspace_bytes(problem))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, which is its row's reason
+        return Tried(problem.q_len, candidate.name, "failed", f"workspace_bytes: {one_line(error)}")
 
 
 def _tensor_bytes(problem: Problem) -> int:

@@ -175,13 +175,21 @@ def shape(text: str) -> Shape:
     return Shape(count(parts[0]), count(parts[1]), count(heads), count(kv_heads if grouped else heads), count(parts[3]))
 
 
+class Lengths(tuple[int, ...]):
+    """The lengths of A:B. `last` is B, which need not be one of them."""
+
+    last: int
+
+
 def lengths(text: str) -> tuple[int, ...]:
     if ":" not in text:
         return counts(text)
     first, last = (count(part) for part in text.split(":", 1))
     if first > last:
         raise argparse.ArgumentTypeError(f"expected A:B with A <= B, got {text!r}")
-    return tuple(first << step for step in range((last // first).bit_length()))
+    found = Lengths(first << step for step in range((last // first).bit_length()))
+    found.last = last
+    return found
 
 
 def window(text: str) -> tuple[int | None, ...]:

@@ -124,9 +124,14 @@ def _direction(series: SpeedupSeries) -> str:
     problem = series.problem
     words = ["forward + backward" if problem.get("needs_grad") else "forward"]
     words += [name for name in ("seq_lens", "key_mask") if problem.get(f"has_{name}")]
-    words += ["dropout"] * ((problem.get("dropout_p") or 0) > 0)
-    words += [f"ranks {problem['ranks']}"] * ((problem.get("ranks") or 1) > 1)
+    words += ["dropout"] * _is_above(problem.get("dropout_p"), 0)
+    words += [f"ranks {problem['ranks']}"] * _is_above(problem.get("ranks"), 1)
     return " ".join(words)
+
+
+def _is_above(value: object, least: int) -> bool:
+    """Whether a stored value, which may be of any type, is a number above another."""
+    return isinstance(value, int | float) and value > least
 
 
 def _plot(series: SpeedupSeries, threshold: Threshold) -> list[str]:

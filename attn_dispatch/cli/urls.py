@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from attn_dispatch.store import files
 
-NO_DECISIONS = ("quarantine", "native")  #: folders at the top of a cache folder
+NO_DECISIONS = ("quarantine", "native", "blocks", "passed")  #: folders at the top of a cache folder
 MAX_BYTES = 1 << 30  #: of one file; files of decisions are smaller
 
 
@@ -18,19 +20,29 @@ class Unreachable(Exception):
     """A file or URL cannot be read or written; the message says why."""
 
 
+def target(text: str) -> str:
+    """A name to write to, of an option: any but -."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("- does not mean the standard output: use /dev/stdout")
+    return text
+
+
 def is_url(name: str) -> bool:
     return "://" in name
 
 
-def each_file(name: str) -> list[str]:
+def each_file(name: str, onerror: Callable[[OSError], object]) -> list[str]:
     """The name itself, or every JSON file under it if it is a folder, except a cache folder's other files;
     links to folders are not followed.
+
+    Args:
+        onerror: called for each folder that cannot be read.
     """
     if is_url(name) or not os.path.isdir(name):
         return [name]
     return [
         os.path.join(folder, each)
-        for folder, _, names in sorted(os.walk(name))
+        for folder, _, names in sorted(os.walk(name, onerror=onerror))
         if os.path.relpath(folder, name).split(os.sep)[0] not in NO_DECISIONS
         for each in sorted(names)
         if each.endswith(".json") and not each.startswith(".")
@@ -64,11 +76,19 @@ def write(name: str, content: bytes) -> None:
             with _open(name, "wb") as file:
                 file.write(content)
             return
-        path = Path(name).resolve()  # a link stays one
-        if path.exists() and not path.is_file():
+        path = Path(name)
+        if path.exists() and not path.is_file():  # before links are followed: those of /dev/fd name no file
             path.write_bytes(content)  # a pipe or a device is written to, not replaced
         else:
-            files.write(path, content)
+            files.write(path.resolve(), content)  # a link stays one
+
+
+def beside(name: str) -> TextIO:
+    """Where to say what was written to `name`: the standard output, unless that is what the name means."""
+    with suppress(OSError):
+        if not is_url(name) and os.path.samefile(name, "/dev/stdout"):
+            return sys.stderr
+    return sys.stdout
 
 
 def _open(name: str, mode: str) -> Any:

@@ -6,11 +6,13 @@ No `multiprocessing`: its way to start afresh runs the program's main module aga
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import json
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ KILLED_S = 5.0  #: seconds that a killed process is waited for: one in a driver'
 IDLE_S = 60.0  #: seconds after which a process without work ends
 _BEGUN = b"begun\n"
 _SIZE_BYTES = 8
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -183,6 +186,16 @@ def serve(handle: int) -> None:
         value = call(lambda: os.write(handle, _BEGUN), *args)
         os.write(handle, json.dumps(value).encode() + b"\n")
     os._exit(0)  # whatever would be waited for at a regular exit
+
+
+def end_with(parent: int) -> None:
+    """In a child of `parent`: on Linux, end as soon as the thread that started this process does, however it ends."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):  # a C library without prctl
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it had ended before
+        os._exit(1)
 
 
 def _read(count: int) -> bytes:

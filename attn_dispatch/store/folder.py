@@ -270,9 +270,12 @@ def _used(path: str) -> float:
 
 
 def _names(folder: Path | str) -> list[str]:
+    """The sorted names in a folder; empty where there is none, and, with one warning, where it cannot be read."""
     try:
         return sorted(os.listdir(folder))
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, *NOT_A_FOLDER):
+            say_once(f"{folder} cannot be read ({error.strerror or error})")
         return []
 
 

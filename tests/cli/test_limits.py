@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from attn_dispatch.cli import longest
+from attn_dispatch.cli import limited, longest
 from attn_dispatch.cli.longest import Search, Tried, find_longest
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.machine.child import Outcome
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -48,8 +51,9 @@ class Processes:
     ) -> Outcome:
         assert callable(getattr(sys.modules[module], function))
         assert min(start_s, limit_s) > args[-1]
-        self.lengths.append(args[0].q_len)
-        return self.answer(args[0].q_len)
+        problem = args[1]
+        self.lengths.append(problem.q_len)
+        return self.answer(problem.q_len)
 
 
 def search(
@@ -214,6 +218,142 @@ def test_a_row_for_each_combination_and_backend(tmp_path: Path, monkeypatch: pyt
     found = {each["forced"]: each["longest"] for each in every["limits"]}
     assert found["flash"] is None
     assert found["manual"]["tokens"] == 128
+
+
+@pytest.mark.parametrize(("lengths", "last"), [("1000:5000", 5000), ("1k:6k", 6144), ("300,1000,700", 1000)])
+def test_the_end_of_the_range_is_tried(
+    lengths: str, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no power of two times the start."""
+    monkeypatch.setattr(longest, "run_alone", Processes(lambda _: ran()).run_alone)
+    given = ("--lengths", lengths, "--device", "cpu", "--backend", "sdpa", "--json")
+    (row,) = plain(command(tmp_path, "limits", *given))["limits"]
+    assert row["longest"]["tokens"] == last
+    assert row["stopped_by"] is None
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Install the package `made_up`; returns the path of the module that is its backend."""
+    folder = tmp_path / "packages"
+    info = folder / "made_up-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\nmade_up = made_up\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(registry, "_entry_points", registry._entry_points.__wrapped__)  # found anew in every call
+    yield folder / "made_up.py"
+    registry._load.cache_clear()
+    sys.modules.pop("made_up", None)
+
+
+BACKEND = """
+name = "made_up"
+def version(): return "1"
+def refusals(problem): return []
+def workspace_bytes(problem): {body}
+def run(*args, **more): raise RuntimeError("not run here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        ("import missing_library", "refused", "cannot be loaded: ModuleNotFoundError"),
+        (BACKEND.format(body="raise ZeroDivisionError"), "failed", "workspace_bytes: ZeroDivisionError"),
+        (BACKEND.format(body="return None"), "failed", "workspace_bytes: TypeError"),
+    ],
+)
+def test_a_broken_plug_in_costs_its_own_row_only(
+    code: str, status: str, words: str, plug_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plug_in.write_text(code, encoding="utf-8")
+    monkeypatch.setattr(longest, "run_alone", Processes(lambda _: ran()).run_alone)
+    given = ("--lengths", "64:128", "--device", "cpu", "--backend", "all", "--json")
+    rows = {each["forced"]: each for each in plain(command(tmp_path, "limits", *given), 1)["limits"]}
+    assert rows["manual"]["longest"]["tokens"] == 128
+    stopped = rows["made_up"]["stopped_by"]
+    assert stopped["status"] == status
+    assert words in stopped["reason"]
+
+
+def test_all_problems_are_checked_before_the_first_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(lambda _: ran())
+    monkeypatch.setattr(longest, "run_alone", processes.run_alone)
+    shapes = ("--shape", "1,64,2,16", "--shape", "1,64,3/2,16")
+    done = command(tmp_path, "limits", *shapes, "--device", "cpu", "--backend", "sdpa")
+    assert done.returncode == 2, done.stderr
+    assert processes.lengths == []
+
+
+@pytest.mark.parametrize("error", [OSError(11, "no process"), RuntimeError("CUDA is gone")])
+def test_what_was_found_is_printed_after_an_error(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(tokens: int) -> Outcome:
+        if tokens > 2048:
+            raise error
+        return ran()
+
+    monkeypatch.setattr(longest, "run_alone", Processes(answer).run_alone)
+    done = command(tmp_path, "limits", "--shape", "1,2k,2,16", "--backend", "sdpa", "--device", "cpu", "--json")
+    assert done.returncode == 1
+    assert str(error.args[-1]) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["limits"][0]["longest"]["tokens"] == 2048
+
+
+def test_sigterm_prints_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(tokens: int) -> Outcome:
+        if tokens > 2048:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ran()
+
+    def otherwise(*_: object) -> None:
+        raise AssertionError("the command does not handle it")
+
+    before = signal.signal(signal.SIGTERM, otherwise)
+    try:
+        monkeypatch.setattr(longest, "run_alone", Processes(answer).run_alone)
+        done = command(tmp_path, "limits", "--shape", "1,2k,2,16", "--backend", "sdpa", "--device", "cpu", "--json")
+        assert signal.getsignal(signal.SIGTERM) is otherwise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = json.loads(done.stdout)
+    assert found["interrupted"]
+    assert found["limits"][0]["longest"]["tokens"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ImportError("no libcudart"), "failed"), (MemoryError("all taken"), "memory")]
+)
+def test_an_error_before_the_call_has_its_text(
+    error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Backend:
+        raise error
+
+    monkeypatch.setattr(limited, "OOM_SCORE", tmp_path / "score")
+    monkeypatch.setattr(limited, "end_with", lambda _: None)
+    monkeypatch.setattr(registry, "load", load)
+    found = limited.run_limited(lambda: pytest.fail("begun"), 0, problem_at(8), None, "sdpa", "natural", ROOM, 1, 9.0)
+    assert found["status"] == status
+    assert found["reason"] == f"before the call: {type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(("tokens", "warm"), [(64, None), (65, 64), (4096, 64), (8, None)])
+def test_no_call_of_the_whole_problem_without_a_limit(
+    tokens: int, warm: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    firsts: list[Problem | None] = []
+
+    def run_alone(module: str, function: str, args: tuple[Any, ...], **limits: float) -> Outcome:
+        firsts.append(args[2])
+        return ran()
+
+    monkeypatch.setattr(longest, "run_alone", run_alone)
+    Search(problem_at, tokens, tokens, "sdpa", ROOM, 30.0).run()
+    assert [each and each.q_len for each in firsts] == [warm]
 
 
 @pytest.mark.parametrize(

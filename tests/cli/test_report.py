@@ -9,11 +9,15 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from attn_dispatch.cli.report import page as page_module
 from attn_dispatch.cli.report import plots
-from attn_dispatch.cli.report.comparisons import default_of, gain_of, mean_gain, outcomes
+from attn_dispatch.cli.report.comparisons import Gain, default_of, gain_of, mean_gain, outcomes
+from attn_dispatch.cli.report.sections import Machine
 from attn_dispatch.cli.report.series import all_series
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.quarantine import Entry, Quarantine
@@ -88,6 +92,11 @@ def test_the_default_is_the_first_by_preference_that_can_run() -> None:
 def test_the_gain_over_the_default(times: dict[planted.Name, float | None], verdict: str, interval: str) -> None:
     gain = gain_of(decision(times))
     assert (gain.verdict, gain.interval, gain.is_changed) == (verdict, interval, "default" not in verdict)
+
+
+def test_a_choice_that_takes_twice_as_long_is_twice_as_slow() -> None:
+    gain = Gain(SDPA, False, (0.4, 0.5, 0.625))
+    assert (gain.verdict, gain.interval) == ("2.00x slower", "1.60 - 2.50")
 
 
 def test_the_mean_gain_is_geometric_and_counts_defaults_as_1() -> None:
@@ -244,6 +253,62 @@ def test_texts_of_the_store_become_no_markup(folder: Path) -> None:
     assert any(EVIL in text for text in json.loads(gzip.decompress(base64.b64decode(data)))["strings"])
 
 
+def odd(times: dict[planted.Name, float | None], **more: Any) -> Decision:
+    """One whose parts are consistent, but that no measurement gives."""
+    return msgspec.structs.replace(decision(times), **more)
+
+
+def far(tokens: int, times: dict[planted.Name, float]) -> Decision:
+    """One with times whose ratios are no numbers of 64 bits."""
+    return planted.decision(planted.problem_at(tokens), times)
+
+
+HILBERT = ("native", "hilbert")
+IN_TWO_ORDERS: dict[planted.Name, float | None] = {NATIVE: 2.0, HILBERT: 1.0}
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        [odd({SDPA: 1.0}, title=" ")],
+        [far(1024, {SDPA: 1e300, NATIVE: 1e-300}), far(2048, {SDPA: 1e-300, NATIVE: 1e300})],
+        [far(1024, {MASK: 1e-300, FLEX: 1e300}), far(2048, {MASK: 1e300, FLEX: 1.0})],
+        [odd(IN_TWO_ORDERS, problem=planted.problem_at(512, dropout_p="0.5", ranks="two"))],
+        [far(1024, {NATIVE: 1e300, HILBERT: 1e-300}), far(2048, {NATIVE: 1e-300, HILBERT: 1e300})],
+    ],
+    ids=["blank title", "infinite ratio", "ratio of 0", "texts for numbers", "infinite gain of an order"],
+)
+def test_odd_decisions_are_shown(decisions: list[Decision], folder: Path) -> None:
+    made_up.store(folder, decisions)
+    found = Texts(written(folder)).text
+    assert all(each.key[:10] in found for each in decisions)
+    assert "Left out" not in found
+    assert command(folder, "inspect", "--thresholds").returncode == 0
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_decision_that_cannot_be_shown_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, *others = made_up.crossing()
+
+    def failing(each: Decision) -> Gain:
+        if each.key == bad.key:
+            raise TypeError("no number")
+        return gain_of(each)
+
+    monkeypatch.setattr(page_module, "gain_of", failing)
+    made_up.store(folder, [bad, *others])
+    done = command(folder, "report", "-o", str(folder.parent / "report.html"))
+    assert done.returncode == 0
+    assert f"key {bad.key}" in done.stderr
+    assert "TypeError: no number" in done.stderr
+    assert f"{len(others)} decisions in" in done.stdout
+    found = Texts((folder.parent / "report.html").read_text(encoding="utf-8")).text
+    assert "Left out, since they cannot be shown (1)" in found
+    assert f"key {bad.key}" in found
+    assert all(each.key[:10] in found for each in others)
+
+
 @pytest.mark.usefixtures("_library")
 def test_500_decisions_fit(folder: Path) -> None:
     decisions = made_up.many()
@@ -252,6 +317,17 @@ def test_500_decisions_fit(folder: Path) -> None:
     page = written(folder)
     assert len(page.encode()) < 1_500_000
     assert Texts(page).names.count("tr") > 500
+
+
+@pytest.mark.usefixtures("_library")
+def test_3000_decisions_fit() -> None:
+    """Six times as many keys."""
+    decisions = [
+        msgspec.structs.replace(each, key=f"{copy:02d}{each.key[2:]}") for copy in range(6) for each in made_up.many()
+    ]
+    text, left_out = page_module.page(decisions, Machine([], [], [], [], ""), folder="", made="", version="")
+    assert (len(decisions), left_out) == (3000, [])
+    assert len(text.encode()) < 1_500_000
 
 
 @pytest.mark.usefixtures("_library")

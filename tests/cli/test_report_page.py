@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from attn_dispatch.cli.report import plots, sections
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.store.decision import Decision
@@ -244,9 +245,9 @@ def test_what_a_screen_reader_is_given(width: int, page: Page, file: Path) -> No
     assert headings[0] == "attn-dispatch report"
     assert {"Machine", "Decisions", "Drift"} <= set(headings)
     assert {"main", "navigation", "search", "banner"} <= set(page.roles())
-    plots = page.names("image") + page.names("img")
-    assert len(plots) == 4
-    assert any("sdpa to native at about 3,000 tokens" in name for name in plots)
+    pictures = page.names("image") + page.names("img")
+    assert len(pictures) == 4
+    assert any("sdpa to native at about 3,000 tokens" in name for name in pictures)
     for role in ("button", "searchbox", "checkbox", "combobox"):
         names = page.names(role)
         assert names
@@ -268,6 +269,25 @@ def test_many_decisions_are_shown_in_parts(page: Page, tmp_path: Path) -> None:
     assert len(marks(page, "time")) == 5 * 9
 
 
+def test_rows_are_alike_wherever_they_are_made(
+    page: Page, tmp_path: Path, stored: list[Decision], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the markup, or by the page's script."""
+    found = []
+    for count in (500, 3):
+        monkeypatch.setattr(sections, "ROWS", count)
+        path = written(tmp_path / "store", tmp_path / f"{count}.html", *stored)
+        assert path.read_text(encoding="utf-8").count("data-n=") == min(count, len(stored))
+        page.open(path)
+        numbers = """/data-v="(.*?)"/g, (_, value) => `data-v="${Number(value)}"`"""  # 1.0 and 1 are alike
+        found.append(page.ask(f"{ROWS}.map((row) => row.outerHTML.replace({numbers}))"))
+    assert found[0] == found[1]
+    assert len(found[0]) == len(stored)
+    page.ask(f"{ROWS}[4].cells[0].firstChild.click()")
+    key = page.ask(f"{ROWS}[4].cells[7].textContent")
+    assert key in page.ask("document.querySelector('.detail').textContent")
+
+
 def test_an_empty_store(page: Page, tmp_path: Path) -> None:
     page.open(written(tmp_path / "store", tmp_path / "report.html"))
     assert "attn-dispatch profile --quick" in page.ask("document.querySelector('main').innerText")
@@ -283,6 +303,77 @@ def test_names_from_elsewhere_run_nothing(page: Page, tmp_path: Path) -> None:
     colours = page.ask("[...document.querySelectorAll('#legend svg')].map((each) => each.lastChild.style.fill)")
     assert len(set(colours)) == 3
     assert page.ask("document.title").startswith("attn-dispatch report")
+
+
+def labels(page: Page, plot: str) -> list[str]:
+    """Those of the vertical axis."""
+    axes = page.ask(
+        f"[...document.querySelectorAll('#plot-{plot} .role-axis')].filter((each) => "
+        "each.querySelector('.role-axis-label')).map((each) => [each.querySelector('.role-axis-title')?.textContent, "
+        "[...each.querySelectorAll('.role-axis-label text')].map((text) => text.textContent)])"
+    )
+    return [text for title, texts in axes if title != "tokens" for text in texts]
+
+
+@pytest.mark.parametrize("times", [{SDPA: 1.97}, {SDPA: 1.97, NATIVE: 1.99}, {SDPA: 0.31, NATIVE: 0.45}])
+def test_narrow_plots_have_labels(times: dict[tuple[str, str], float], page: Page, tmp_path: Path) -> None:
+    """Of one length: no power of 2 and no round number lies between the least and the largest."""
+    decision = made_up.whole(planted.problem_at(1100), times)
+    page.open(written(tmp_path / "store", tmp_path / "report.html", decision))
+    page.drawn()
+    for plot in ("time", "gain", "memory"):
+        found = labels(page, plot)
+        assert found, plot
+        assert len(set(found)) == len(found)
+
+
+def test_a_plot_without_points_is_no_picture(page: Page, file: Path) -> None:
+    page.open(file)
+    page.drawn()
+    box = "document.querySelector('#plot-time')"
+    assert page.ask(f"{box}.getAttribute('role')") == "img"
+    page.ask("document.querySelectorAll('#legend input').forEach((each) => each.click())")
+    assert page.ask(f"[{box}.textContent, {box}.role, {box}.ariaLabel]") == [
+        "No candidate is chosen above.",
+        None,
+        None,
+    ]
+    page.ask("document.querySelectorAll('#legend input').forEach((each) => each.click())")
+    page.drawn()
+    assert page.ask(f"{box}.getAttribute('role')") == "img"
+
+
+def test_the_legend_tells_orders_apart(page: Page, tmp_path: Path) -> None:
+    names = [("native", order) for order in plots.DASHES]
+    decisions = [
+        made_up.whole(problem, {name: 1.0 + at for at, name in enumerate(names)})
+        for problem in made_up.problems((1024, 2048))
+    ]
+    page.open(written(tmp_path / "store", tmp_path / "report.html", *decisions))
+    page.drawn()
+    legend = page.ask("[...document.querySelectorAll('#legend path[d=\"M1 7H33\"]')].map((line) => "
+                      "line.getAttribute('stroke-dasharray'))")  # fmt: skip
+    drawn = page.ask("[...document.querySelectorAll('#plot-time .mark-line path')].map((line) => "
+                     "line.getAttribute('stroke-dasharray'))")  # fmt: skip
+    assert len(set(legend)) == len(names)
+    assert {each.replace(" ", ",") for each in legend} == {each.replace(" ", ",") for each in drawn}
+
+
+def test_a_narrow_page_has_the_time_of_measuring(page: Page, file: Path, stored: list[Decision]) -> None:
+    page.show(360)
+    page.open(file)
+    page.ask(f"{ROWS}[0].cells[0].firstChild.click()")
+    newest = max(each.created for each in stored)
+    assert f"{newest[:16].replace('T', ' ')} UTC" in page.ask("document.querySelector('.detail dl').innerText")
+
+
+def test_the_focus_stays_where_rows_are_added(page: Page, tmp_path: Path) -> None:
+    decisions = made_up.crossing(range(1024, 1024 + 30))
+    page.open(written(tmp_path / "store", tmp_path / "report.html", *decisions))
+    page.ask("document.querySelector('#more').focus()")
+    page.press("Enter", "\r")
+    assert page.ask(f"{ROWS}.length") == 30
+    assert page.ask(f"document.activeElement === {ROWS}[25].cells[0].firstChild")
 
 
 @pytest.mark.skipif("REPORT_PICTURES" not in os.environ, reason="$REPORT_PICTURES names no folder for pictures")

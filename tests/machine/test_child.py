@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -86,3 +89,33 @@ def test_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="nowhere"):
         pid()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+PARENT = """
+import os, time
+from attn_dispatch.machine.child import end_with
+parent = os.getpid()
+if os.fork() == 0:
+    {wait}
+    end_with(parent)
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends it")
+def test_it_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT.format(wait="")], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline()
+        start = time.monotonic()
+        parent.kill()
+        assert parent.stdout.read() == ""  # the end of the pipe, which the child holds too
+        assert time.monotonic() - start < PATIENT_S / 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends it")
+def test_it_ends_if_its_parent_has_ended_before() -> None:
+    code = PARENT.format(wait="time.sleep(1)").replace("time.sleep(60)", "os._exit(0)")
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=30)
+    assert done.stdout == ""

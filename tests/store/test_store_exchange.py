@@ -17,11 +17,13 @@ from msgspec.structs import replace
 
 from attn_dispatch import cli
 from attn_dispatch.cli import urls
+from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.bundle import Refused, read_bundle, write_bundle
 from attn_dispatch.store.decision import Damaged, Decision, Row, canonical, decode, encode, from_elsewhere
 from attn_dispatch.store.folder import Store
+from attn_dispatch.store.passed import note_passed
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, written
 from tests.support.fakes import SILICON
@@ -254,6 +256,9 @@ def test_a_whole_cache_folder(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     (cache_folder() / "native").mkdir()
     (cache_folder() / "native" / "built.json").write_text("{}")
     source = cache_folder()
+    kept_blocks.keep(SILICON, "3.5", {"forward bfloat16 128": kept_blocks.Winner(64, 64, 4, 2, 1.2, "2025")})
+    assert list((source / "blocks").glob("*.json"))
+    note_passed(source, SILICON, "0" * 20)
     use_cache_folder(monkeypatch, tmp_path / "there")
     code, out = run("import", source, "--json")
     assert (code, json.loads(out)["added"]) == (0, len(GIVEN))
@@ -376,3 +381,18 @@ def test_no_torch() -> None:
         "sys.exit(bool({'torch', 'fsspec'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_standard_output(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe: its name under /dev leads to a link that names no file. Nothing else is written to it."""
+    store_all(*GIVEN)
+    environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": str(cache_folder())}
+    command = [sys.executable, "-m", "attn_dispatch", "export", "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == BUNDLE
+    assert b"3 decisions from" in done.stderr
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["export", "-"])
+    assert stop.value.code == 2
+    assert "use /dev/stdout" in capsys.readouterr().err

@@ -4,6 +4,7 @@ bytes."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from attn_dispatch.cli import urls
@@ -21,7 +22,8 @@ EXAMPLE = """examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", metavar="FILE-or-URL", help="file to write; a name with :// in it is a URL")
+    where = "file to write; a name with :// in it is a URL"
+    parser.add_argument("place", metavar="FILE-or-URL", type=urls.target, help=where)
     silicon = "only decisions of devices whose fingerprint starts with PREFIX, such as cuda-sm90 or cpu-amd-epyc"
     parser.add_argument("--silicon", metavar="PREFIX", default="", help=silicon)
     parser.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with PREFIX")
@@ -30,7 +32,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = existing_cache_folder()
     silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
-    found = [d for _, d in Store(folder).all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
+    store = Store(folder)
+    found = [d for _, d in store.all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
+    if not found and (error := _unreadable(store)):
+        raise AttnDispatchError(f"nothing is written: {error.filename} cannot be read ({error.strerror})")
     if not found and (silicon or key):
         print(f"attn-dispatch export: no decision in {folder} matches --silicon and --key", file=sys.stderr)
         return 1
@@ -42,5 +47,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"folder": str(folder), "place": args.place, "decisions": len(found), "bytes": len(content)})
     else:
-        print(f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)")
+        text = f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)"
+        print(text, file=urls.beside(args.place))
     return 0
+
+
+def _unreadable(store: Store) -> OSError | None:
+    """Why a store without a decision cannot be taken for an empty one: its folder or one inside it cannot be read."""
+    errors: list[OSError] = []
+    try:
+        os.listdir(store.folder)
+    except OSError as error:
+        return error
+    for _ in os.walk(store.root, onerror=errors.append):
+        pass
+    return next((error for error in errors if not isinstance(error, FileNotFoundError)), None)

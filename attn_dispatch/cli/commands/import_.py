@@ -59,7 +59,11 @@ def _import(name: str, store: Store) -> Source:
 
 
 def _decisions(name: str) -> Iterator[Decision | Refused]:
-    for path in urls.each_file(name):
+    unreadable: list[OSError] = []
+    paths = urls.each_file(name, unreadable.append)
+    for error in unreadable:
+        yield Refused(str(error.filename), error.strerror or str(error))
+    for path in paths:
         try:
             found = read_bundle(urls.read(path))
         except (urls.Unreachable, Damaged) as error:

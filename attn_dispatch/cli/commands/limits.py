@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.cli import options
 from attn_dispatch.cli.tables import compact, print_json
-from attn_dispatch.errors import InvalidInput
-from attn_dispatch.text import align, gib, milliseconds, printable
+from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.text import align, gib, milliseconds, one_line, printable
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +34,7 @@ EXAMPLE = """examples:
   attn-dispatch limits --lengths 64k:1M --window 4k --max-seconds 10
       between 65536 and 1048576 tokens, in calls of 10 s at most
 
-Ctrl-C prints what was found."""
+Ctrl-C prints what was found; so does SIGTERM."""
 
 START = 1024  #: tokens, without --shape, --lengths and --grid
 LONGEST = 2**40  #: tokens
@@ -46,7 +49,9 @@ EXPLAINED = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(
-        parser, "The search goes upward from N of --shape, or from A to B of --lengths; by default from 1024."
+        parser,
+        "The search goes upward from N of --shape, or from A to B of --lengths, whatever lies between; of a list, from "
+        "its least to its largest; by default from 1024.",
     )
     add = parser.add_argument
     add("--backend", metavar="NAME", help="this one, or 'all' for a row each; by default the one that attend() takes "
@@ -63,19 +68,38 @@ def run(args: argparse.Namespace) -> int:
     device = options.device_of(args)
     memory_bytes = _memory(args, device)
     searches: list[Search] = []
-    interrupted = False
+    interrupted = failed = False
     try:
-        _search(args, single, memory_bytes, searches)
+        with _interrupted_by_sigterm():
+            _search(args, single, memory_bytes, searches)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted: what was found so far follows", file=sys.stderr)
+    except (AttnDispatchError, OSError, RuntimeError) as error:
+        if not any(each.tried for each in searches):
+            raise
+        failed = True
+        print(f"attn-dispatch limits: {one_line(error)}; what was found so far follows", file=sys.stderr)
     if args.json:
         found = [_to_dict(each) for each in searches]
         print_json({"device": str(device), "memory_bytes": memory_bytes, "max_seconds": args.max_seconds,
                     "interrupted": interrupted, "limits": found})  # fmt: skip
     else:
         print(*map(printable, _lines(searches, device, memory_bytes)), sep="\n")
-    return 1 if interrupted or any(each.longest is None for each in searches) else 0
+    return 1 if interrupted or failed or any(each.longest is None for each in searches) else 0
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM does what Ctrl-C does. Only the main thread can set it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _singles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
@@ -90,7 +114,7 @@ def _singles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 def _range(args: argparse.Namespace) -> tuple[int, int]:
     """The length to start with, and the longest."""
     if args.lengths:
-        return min(args.lengths), max(args.lengths)
+        return min(args.lengths), getattr(args.lengths, "last", max(args.lengths))
     return (math.prod(args.grid) if args.grid else args.shape[0].length), LONGEST
 
 
@@ -132,12 +156,13 @@ def _search(
                 status.update(f"trying {each}")
 
         names = registry.names() if args.backend == ALL else (args.backend,)
-        for single, name in product(singles, names):
-            found = Search(
-                partial(_problem, single), *_range(single), name, memory_bytes, args.max_seconds, report=report
-            )
-            searches.append(found)
-            found.run()
+        made = [  # all of them first: a wrong value of the last one's is said at once
+            Search(partial(_problem, single), *_range(single), name, memory_bytes, args.max_seconds, report=report)
+            for single, name in product(singles, names)
+        ]
+        for each in made:
+            searches.append(each)
+            each.run()
 
 
 def _progress(tried: Tried) -> str:

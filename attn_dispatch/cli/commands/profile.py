@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
-from attn_dispatch.cli import options, thresholds
+from attn_dispatch.cli import options, thresholds, urls
 from attn_dispatch.cli.tables import full_table, no_backend, print_json, refused_by_all
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.learning.speedups import SpeedupSeries, family_of, family_title
@@ -80,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sharded", choices=KINDS, help=sharded)
     parser.add_argument("--force", action="store_true", help="measure again problems that have a decision")
     share = "then write this device's settled decisions for others, without paths or names; alone, measures nothing"
-    parser.add_argument("--share", metavar="FILE", help=share)
+    parser.add_argument("--share", metavar="FILE", type=urls.target, help=share)
     verbose = "with several problems: list every backend in each table, also those that can run none of the problems"
     parser.add_argument("--verbose", action="store_true", help=verbose)
 
@@ -188,7 +188,6 @@ def _only_shares(args: argparse.Namespace) -> bool:
 
 def _share(args: argparse.Namespace) -> dict[str, Any]:
     """Write the decisions of the device that others may use; what was written, for the output."""
-    from attn_dispatch.cli import urls
     from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
     from attn_dispatch.machine.hardware import silicon
     from attn_dispatch.store.bundle import shareable, write_bundle

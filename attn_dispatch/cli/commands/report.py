@@ -5,6 +5,7 @@ candidate lost. It loads nothing from the network; needs: pip install "attn-disp
 from __future__ import annotations
 
 import argparse
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -23,7 +24,12 @@ EXAMPLE = """examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True, help="the page to write; an older one is replaced"
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=urls.target,
+        required=True,
+        help="the page to write; an older one is replaced",
     )
 
 
@@ -36,15 +42,20 @@ def run(args: argparse.Namespace) -> int:
     folder = cache_folder()
     decisions = sorted((decision for _, decision in Store(folder).all()), key=lambda each: each.created, reverse=True)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    content = page(decisions, _machine(), folder=str(folder), made=made, version=version("attn-dispatch")).encode()
+    text, left_out = page(decisions, _machine(), folder=str(folder), made=made, version=version("attn-dispatch"))
+    content = text.encode()
+    for reason in left_out:
+        print(f"attn-dispatch report: left out, since it cannot be shown: {reason}", file=sys.stderr)
+    shown = len(decisions) - len(left_out)
     try:
         urls.write(args.output, content)
     except urls.Unreachable as error:
         raise AttnDispatchError(f"{args.output} cannot be written: {error}") from error
     if args.json:
-        print_json({"path": args.output, "bytes": len(content), "decisions": len(decisions), "folder": str(folder)})
+        print_json({"path": args.output, "bytes": len(content), "decisions": shown, "folder": str(folder)})
     else:
-        print(f"{len(decisions)} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
+        text = f"{shown} decisions in {args.output} ({len(content) / 1e6:.2f} MB)"
+        print(text, file=urls.beside(args.output))
     return 0
 
 

@@ -33,7 +33,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """`2.10x faster`; or why there is no such number."""
+        """`2.10x faster`, `2.10x slower`; or why there is no such number."""
         if self.default is None:
             return "no default"
         if self.is_chosen:
@@ -41,12 +41,18 @@ class Gain(NamedTuple):
         if self.bounds is None:
             return f"no time of {titled(*self.default)}"
         low, middle, high = self.bounds
-        return f"{middle:.2f}x {'faster' if low > 1 else 'slower' if high < 1 else 'undecided'}"
+        if high < 1:
+            return f"{1 / middle:.2f}x slower"
+        return f"{middle:.2f}x {'faster' if low > 1 else 'undecided'}"
 
     @property
     def interval(self) -> str:
-        """`2.01 - 2.20`; empty for the default itself, or without times."""
-        return f"{self.bounds[0]:.2f} - {self.bounds[2]:.2f}" if self.bounds and self.is_changed else ""
+        """`2.01 - 2.20`, of the number in `verdict`; empty for the default itself, or without times."""
+        if not self.bounds or not self.is_changed:
+            return ""
+        low, _, high = self.bounds
+        low, high = (1 / high, 1 / low) if high < 1 else (low, high)
+        return f"{low:.2f} - {high:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,16 @@ def gain_over(default: Row | None, row: Row) -> Bounds | None:
     """Low, middle and high of the default's time / the row's; None where one of them has no time."""
     if default is None or not is_timed(default) or not is_timed(row):
         return None
-    return (1.0, 1.0, 1.0) if default.id == row.id else time_ratio(default, row)
+    return (1.0, 1.0, 1.0) if default.id == row.id else _ratio(default, row)
+
+
+def _ratio(one: Row, other: Row) -> Bounds | None:
+    """`time_ratio`; None where a time of 0 or without a limit leaves no ratio."""
+    try:
+        low, middle, high = time_ratio(one, other)
+    except ArithmeticError:
+        return None
+    return (low, middle, high) if 0 < low <= middle <= high < math.inf else None
 
 
 def gain_of(decision: Decision) -> Gain:
@@ -112,7 +127,8 @@ def outcomes(decisions: Sequence[Decision]) -> list[Outcomes]:
         for row in decision.candidates:
             statuses[row.id][row.status] += 1
             if chosen is not None and row is not chosen and is_timed(row) and is_timed(chosen):
-                ratios[row.id].append(time_ratio(row, chosen)[1])
+                ratio = _ratio(row, chosen)
+                ratios[row.id] += [] if ratio is None else [ratio[1]]
             if row.status != "chosen" and row.reason:
                 alike = row.status, _DIGITS.sub("#", row.reason)
                 reasons[row.id].setdefault(alike, []).append(row.reason)

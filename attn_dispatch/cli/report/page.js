@@ -44,7 +44,27 @@
   // --- decisions ---
 
   const body = find("decided").tBodies[0];
-  const rows = [...body.rows];
+  const heads = [...find("decided").tHead.rows[0].cells];
+  const texts = (places) => places.map((place) => data.strings[place]);
+
+  // As `sections._row` writes the first ones: all in the markup would make the page several times as large.
+  const made = ([cells, silicon, changed, provisional], at) => {
+    const row = make("tr", undefined, { "data-n": body.rows.length + at, "data-silicon": silicon,
+      ...(changed && { "data-changed": "" }), ...(provisional && { "data-provisional": "" }) });
+    cells.forEach(([places, value], column) => {
+      const [text, small] = texts(places);
+      const name = heads[column].textContent;
+      const cell = column ? make("td") : make("th", undefined, { scope: "row" });
+      if (!column) cell.append(make("button", text, { type: "button", "aria-expanded": "false" }));
+      else cell.append(name === "key" ? make("code", text) : text);
+      if (small !== undefined) cell.append(make("small", small));
+      if (value !== null) cell.dataset.v = value;
+      if (heads[column].className) cell.className = heads[column].className;
+      row.append(cell);
+    });
+    return row;
+  };
+  const rows = [...body.rows, ...data.more.map(made)];
   const words = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
   let order = rows;
   let all = false;
@@ -74,7 +94,6 @@
     if (typeof one !== typeof two) return typeof one === "number" ? -1 : 1; // without a number: last
     return typeof one === "number" ? one - two : one.localeCompare(two, "en", { numeric: true });
   };
-  const heads = [...find("decided").tHead.rows[0].cells];
   heads.forEach((head, column) => head.firstChild.addEventListener("click", () => {
     const direction = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
     heads.forEach((each) => each.removeAttribute("aria-sort"));
@@ -83,8 +102,6 @@
       .sort(([one], [two]) => (typeof one === typeof two ? direction : 1) * compare(one, two)).map(([, row]) => row);
     list();
   }));
-
-  const texts = (places) => places.map((place) => data.strings[place]);
 
   const tableOf = (caption, head, lines, chosen) => {
     const table = make("table");
@@ -131,7 +148,12 @@
     find(id)?.addEventListener("input", () => { all = false; list(); });
   }
   find("search").form.addEventListener("submit", (event) => event.preventDefault());
-  find("more").addEventListener("click", () => { all = true; list(); });
+  find("more").addEventListener("click", () => {
+    const before = new Set(body.rows);
+    all = true;
+    list(); // hides the button, which had the focus
+    [...body.rows].find((row) => !before.has(row))?.querySelector("button")?.focus();
+  });
   list();
 
   // --- plots ---
@@ -155,8 +177,18 @@
     tip.style.top = `${Math.max(4, event.clientY - height - 10)}px`;
   };
 
-  // At most about seven: powers of 2, else 1, 2, 5 or more of each decade.
+  // At most about seven: powers of 2, else 1, 2, 5 or more of each decade; in a range that has no two of them, its ends
+  // and its middle, to three digits where those are inside.
   const ticksOf = (low, high, base) => {
+    const found = roundTicks(low, high, base);
+    if (found.filter((value) => value >= low && value <= high).length > 1) return found;
+    const middle = Math.sqrt(low * high);
+    const unit = base === 2 ? 1024 ** Math.max(0, Math.floor(Math.log2(low) / 10)) : 1;
+    const rounded = [low, middle, high].map((value) => Number((value / unit).toPrecision(3)) * unit);
+    const inside = [...new Set(rounded)].filter((value) => value >= low && value <= high);
+    return inside.length > 1 ? inside : [middle];
+  };
+  const roundTicks = (low, high, base) => {
     if (base === 2) {
       const [first, last] = [Math.ceil(Math.log2(low)), Math.floor(Math.log2(high))];
       const step = Math.max(1, Math.ceil((last - first) / 7));
@@ -173,11 +205,13 @@
   };
 
   const views = new Map();
-  const draw = (id, kind, points, marks, summary) => {
+  const draw = (id, kind, points, marks, summary, nothing = "Nothing was measured.") => {
     const box = find(id);
     views.get(id)?.finalize();
+    views.delete(id);
     if (!points.length) {
-      box.textContent = "Nothing was measured.";
+      ["role", "aria-label", "aria-roledescription"].forEach((name) => box.removeAttribute(name));
+      box.textContent = nothing;
       return;
     }
     const spec = structuredClone(data.plots[kind]);
@@ -202,6 +236,7 @@
     const view = new vega.View(vega.parse(spec, config), { renderer: "svg", container: box, logLevel: vega.error });
     views.set(id, view.tooltip(showTip));
     view.runAsync().then(() => {
+      if (views.get(id) !== view) return; // another has taken its place
       // In place of Vega's: one picture with a summary. The table below has its numbers.
       box.setAttribute("role", "img");
       box.removeAttribute("aria-roledescription");
@@ -232,13 +267,14 @@
     const each = (value) => cut.flatMap((row, at) => { const found = value(row); return found ? [point(at, ...found)] : []; });
     const marks = crossings.filter(([tokens]) => tokens !== null)
       .map(([tokens]) => ({ tokens, text: `~${Number(tokens.toPrecision(2)).toLocaleString("en")}` }));
+    const nothing = cut.length ? undefined : "No candidate is chosen above.";
     const changes = crossings.map(([, text]) => `Fastest: ${text}`);
     draw("plot-time", "time", each(([, , ...times]) => times.slice(0, 3)), marks,
-      `Time against length of ${of}. ${changes.join(". ")}`);
+      `Time against length of ${of}. ${changes.join(". ")}`, nothing);
     draw("plot-gain", "gain", each(([, , , , , , gain]) => gain && [gain[1], gain[0], gain[2]]), [],
-      `Time of the default (${defaults.join(", ") || "none"}) over the candidate's, against length, of ${of}`);
+      `Time of the default (${defaults.join(", ") || "none"}) over the candidate's, against length, of ${of}`, nothing);
     draw("plot-memory", "memory", each(([, , , , , bytes]) => bytes ? [bytes, bytes, bytes] : null), [],
-      `Peak memory against length of ${of}`);
+      `Peak memory against length of ${of}`, nothing);
     const texts_ = changes.length ? changes : ["The same candidate is the fastest at all measured lengths."];
     if (defaults.length) texts_.push(`The default here: ${defaults.join(", ")}.`);
     find("crossings").replaceChildren(...texts_.map((text) => make("li", text)));
@@ -255,7 +291,8 @@
     const line = document.createElementNS(space, "path");
     line.setAttribute("d", "M1 7H33");
     line.setAttribute("style", `stroke: var(${colour}); stroke-width: 2`);
-    if (order !== "natural") line.setAttribute("stroke-dasharray", "5 3");
+    const dash = data.dashes[order];
+    if (dash) line.setAttribute("stroke-dasharray", dash.join(" "));
     const sign = document.createElementNS(space, "path");
     sign.setAttribute("d", { circle: "M17 3a4 4 0 1 0 .01 0Z", square: "M13.5 3.5h7v7h-7Z", "triangle-up": "M17 2l4.5 9h-9Z",
       diamond: "M17 1.5l4 5.5-4 5.5-4-5.5Z", "triangle-down": "M17 12l4.5-9h-9Z",

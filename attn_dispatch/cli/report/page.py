@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from attn_dispatch.cli import thresholds
 from attn_dispatch.cli.report import plots, sections
-from attn_dispatch.cli.report.comparisons import by_preference, gain_of, outcomes, preference
-from attn_dispatch.cli.report.markup import Html, element, packed_json
+from attn_dispatch.cli.report.comparisons import Gain, by_preference, gain_of, outcomes, preference
+from attn_dispatch.cli.report.markup import Html, element, join, packed_json
 from attn_dispatch.cli.report.sections import Machine
 from attn_dispatch.cli.report.series import Series, all_series
 from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
 from attn_dispatch.kernels.registry import is_built_in
 from attn_dispatch.learning import speedups
-from attn_dispatch.learning.predict import is_timed
+from attn_dispatch.learning.predict import PROBLEM_ERRORS, is_timed
 from attn_dispatch.learning.speedups import SpeedupSeries
 from attn_dispatch.learning.thresholds import Threshold, by_length, threshold_of
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.text import printable, titled
+from attn_dispatch.text import one_line, printable, titled
 
 COLOURS = 14  #: in page.css
 LICENCE = (
@@ -31,8 +33,10 @@ LICENCE = (
 Section = tuple[str, str, Html]  #: its id, title and content
 
 
-def page(decisions: Sequence[Decision], machine: Machine, *, folder: str, made: str, version: str) -> str:
-    """The whole page.
+def page(
+    decisions: Sequence[Decision], machine: Machine, *, folder: str, made: str, version: str
+) -> tuple[str, list[str]]:
+    """The whole page, and what it leaves out: the decisions that cannot be shown, with reasons.
 
     Args:
         decisions: in the order in which they are listed.
@@ -45,33 +49,72 @@ def page(decisions: Sequence[Decision], machine: Machine, *, folder: str, made: 
     quarantine = ("quarantine", "Strikes and quarantines", sections.quarantine(machine))
     if not decisions:
         start = ("decisions", "Decisions", sections.no_decisions(folder))
-        return _document([start, hardware, quarantine], None, [_text("page.js")], made=made, version=version)
+        return _document([start, hardware, quarantine], None, [_text("page.js")], made=made, version=version), []
+    left_out: list[str] = []
+    try:
+        content, data = _content(decisions, machine)
+    except PROBLEM_ERRORS:
+        decisions, left_out = _apart(decisions, machine)
+        content, data = _content(decisions, machine)
+    shown = [
+        ("summary", "Summary", content["summary"]),
+        hardware,
+        ("decisions", "Decisions", join([sections.left_out(left_out), content["decisions"]])),
+        ("lengths", "Time and memory against length", content["lengths"]),
+        ("orders", "Token orders: Hilbert and others", content["orders"]),
+        ("losers", "Why the others lost", content["losers"]),
+        quarantine,
+        ("drift", "Drift", content["drift"]),
+    ]
+    data |= {"plots": plots.compiled(), "dashes": plots.DASHES}
+    scripts = [plots.runtime(), _text("page.js")]
+    return _document(shown, data, scripts, made=made, version=version), left_out
+
+
+def _apart(decisions: Sequence[Decision], machine: Machine) -> tuple[list[Decision], list[str]]:
+    """The decisions that can be shown; the others by name, with what they raise."""
+    found, left_out = [], []
+    for each in decisions:
+        try:
+            _content([each], machine)
+        except PROBLEM_ERRORS as error:
+            left_out.append(printable(f"key {each.key} of {each.silicon} ({each.title}): {one_line(error)}"))
+        else:
+            found.append(each)
+    return found, left_out
+
+
+def _content(decisions: Sequence[Decision], machine: Machine) -> tuple[dict[str, Html], dict[str, Any]]:
+    """The sections about decisions, and the data of the page's script.
+
+    Raises:
+        Some of PROBLEM_ERRORS: a decision holds what no measurement of this version gives.
+    """
     found = list(map(Explanation.of, decisions))
     gains = list(map(gain_of, decisions))
     series = all_series(decisions)
     orders = [(each, threshold_of(each)) for each in sorted(speedups.all_series(decisions), key=thresholds.sort_key)]
-    shown = [
-        ("summary", "Summary", sections.summary(decisions, gains, machine)),
-        hardware,
-        ("decisions", "Decisions", sections.decided(decisions, found, gains)),
-        ("lengths", "Time and memory against length", sections.lengths(series)),
-        ("orders", "Token orders: Hilbert and others", sections.orders(orders)),
-        ("losers", "Why the others lost", sections.losers(outcomes(decisions))),
-        quarantine,
-        ("drift", "Drift", sections.drift(decisions)),
-    ]
+    content = {
+        "summary": sections.summary(decisions, gains, machine),
+        "decisions": sections.decided(decisions, found, gains),
+        "lengths": sections.lengths(series),
+        "orders": sections.orders(orders),
+        "losers": sections.losers(outcomes(decisions)),
+        "drift": sections.drift(decisions),
+    }
     strings, candidates = Strings(), _candidates(decisions)
     names = [title for _, title, _, _ in candidates]
     data = {
         "decisions": [_details(*pair, strings) for pair in zip(decisions, found)],
+        "more": [_plain_row(*each, strings) for each in list(zip(decisions, found, gains))[sections.ROWS :]],
         "series": [_plain_series(each, names) for each in series],
         "orders": [_plain_order(*pair, decisions) for pair in orders],
         "candidates": candidates,
         "head": [[name, at not in LEFT] for at, name in enumerate(HEAD)],
-        "plots": plots.compiled(),
         "strings": strings.texts,
     }
-    return _document(shown, data, [plots.runtime(), _text("page.js")], made=made, version=version)
+    json.dumps(data, allow_nan=False)  # raises ValueError where the page could not hold it
+    return content, data
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -95,12 +138,21 @@ class Strings:
 def _details(decision: Decision, explanation: Explanation, strings: Strings) -> dict[str, Any]:
     """What the page shows of a decision on request, as places of texts: pairs of name and text, and candidates."""
     lines = str(explanation).split("\n\n")[0].splitlines()
-    pairs = [*(line.split(maxsplit=1) for line in lines), ["silicon", decision.silicon]]
+    pairs = [[*line.split(maxsplit=1), "-"][:2] for line in lines]  # a title may be blank
+    pairs.append(["silicon", decision.silicon])
+    pairs.append(["measured", f"{decision.created[:16].replace('T', ' ')} UTC"])
     place = strings.place
     return {
         "about": [[place(name.rstrip(":")), place(text)] for name, text in pairs],
         "rows": [[place(printable(cell)) for cell in row] for row in explanation.rows()],
     }
+
+
+def _plain_row(decision: Decision, explanation: Explanation, gain: Gain, strings: Strings) -> list[Any]:
+    """A row of the list of decisions: its cells as places of texts and a number, silicon, changed, provisional."""
+    found = sections.row_cells(decision, explanation, gain)
+    cells = [[list(map(strings.place, texts)), value] for texts, value in found]
+    return [cells, decision.silicon, gain.is_changed, bool(decision.provisional)]
 
 
 def _candidates(decisions: Sequence[Decision]) -> list[list[Any]]:
@@ -151,7 +203,9 @@ def _plain_order(series: SpeedupSeries, threshold: Threshold | None, decisions: 
         "tokens": None if threshold is None else threshold.tokens,
         "text": thresholds.threshold_text(threshold),
         "points": [[each.tokens, each.factor, each.low, each.high] for each in by_length(series.speedups)],
-        "measured": [[*each[:-1], places[each.key]] for each in sorted(series.speedups)],
+        "measured": [
+            [*each[:-1], places[each.key]] for each in sorted(series.speedups) if all(map(math.isfinite, each[1:4]))
+        ],
     }
 
 

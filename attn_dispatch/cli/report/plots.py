@@ -23,10 +23,21 @@ BYTES = (
     "datum.value >= 1024 ? format(datum.value / 1024, '.3~g') + ' KiB' : datum.value + ' B'"
 )
 TIMES = "format(datum.value, '.3~g') + 'x'"
-#: Solid in natural order.
+DASHED = (
+    [7, 4],
+    [2, 3],
+    [9, 3, 2, 3],
+    [4, 2],
+    [12, 3],
+    [5, 2, 1, 2],
+    [1, 4],
+    [9, 2, 2, 2, 2, 2],
+    [3, 6],
+)
+#: Solid in natural order, another one in each other order.
 DASHES = {
-    order: [1, 0] if order == NATURAL else [[7, 4], [2, 3], [9, 3, 2, 3]][index % 3]
-    for index, order in enumerate((NATURAL, *(each for each in (*ORDERS, *EXCHANGES) if each != NATURAL)))
+    NATURAL: [1, 0],
+    **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), DASHED, strict=True)),
 }
 #: Labels and base of the vertical axis, and whether 1 is the reference.
 KINDS = {"time": (MS, 10, False), "gain": (TIMES, 10, True), "memory": (BYTES, 2, False)}

@@ -22,6 +22,7 @@ from attn_dispatch.text import milliseconds, titled
 
 DECISION_HEAD = ("problem", "backend", "median", "vs default", "next best", "source", "measured (UTC)", "key")
 WIDE = ("next best", "source", "measured (UTC)", "key")  #: left out on narrow screens; a decision's details have them
+ROWS = 500  #: decisions listed in the markup, the newest ones; the page's script makes the rows of the others
 STATUSES = (
     "chosen",
     "tie",
@@ -34,6 +35,7 @@ STATUSES = (
     "incorrect",
     "quarantined",
 )
+NO_SCRIPT = f"Search, plots, the candidates of a decision, and decisions after the first {ROWS}, need JavaScript."
 DRIFT_HEAD = (
     "problem",
     "backend",
@@ -110,6 +112,14 @@ def no_decisions(folder: str) -> Html:
     return join([element("p", text), element("pre", element("code", "attn-dispatch profile --quick"))])
 
 
+def left_out(reasons: Sequence[str]) -> Html:
+    """The decisions that cannot be shown; nothing where all can."""
+    if not reasons:
+        return Html("")
+    items = [element("li", reason) for reason in reasons]
+    return join([element("p", f"Left out, since they cannot be shown ({len(items)}):"), element("ul", *items)])
+
+
 def decided(decisions: Sequence[Decision], found: Sequence[Explanation], gains: Sequence[Gain]) -> Html:
     """All decisions, to be searched and sorted; the page's script adds the candidates of one on request."""
     search = element("input", type="search", id="search", autocomplete="off", placeholder="e.g. dilated bfloat16")
@@ -126,7 +136,8 @@ def decided(decisions: Sequence[Decision], found: Sequence[Explanation], gains: 
         element("th", element("button", name, type="button"), scope="col", class_="wide" if name in WIDE else None)
         for name in DECISION_HEAD
     ]
-    rows = [_row(at, *each) for at, each in enumerate(zip(decisions, found, gains))]
+    newest = list(zip(decisions, found, gains))[:ROWS]
+    rows = [_row(at, *each) for at, each in enumerate(newest)]
     caption = element("caption", "Newest first. The button of a row shows all candidates, and why each lost.")
     inner = element("table", caption, element("thead", element("tr", *head)), element("tbody", *rows), id="decided")
     return join([
@@ -134,7 +145,7 @@ def decided(decisions: Sequence[Decision], found: Sequence[Explanation], gains: 
         element("p", f"{len(decisions):,} decisions", id="count", role="status"),
         element("div", inner, class_="scroll", role="region", aria_label="Decisions", tabindex=0),
         element("button", "Show all", type="button", id="more", hidden=True),
-        element("noscript", element("p", "Search, plots and the candidates of a decision need JavaScript.")),
+        element("noscript", element("p", NO_SCRIPT)),
     ])  # fmt: skip
 
 
@@ -143,30 +154,38 @@ def _checkbox(name: str, label: str) -> Html:
 
 
 def _row(at: int, decision: Decision, explanation: Explanation, gain: Gain) -> Html:
+    found = []
+    for name, (texts, value) in zip(DECISION_HEAD, row_cells(decision, explanation, gain)):
+        inside: list[str] = [texts[0], *(element("small", text) for text in texts[1:])]
+        if name == "problem":
+            found.append(element("th", element("button", *inside, type="button", aria_expanded="false"), scope="row"))
+        else:
+            inside = [element("code", *inside)] if name == "key" else inside
+            found.append(element("td", *inside, data_v=value, class_="wide" if name in WIDE else None))
+    flags = {"data_changed": gain.is_changed, "data_provisional": bool(decision.provisional)}
+    return element("tr", *found, data_n=at, data_silicon=decision.silicon, **flags)
+
+
+def row_cells(decision: Decision, explanation: Explanation, gain: Gain) -> list[tuple[list[str], float | None]]:
+    """The cells of a decision under `DECISION_HEAD`: a text, and one in small; the number to sort by if it has one."""
     key, problem, backend, source, median, ratio, rival = cells(explanation)
     row = next((each for each in decision.candidates if each.id == decision.chosen), None)
     factor = None if gain.bounds is None else gain.bounds[1]
-    interval = [element("small", gain.interval)] if gain.interval else []
-    found = {
-        "problem": element("th", element("button", problem, type="button", aria_expanded="false"), scope="row"),
-        "backend": element("td", backend),
-        "median": element("td", median, data_v=None if row is None else row.median_ms),
-        "vs default": element("td", gain.verdict, *interval, data_v=factor),
-        "next best": element("td", *_rival(ratio, rival), data_v=_number(ratio), class_="wide"),
-        "source": element("td", source, class_="wide"),
-        "measured (UTC)": element("td", decision.created[:16].replace("T", " "), class_="wide"),
-        "key": element("td", element("code", key), class_="wide"),
+    found: dict[str, tuple[list[str], float | None]] = {
+        "problem": ([problem], None),
+        "backend": ([backend], None),
+        "median": ([median], None if row is None else row.median_ms),
+        "vs default": ([gain.verdict, gain.interval] if gain.interval else [gain.verdict], factor),
+        "next best": ([rival] if ratio == "-" else [ratio, rival], _number(ratio)),
+        "source": ([source], None),
+        "measured (UTC)": ([decision.created[:16].replace("T", " ")], None),
+        "key": ([key], None),
     }
-    flags = {"data_changed": gain.is_changed, "data_provisional": bool(decision.provisional)}
-    return element("tr", *(found[name] for name in DECISION_HEAD), data_n=at, data_silicon=decision.silicon, **flags)
+    return [found[name] for name in DECISION_HEAD]
 
 
-def _rival(ratio: str, rival: str) -> list[str]:
-    return [rival] if ratio == "-" else [ratio, element("small", rival)]
-
-
-def _number(ratio: str) -> str | None:
-    return ratio.removesuffix("x") if ratio.endswith("x") else None
+def _number(ratio: str) -> float | None:
+    return float(ratio.removesuffix("x")) if ratio.endswith("x") else None
 
 
 def lengths(series: Sequence[Series]) -> Html:
@@ -204,7 +223,7 @@ def _chooser(name: str, label: str, titles: Sequence[tuple[str, str]], chosen: i
 
 
 def _figure(kind: str, caption: str) -> Html:
-    plot = element("div", id=f"plot-{kind}", role="img", class_="plot")
+    plot = element("div", id=f"plot-{kind}", class_="plot")
     return element("figure", element("figcaption", caption), plot)
 
 

@@ -199,10 +199,11 @@ def _crossing(one: Mapping[CandidateId, Point], two: Mapping[CandidateId, Point]
     if rival is None or former is None:
         return Crossing(first.candidate, last.candidate, between, None, None, True)
     sure = first.high_ms < rival.low_ms and last.high_ms < former.low_ms
-    ahead, behind = math.log(rival.median_ms / first.median_ms), math.log(former.median_ms / last.median_ms)
+    ahead = math.log(rival.median_ms) - math.log(first.median_ms)
+    behind = math.log(former.median_ms) - math.log(last.median_ms)
     share = ahead / (ahead + behind) if ahead + behind else 0.5
     tokens = between[0] * math.pow(between[1] / between[0], share)
-    ms = first.median_ms * math.pow(former.median_ms / first.median_ms, share)
+    ms = math.pow(first.median_ms, 1 - share) * math.pow(former.median_ms, share)
     return Crossing(first.candidate, last.candidate, between, tokens, ms, sure)
 
 

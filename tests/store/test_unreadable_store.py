@@ -1,0 +1,95 @@
+"""A store whose folders cannot be read is no empty one: nothing is replaced by what was found in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_dispatch import cli
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.store.bundle import write_bundle
+from attn_dispatch.store.folder import Store
+from tests.support.entries import OTHER, decision
+from tests.support.fakes import SILICON
+
+GIVEN = (
+    decision(),
+    decision(key=OTHER, group="f" * 12),
+    decision(silicon="cpu-other", created="2025-02-01T00:00:00.000000+00:00"),
+)
+BUNDLE = write_bundle(GIVEN)
+
+
+def store_all(*decisions: Any) -> None:
+    for each in decisions:
+        assert Store(cache_folder()).put(each) is not None
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Listing it and what is in it fails, as a folder without permission does for all but root."""
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: Any = ".") -> Any:
+            if not isinstance(path, int) and Path(path).is_relative_to(folder):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return function(path)
+
+        return read
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+
+
+@pytest.mark.parametrize("inner", [".", "v2", f"v2/{SILICON}"])
+@pytest.mark.parametrize("options", [(), ("--key", "a")])
+def test_an_unreadable_store_is_no_empty_one(
+    inner: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """What was exported before is not replaced."""
+    store_all(GIVEN[0])
+    assert cli.main(["export", str(tmp_path / "bundle.json")]) == 0
+    before = (tmp_path / "bundle.json").read_bytes()
+    unreadable(monkeypatch, cache_folder() / inner)
+    assert cli.main(["export", str(tmp_path / "bundle.json"), *options]) == 1
+    assert f"{cache_folder() / inner} cannot be read (Permission denied)" in capsys.readouterr().err
+    assert (tmp_path / "bundle.json").read_bytes() == before
+
+
+def test_a_missing_cache_folder_is_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "mistyped"))
+    (tmp_path / "bundle.json").write_bytes(BUNDLE)
+    assert cli.main(["export", str(tmp_path / "bundle.json")]) == 1
+    assert f"{tmp_path / 'mistyped'} cannot be read" in capsys.readouterr().err
+    assert (tmp_path / "bundle.json").read_bytes() == BUNDLE
+    (tmp_path / "mistyped").mkdir()
+    assert cli.main(["export", str(tmp_path / "bundle.json")]) == 0  # an empty store is exported
+
+
+def test_an_unreadable_folder_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    store_all(GIVEN[0])
+    unreadable(monkeypatch, cache_folder() / "v2" / SILICON)
+    assert list(Store(cache_folder()).all()) == []
+    assert f"{cache_folder()}/v2/{SILICON} cannot be read (Permission denied)" in caplog.text
+    caplog.clear()
+    assert list(Store(cache_folder() / "absent").all()) == []
+    assert caplog.text == ""
+
+
+def test_an_unreadable_folder_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_all(*GIVEN)
+    source = cache_folder()
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "there"))
+    unreadable(monkeypatch, source / "v2" / "cpu-other")
+    assert cli.main(["import", str(source)]) == 1
+    assert f"refused   {source}/v2/cpu-other: Permission denied" in capsys.readouterr().out
+    assert len(list(Store(cache_folder()).all())) == len(GIVEN) - 1
