@@ -155,7 +155,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if handle is not None:
+        if handle is not None and fcntl is not None:
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
             with suppress(OSError):
