@@ -73,7 +73,7 @@ def figures(problems: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         RuntimeError: a chosen candidate could not be timed, or its result was wrong.
     """
-    times = [[{name: one["median_ms"] for name, one in judge.items()} for judge in each["judges"]] for each in problems]
+    times = [_medians(each["judges"]) for each in problems]
     found: dict[str, Any] = {"runs": {}, "backends": {}}
     for run in problems[0]["choices"]:
         ratios = []
@@ -156,10 +156,14 @@ def main() -> None:
     write(given.output, {"quick": given.quick, "loops": choices.cores(), **found, "problems": problems})
 
 
-def _choice(found: Mapping[str, Any], judges: Sequence[Times]) -> dict[str, Any]:
+def _medians(judges: Sequence[Mapping[str, Any]]) -> list[Times]:
+    return [{name: one["median_ms"] for name, one in judge.items()} for judge in judges]
+
+
+def _choice(found: Mapping[str, Any], judges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     backend, order = found["choice"]
     choice = {"backend": backend, "order": order, "source": found["source"], "provisional": bool(found["provisional"])}
-    wrong = over_fastest(judges, chosen(choice)) > WRONG
+    wrong = over_fastest(_medians(judges), chosen(choice)) > WRONG
     return {**choice, **({"load": found["load"], "rows": found["rows"]} if wrong else {})}
 
 
