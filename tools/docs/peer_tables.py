@@ -10,7 +10,7 @@ from tools.docs.results import load, machine
 from tools.lib.tables import table
 
 HEAD = (
-    "tokens", "dtype", "pass", "peer", "ms, and 95 % interval", "time / attend()'s", "error", "memory", "first call",
+    "tokens", "dtype", "pass", "peer", "time, and 95 % interval", "time / attend()'s", "error", "memory", "first call",
 )  # fmt: skip
 
 
@@ -36,12 +36,12 @@ def about(found: Any) -> str:
     return (
         f"{machine(found)}; batch 1, heads of {found['head_dim']}.{part}{load_text}\n\n"
         "Peers of a cell are timed in the same interleaved rounds, in a process of its own; with fewer than 6 rounds "
-        "the interval is the range. The time over attend()'s is the median of the ratios in each round. The error is "
-        "that of out: the largest absolute difference from the formula in float64, on rows drawn; where a peer has "
-        "a function of its own, the largest difference from its own result in float64, relative to the largest value "
-        "of that, marked own. Gradients are held to the formula within a derived tolerance. Memory is what a call "
-        "allocates beyond its inputs at its peak; masks are made before. The first call includes compilation, but not "
-        "attend()'s measurement, which came before."
+        "the interval is the range, and one round has none. The time over attend()'s is the median of the ratios in "
+        "each round. The error is that of out: the largest absolute difference from the formula in float64, on rows "
+        "drawn; where a peer has a function of its own, the largest difference from its own result in float64, "
+        "relative to the largest value of that, marked own. Gradients are held to the formula within a derived "
+        "tolerance. Memory is what a call allocates beyond its inputs at its peak; masks are made before. The first "
+        "call includes compilation, but not attend()'s measurement, which came before."
     )
 
 
@@ -67,12 +67,16 @@ def cells(row: Any) -> tuple[str, ...]:
     peer = f"attend(): `{row['choice']}`" if "choice" in row else row["peer"]
     if row.get("choice") and (row["source"] != "measured" or row["provisional"]):
         peer += f" ({row['provisional'] or row['source']})"
-    interval = f"{time['median_ms']:,.3g} ({time['low_ms']:,.3g} to {time['high_ms']:,.3g}, {time['rounds']} rounds)"
     over = row.get("over_attend")
-    ratio = f"{over['median']:.2f} ({over['low']:.2f} to {over['high']:.2f})" if over else "-"
+    ratio = f"{over['median']:.2f}" if over else "-"
+    interval = "1 round"
+    if time["rounds"] > 1:
+        interval = f"{milliseconds(time['low_ms'])} to {milliseconds(time['high_ms'])}, {time['rounds']} rounds"
+        ratio += f" ({over['low']:.2f} to {over['high']:.2f})" if over else ""
+    took = f"{milliseconds(time['median_ms'])} ({interval})"
     memory = "unknown" if row["peak_bytes"] is None else gib(row["peak_bytes"])
     first = milliseconds(row["first_ms"])
-    return (f"{row['tokens']:,}", row["dtype"], passes(row), peer, interval, ratio, error(row), memory, first)
+    return (f"{row['tokens']:,}", row["dtype"], passes(row), peer, took, ratio, error(row), memory, first)
 
 
 def passes(row: Any) -> str:

@@ -192,10 +192,11 @@ def again(found: Any) -> Section:
         times = (f"{one['seconds']:.2f} s", f"{one['tokens_per_s']:,.0f}")
         rows.append((f"{one['tokens']:,}", str(one["ranks"]), f"{one['kept_in']} order", *times, *sizes))
     return (
-        f"The early reports' experiments over several devices (003), {found['pattern']}, float32, batch 1, each by one "
-        "command, `torchrun --standalone --nproc_per_node=2 -m tools.bench.ring_reports --tokens 32768 --hilbert`, all "
-        "by `python -m tools.bench.ring_reports`. There GPUs, here processes of one CPU over gloo. In Hilbert "
-        "order means that the sequence is permuted before it is sharded. Results agree with float64 on sampled rows."
+        "The experiments over several devices of [the early reports](reports.md), which preceded this project (003): "
+        f"{found['pattern']}, float32, batch 1, each by one command, `torchrun --standalone --nproc_per_node=2 -m "
+        "tools.bench.ring_reports --tokens 32768 --hilbert`, all by `python -m tools.bench.ring_reports`. There GPUs, "
+        "here processes of one CPU over gloo. In Hilbert order means that the sequence is permuted before it is "
+        "sharded. Results agree with float64 on sampled rows."
     ), rows  # fmt: skip
 
 
