@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import dispatch
-from attn_dispatch.decisions import decide, look_up, trial_limits
+from attn_dispatch.decisions import decide, look_up, trial_limits, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine.child import reused
@@ -87,11 +87,17 @@ def profile(
     with reused(), _bar(len(problem_list), progress) as advance:
         for index, share in _largest_first(range(len(problem_list)), shares):
             problem = problem_list[index]
-            found[index] = _measure_problem(measured_for(problem), _share_of(end, share), force)
+            found[index] = _measure_problem(_measured_for(problem), _share_of(end, share), force)
             advance(str(problem))
             if report is not None:
                 report(index, found[index])
     return [found[index] for index in range(len(problem_list))]
+
+
+def _measured_for(problem: Problem) -> Problem:
+    """The problem to measure: itself where no backend runs the one whose decision it would share."""
+    other = measured_for(problem)
+    return other if other == problem or unmeasured.runs(other) else problem
 
 
 def weights_of_uses(uses: Mapping[Problem, Use]) -> list[float]:
@@ -239,7 +245,7 @@ def _measure_unsharded(
                 weights=[weights[index] for index in own],
             )
         link.barrier()  # concurrent measurements on one CPU would disturb each other
-    decisions = [look_up.read_stored(Request.of(measured_for(problems[index]))) for index in own]
+    decisions = [look_up.read_stored(Request.of(_measured_for(problems[index]))) for index in own]
     gathered = link.all_gather_objects(
         [(index, each, made and encode(made)) for index, each, made in zip(own, done, decisions, strict=True)]
     )

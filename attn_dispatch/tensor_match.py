@@ -15,8 +15,8 @@ Fits = Callable[[Tensor, Tensor, Tensor], bool]
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> Fits:
-    """A function of q, k and v: whether each has the type, shape, strides, dtype, device and `requires_grad` that the
-    given one has now, and autocast on q's device type is as it is now.
+    """A function of q, k and v: whether each has the type, shape, strides, dtype, device, `requires_grad` and negative
+    bit that the given one has now, and autocast on q's device type is as it is now.
     """
     plain = {type(q), type(k), type(v)} <= {Tensor, torch.nn.Parameter}
     guarded = _guarded(q, k, v) if plain else None
@@ -31,9 +31,9 @@ def _compared(q: Tensor, k: Tensor, v: Tensor) -> Fits:
 
 def _facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     return (
-        type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-        type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-        type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad, q.is_neg(),
+        type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad, k.is_neg(),
+        type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad, v.is_neg(),
         autocast_dtype(q.device.type),
     )  # fmt: skip
 
@@ -92,6 +92,7 @@ def _distinguish() -> bool:
         torch.empty(2, 3, device=cpu), torch.empty(1, 2, device=cpu), torch.empty(4, device=cpu),
         torch.empty_strided((2, 2), (1, 2), device=cpu), torch.empty(2, 2, device=cpu, dtype=torch.float16),
         torch.empty(2, 2, device="meta"), torch.nn.Parameter(first, requires_grad=False), wanting,
+        torch._neg_view(first),
     )  # fmt: skip
     check = _guard(first, second)
     alike = check(first, second) and check(second, first) and _guard(wanting)(wanting)

@@ -76,6 +76,11 @@ def write(name: str, content: bytes) -> None:
             with _open(name, "wb") as file:
                 file.write(content)
             return
+        if beside(name) is sys.stderr:
+            sys.stdout.flush()
+            with open(1, "wb", closefd=False) as file:  # where the output is appended to a file, that stays
+                file.write(content)
+            return
         path = Path(name)
         if path.exists() and not path.is_file():  # before links are followed: those of /dev/fd name no file
             path.write_bytes(content)  # a pipe or a device is written to, not replaced

@@ -106,14 +106,16 @@ def decision_for(problem: Problem) -> Decision:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can run the problem.
     """
     if (other := measured_for(problem)) != problem:
-        with suppress(NoBackend):  # it may need more memory than this one
+        try:
             shared = decision_for(other)
             if unmeasured.can_run(problem, shared.chosen):
                 return shared
+        except (NoBackend, NotDecided) as error:  # no backend may have the memory for it
+            if isinstance(error, NotDecided) and unmeasured.runs(other):
+                raise
     request = Request.of(problem)
     key = request.silicon, problem, None, None
-    decision = _decided.get(key)
-    if decision is not None:
+    if (decision := _decided.get(key)) is not None:
         return decision
     with _deciding.setdefault(key, threading.RLock()):
         try:

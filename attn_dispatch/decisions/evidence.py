@@ -22,6 +22,7 @@ MOST_DECISIONS = 500  #: of a group, from which predictions are made; each takes
 # Decisions of a group as first read, and those made since; keys: silicon, group, whether those of others are believed.
 _evidence: dict[tuple[str, str, bool], learned.Evidence] = {}
 _added: Counter[tuple[str, str]] = Counter()  # decisions made since, by silicon and group
+_adding = process_state.lock()
 process_state.register(process_state.DECISIONS, _evidence.clear, _added.clear)
 
 
@@ -57,7 +58,8 @@ def group_evidence(silicon: str, group: str) -> learned.Evidence:
 
 def add(decision: Decision) -> None:
     """Add a new decision to the evidence of its group."""
-    _added[decision.silicon, decision.group] += 1  # first: `group_evidence` looks at it last
+    with _adding:
+        _added[decision.silicon, decision.group] += 1  # first: `group_evidence` looks at it last
     for everyone in (False, True):
         known = _evidence.get((decision.silicon, decision.group, everyone))
         if known is not None:

@@ -44,6 +44,11 @@ def can_run(problem: Problem, name: CandidateId) -> bool:
     return False
 
 
+def runs(problem: Problem) -> bool:
+    """Whether any candidate takes the problem."""
+    return bool(Request.of(problem).able)
+
+
 def with_reason(decision: Decision, text: str) -> Decision:
     """The decision with a text added to the reason of its choice."""
     rows = list(decision.candidates)

@@ -198,7 +198,7 @@ def test_what_was_found_is_printed_after_an_interruption(tmp_path: Path, monkeyp
     assert "interrupted" in done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("sdpa "))
     assert "2,048" in line
-    assert line.endswith("   interrupted")
+    assert line.endswith("   not finished")
     found = json.loads(command(tmp_path, *arguments, "--json").stdout)
     assert found["interrupted"]
     assert not found["limits"][0]["complete"]
@@ -300,7 +300,10 @@ def test_what_was_found_is_printed_after_an_error(
     assert done.returncode == 1
     assert str(error.args[-1]) in done.stderr
     assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout)["limits"][0]["longest"]["tokens"] == 2048
+    found = json.loads(done.stdout)
+    assert found["limits"][0]["longest"]["tokens"] == 2048
+    assert not found["interrupted"]
+    assert str(error.args[-1]) in found["error"]
 
 
 def test_sigterm_prints_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

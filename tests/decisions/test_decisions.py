@@ -68,6 +68,23 @@ def test_a_problem_runs_where_the_next_power_of_two_of_keys_needs_too_much(
         attend(q, k, v)
 
 
+def test_locked_mode_asks_for_the_problem_that_can_be_measured(
+    set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The problem itself, where no backend runs the one with the next power of two of keys."""
+    monkeypatch.setattr(registry, "BUILT_IN", ())
+    q, k, v = torch.randn(1, 1, 8, 64), *torch.randn(2, 1, 40_000, 8, 64)
+    set_mode("locked")
+    with pytest.raises(NotDecided, match="65536"):
+        attend(q, k, v)
+    monkeypatch.setattr(candidates, "available_bytes", lambda device: 600 << 20)
+    with pytest.raises(NotDecided, match="40000"):
+        attend(q, k, v)
+    set_mode("tune")
+    (found,) = profile([Problem.of(q, k, v)], progress=False)
+    assert "40000" in found.problem
+
+
 # --- measured once ----------------------------------------------------------------------------------------------------
 
 

@@ -392,7 +392,23 @@ def test_the_standard_output(run: Run, capsys: pytest.CaptureFixture[str]) -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout == BUNDLE
     assert b"3 decisions from" in done.stderr
+    done = subprocess.run([*command, "--json"], capture_output=True, env=environment)
+    assert done.stdout == BUNDLE
+    assert json.loads(done.stderr)["decisions"] == 3
     with pytest.raises(SystemExit) as stop:
         cli.main(["export", "-"])
     assert stop.value.code == 2
     assert "use /dev/stdout" in capsys.readouterr().err
+
+
+def test_the_standard_output_in_a_file(tmp_path: Path) -> None:
+    """It is appended to: the file is not replaced."""
+    store_all(*GIVEN)
+    environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": str(cache_folder())}
+    path = tmp_path / "all"
+    path.write_bytes(b"before\n")
+    with path.open("ab") as file:
+        command = [sys.executable, "-m", "attn_dispatch", "export", "/dev/stdout"]
+        subprocess.run(command, stdout=file, env=environment, check=True)
+        file.write(b"after\n")
+    assert path.read_bytes() == b"before\n" + BUNDLE + b"after\n"

@@ -103,11 +103,11 @@ class Other(Planted):
         return step(self.steps, "joined", torch.cat(outs, 1), torch.cat(lses, 2))  # type: ignore[no-any-return]
 
     def specialized(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False) -> Any:
-        first = tuple(x.clone() for x in (q, k, v))
+        first = tuple(x.clone() for x in (q, k, v)), (q, k, v)  # values, and memory, of the first call
         axes = (1, 2) if heads_first else (1, 1)
 
         def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
-            q, k, v = step(self.steps, "tensors", (q, k, v), first)[0]
+            q, k, v = step(self.steps, "tensors", (q, k, v), *first)[0]
             out, lse = manual.run(q.transpose(*axes), k.transpose(*axes), v.transpose(*axes), problem)
             return step(self.steps, "specialized", out.transpose(*axes), lse)  # type: ignore[no-any-return]
 
@@ -197,8 +197,18 @@ def test_a_fault_of_run_documents_is_named(case: str, steps: Steps, named: str) 
 SPECIALIZED_FAULTS: dict[str, tuple[str, Steps, str]] = {
     "the first call's values": (
         "dense",
-        {"tensors": lambda given, first: (first, given)},
-        "other values out differs",
+        {"tensors": lambda given, clones, views: (clones, given)},
+        "other tensors out differs",
+    ),
+    "the first call's memory": (
+        "dense",
+        {"tensors": lambda given, clones, views: (views, given)},
+        "other tensors out differs",
+    ),
+    "one result for all calls": (
+        "dense",
+        {"specialized": lambda out, lse, kept={}: (kept.setdefault(out.shape, out.clone()).copy_(out), lse)},
+        "a second call changed the result",
     ),
     "other bits": ("longnet-causal", {"specialized": lambda out, lse: (out * 1.0001, lse)}, "out differs from that of"),
     "other axes": ("dense", {"specialized": lambda out, lse: (out.transpose(1, 2), lse)}, "out is [1, 4, 64, 16] of"),

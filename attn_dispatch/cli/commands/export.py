@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import redirect_stdout
 
 from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import print_json
@@ -44,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
         urls.write(args.place, content)
     except urls.Unreachable as error:
         raise AttnDispatchError(f"{args.place} cannot be written: {error}") from error
-    if args.json:
-        print_json({"folder": str(folder), "place": args.place, "decisions": len(found), "bytes": len(content)})
-    else:
-        text = f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)"
-        print(text, file=urls.beside(args.place))
+    with redirect_stdout(urls.beside(args.place)):
+        if args.json:
+            print_json({"folder": str(folder), "place": args.place, "decisions": len(found), "bytes": len(content)})
+        else:
+            print(f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)")
     return 0
 
 

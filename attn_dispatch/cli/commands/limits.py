@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     device = options.device_of(args)
     memory_bytes = _memory(args, device)
     searches: list[Search] = []
-    interrupted = failed = False
+    interrupted, failed = False, None
     try:
         with _interrupted_by_sigterm():
             _search(args, single, memory_bytes, searches)
@@ -78,15 +78,15 @@ def run(args: argparse.Namespace) -> int:
     except (AttnDispatchError, OSError, RuntimeError) as error:
         if not any(each.tried for each in searches):
             raise
-        failed = True
-        print(f"attn-dispatch limits: {one_line(error)}; what was found so far follows", file=sys.stderr)
+        failed = one_line(error)
+        print(f"attn-dispatch limits: {failed}; what was found so far follows", file=sys.stderr)
     if args.json:
         found = [_to_dict(each) for each in searches]
         print_json({"device": str(device), "memory_bytes": memory_bytes, "max_seconds": args.max_seconds,
-                    "interrupted": interrupted, "limits": found})  # fmt: skip
+                    "interrupted": interrupted, "error": failed, "limits": found})  # fmt: skip
     else:
         print(*map(printable, _lines(searches, device, memory_bytes)), sep="\n")
-    return 1 if interrupted or failed or any(each.longest is None for each in searches) else 0
+    return 1 if interrupted or failed is not None or any(each.longest is None for each in searches) else 0
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def _cells(search: Search) -> list[str]:
                  milliseconds(best.seconds * 1e3), f"{_speed(search, best):,.0f}"]  # fmt: skip
     cells.append("-" if search.estimate is None else f"{search.estimate:,}")
     if failed is None:
-        return [*cells, "-", "the longest that was asked for" if search.complete else "interrupted"]
+        return [*cells, "-", "the longest that was asked for" if search.complete else "not finished"]
     by_other = f"{failed.backend}: " * (failed.backend not in ("", backend))
     return [*cells, f"{failed.tokens:,}", by_other + failed.reason]
 

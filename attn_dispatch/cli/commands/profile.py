@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,18 +111,24 @@ def run(args: argparse.Namespace) -> int:
         done = f"{len(explanations)} of {len(problems)} problems are decided"
         print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
     series = _series(problems) if args.thresholds else None
-    if args.json:
-        _print_json(explanations, interrupted, series, _share(args) if args.share else None)
-    else:
-        _print_tables(explanations, _folders(problems, explanations), args.verbose)
-        if series is not None:
-            print("", *thresholds.lines(series), sep="\n")
-        if args.share:
-            shared = _share(args)
-            print(f"{shared['decisions']} decisions of {shared['silicon']} written to {args.share}")
-            for why, count in shared["left_out"].items():
-                print(f"left out  {count}: {why}")
+    shared = _share(args) if args.share and args.json else None
+    with redirect_stdout(urls.beside(args.share or "")):
+        if args.json:
+            _print_json(explanations, interrupted, series, shared)
+        else:
+            _print_tables(explanations, _folders(problems, explanations), args.verbose)
+            if series is not None:
+                print("", *thresholds.lines(series), sep="\n")
+            if args.share:
+                _print_shared(args)
     return 1 if interrupted or any(explanation.choice is None for explanation in explanations) else 0
+
+
+def _print_shared(args: argparse.Namespace) -> None:
+    shared = _share(args)
+    print(f"{shared['decisions']} decisions of {shared['silicon']} written to {args.share}")
+    for why, count in shared["left_out"].items():
+        print(f"left out  {count}: {why}")
 
 
 def _measured(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -51,11 +52,11 @@ def run(args: argparse.Namespace) -> int:
         urls.write(args.output, content)
     except urls.Unreachable as error:
         raise AttnDispatchError(f"{args.output} cannot be written: {error}") from error
-    if args.json:
-        print_json({"path": args.output, "bytes": len(content), "decisions": shown, "folder": str(folder)})
-    else:
-        text = f"{shown} decisions in {args.output} ({len(content) / 1e6:.2f} MB)"
-        print(text, file=urls.beside(args.output))
+    with redirect_stdout(urls.beside(args.output)):
+        if args.json:
+            print_json({"path": args.output, "bytes": len(content), "decisions": shown, "folder": str(folder)})
+        else:
+            print(f"{shown} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
     return 0
 
 

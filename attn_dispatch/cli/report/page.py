@@ -54,7 +54,7 @@ def page(
     try:
         content, data = _content(decisions, machine)
     except PROBLEM_ERRORS:
-        decisions, left_out = _apart(decisions, machine)
+        decisions, left_out = _showable(decisions, machine)
         content, data = _content(decisions, machine)
     shown = [
         ("summary", "Summary", content["summary"]),
@@ -71,7 +71,7 @@ def page(
     return _document(shown, data, scripts, made=made, version=version), left_out
 
 
-def _apart(decisions: Sequence[Decision], machine: Machine) -> tuple[list[Decision], list[str]]:
+def _showable(decisions: Sequence[Decision], machine: Machine) -> tuple[list[Decision], list[str]]:
     """The decisions that can be shown; the others by name, with what they raise."""
     found, left_out = [], []
     for each in decisions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import cycle
 from typing import Any
 
 from attn_dispatch.errors import AttnDispatchError
@@ -37,7 +38,7 @@ DASHED = (
 #: Solid in natural order, another one in each other order.
 DASHES = {
     NATURAL: [1, 0],
-    **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), DASHED, strict=True)),
+    **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), cycle(DASHED))),
 }
 #: Labels and base of the vertical axis, and whether 1 is the reference.
 KINDS = {"time": (MS, 10, False), "gain": (TIMES, 10, True), "memory": (BYTES, 2, False)}

@@ -101,7 +101,7 @@ def all_series(decisions: Sequence[Decision]) -> list[Series]:
     for key, places in groups.items():
         named[key[0], _title(decisions[places[0]])].append(key)
     found = [
-        _series(decisions, groups[key], title + _apart(key[1], [other for _, other in keys]))
+        _series(decisions, groups[key], title + _differing(key[1], [other for _, other in keys]))
         for (_, title), keys in named.items()
         for key in keys
     ]
@@ -115,29 +115,35 @@ def _with_cut(
 
     A group is left out if all its problems are in others now.
     """
-    cut: defaultdict[tuple[str, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for key, places in members.items():
-        for place in places:
+    #: By silicon and all but the segments: by the length that cuts these, and by what they are cut to.
+    cut: defaultdict[tuple[str, str], dict[int, dict[tuple[int, ...], list[int]]]] = defaultdict(dict)
+    groups = {key: _without_segments(key) for key in members}
+    for key, (rest, segments) in groups.items():
+        for place in members[key]:
             tokens = _tokens(decisions[place].problem)
-            if tokens is not None and tokens in _segments(json.loads(key[1])):
-                cut[key][tokens].append(place)
-    lengths = sorted({tokens for by_length in cut.values() for tokens in by_length})
+            if tokens is not None and tokens in segments:
+                cut[rest].setdefault(tokens, {}).setdefault(segments, []).append(place)
     found, added = {}, set()
-    for (silicon, shared), places in members.items():
-        problem = json.loads(shared)
-        segments, more = _segments(problem), []
-        for tokens in lengths:
-            if tokens < max(segments, default=0):
-                problem["pattern"]["segment_lengths"] = [min(each, tokens) for each in segments]
-                more += cut[silicon, json.dumps(problem, sort_keys=True)][tokens]
-        found[silicon, shared] = places + more
+    for key, (rest, segments) in groups.items():
+        more = [
+            place
+            for tokens, by_segments in sorted(cut[rest].items())
+            if tokens < max(segments, default=0)
+            for place in by_segments.get(tuple(min(each, tokens) for each in segments), ())
+        ]
+        found[key] = members[key] + more
         added.update(more)
     return {key: places for key, places in found.items() if not added.issuperset(members[key])}
 
 
-def _segments(problem: Mapping[str, Any]) -> list[int]:
-    found = problem["pattern"].get("segment_lengths")
-    return found if isinstance(found, list) and all(type(each) is int for each in found) else []
+def _without_segments(key: tuple[str, str]) -> tuple[tuple[str, str], tuple[int, ...]]:
+    """A group's key without its segment lengths, and these; none where the pattern has none."""
+    problem = json.loads(key[1])
+    segments = problem["pattern"].get("segment_lengths")
+    if not isinstance(segments, list) or any(type(each) is not int for each in segments):
+        return key, ()
+    del problem["pattern"]["segment_lengths"]
+    return (key[0], json.dumps(problem, sort_keys=True)), tuple(segments)
 
 
 def _series(decisions: Sequence[Decision], places: Sequence[int], title: str) -> Series:
@@ -183,7 +189,7 @@ def _title(decision: Decision) -> str:
     return _KEYS.sub("k, v [N, ", text)
 
 
-def _apart(shared: str, others: Sequence[str]) -> str:
+def _differing(shared: str, others: Sequence[str]) -> str:
     """The fields in which a series differs from others of its title."""
     mine, plain = json.loads(shared), [json.loads(other) for other in others]
     differing = [name for name in mine if any(other.get(name) != mine[name] for other in plain)]
