@@ -52,13 +52,38 @@ def _chosen(found: Any) -> str:
             f" Other programs took the cores while {disturbed} of the problems were timed: these figures are to be "
             "measured again."
         )
-    near = list(found["runs"]["idle"]["within"])
+    near = _near(found)
     head = ("tuned", "geometric mean", "worst", *(f"within {each}" for each in near))
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for name, one in found["runs"].items():
-        counts = (f"{one['within'][each]} of {one['problems']}" for each in near)
-        rows.append((RUNS[name].format(loops=found["loops"]), *_figures(one), *counts))
-    return "\n\n".join((about, table(rows), _fixed(found)))
+        rows.append((RUNS[name].format(loops=found["loops"]), *_figures(one), *_counts(one, near)))
+    return "\n\n".join((_learned(found), about, table(rows), _fixed(found)))
+
+
+def _learned(found: Any) -> str:
+    """What the tables say, in a sentence or two."""
+    idle, best, near = found["runs"]["idle"], found["single_best"], _near(found)[0]
+    alone = found["backends"][best]["with_last_resort"]
+    worst = found["problems"][max(range(len(idle["ratios"])), key=idle["ratios"].__getitem__)]
+    return (
+        f"On this machine first calls choose a backend within {float(near) - 1:.0%} of the fastest for "
+        f"{_count(idle, near)} problems; always `{best}` is so for {_count(alone, near)}. Their geometric means are "
+        f"{idle['geometric_mean']:.2f} and {alone['geometric_mean']:.2f}, their worst {idle['worst']:.2f} "
+        f"({worst['model']}: {' '.join(worst['title'].split())}) and {alone['worst']:.2f}."
+    )
+
+
+def _near(found: Any) -> list[str]:
+    """The ratios to the fastest that choices are counted within."""
+    return list(found["runs"]["idle"]["within"])
+
+
+def _count(one: Any, near: str) -> str:
+    return f"{one['within'][near]} of {one['problems']}"
+
+
+def _counts(one: Any, near: list[str]) -> tuple[str, ...]:
+    return tuple(_count(one, each) for each in near)
 
 
 def _fixed(found: Any) -> str:
@@ -67,10 +92,15 @@ def _fixed(found: Any) -> str:
         "The same for a user who always takes one backend, in natural order: on the problems that it runs, and on all, "
         f"where `{LAST_RESORT}` runs what it does not. The best of them by the latter is `{found['single_best']}`."
     )
-    head = ("backend", "does not run", "geometric mean", "worst", "of all problems", "worst of all")
+    near = _near(found)
+    head = (
+        *("backend", "does not run", "geometric mean", "worst", "of all problems", "worst of all"),
+        *(f"within {each}" for each in near),
+    )
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for name, one in sorted(found["backends"].items(), key=lambda each: each[1]["with_last_resort"]["geometric_mean"]):
-        rows.append((f"`{name}`", f"{one['does_not_run']}", *_figures(one["runs"]), *_figures(one["with_last_resort"])))
+        figures = *_figures(one["runs"]), *_figures(one["with_last_resort"])
+        rows.append((f"`{name}`", f"{one['does_not_run']}", *figures, *_counts(one["with_last_resort"], near)))
     return f"{about}\n\n{table(rows)}"
 
 
@@ -96,20 +126,20 @@ def _first(found: Any) -> str:
 def _online(found: Any) -> str:
     about = (
         "By `python -m tools.bench.online`: a training loop of two problems, and a serving loop of requests of many "
-        "lengths, in mode `online` with nothing stored, in mode `off`, and with the decisions of `profile`. Trials: "
-        "share of the loop's time; the setting is 5 %. Worst call: past 1.5 usual calls in mode `off` + 20 ms, median "
-        "of three processes; in parentheses those of mode `off` and of known decisions, which no trial interrupts: "
-        "they show the machine's own pauses. Decisions: how many, of those compared, are within 2 % of `profile`'s at "
-        "the loop's end, and the worst: loops of seconds earn little "
+        "lengths: seconds in mode `off`, in mode `online` with nothing stored, and with the decisions of `profile`. "
+        "Trials: share of the loop's time; the setting is 5 %. Worst call: past 1.5 usual calls in mode `off` + 20 ms, "
+        "median of three processes (`off`: one process); in parentheses those of mode `off` and of known decisions, "
+        "which no trial interrupts: they show the machine's own pauses. Decisions: how many, of those compared, are "
+        "within 2 % of `profile`'s at the loop's end, and the worst: loops of seconds earn little "
         f"time for trials, and until a trial has ended the guess stays. {machine(found)}."
     )
-    head = ("loop", "trials", "time, over mode `off`", "over known decisions", "worst call", "decisions", "worst")
+    head = ("loop", "`off`", "`online`", "known decisions", "trials", "worst call", "decisions", "worst")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for name in ("training", "serving"):
         one = found[name]
         near = sum(ratio <= 1.02 for ratio in one["ratios"])
-        times = (f"{one[key]:.3f}" for key in ("relative_to_off", "relative_to_known"))
+        times = (f"{one['settings'][key]['total_s']:.2f} s" for key in ("off", "online", "known"))
         worst = "{online:+.0f} ms ({off:+.0f}, {known:+.0f})".format(**one["worst_beyond_ms"])
         decided = f"{near} of {len(one['ratios'])}"
-        rows.append((name, f"{one['overhead']:.1%}", *times, worst, decided, f"{max(one['ratios']):.2f}"))
+        rows.append((name, *times, f"{one['overhead']:.1%}", worst, decided, f"{max(one['ratios']):.2f}"))
     return f"{about}\n\n{table(rows)}"

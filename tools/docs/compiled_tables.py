@@ -58,11 +58,12 @@ def compiled() -> str:
     found = load("kernels_compiled")
     rows = chosen(found, newest(found))
     capabilities = sorted({row["capability"] for row in rows})
-    parts = [_about(found), "## 16-bit dtypes", _grid(rows, capabilities, "bfloat16", None)]
+    parts = [_about(found), "## Beside times of an H100", _beside(found)]
+    parts += ["## What is aimed at", *_bars(found, rows)]
+    parts += ["## 16-bit dtypes", _grid(rows, capabilities, "bfloat16", None)]
     for precision in ("tf32x3", "ieee", "tf32"):
         parts += [f"## float32, `{precision}`", _grid(rows, capabilities, "float32", precision)]
     parts += sums(rows)
-    parts += ["## What is aimed at", *_bars(found, rows), "## Beside times of an H100", _beside(found)]
     return "\n\n".join(parts)
 
 
@@ -73,7 +74,8 @@ def _about(found: Any) -> str:
         f"show {newest(found)}. **Bounds are not times.** A bound is the most of the peak rate of products that one "
         "unit of a multiprocessor leaves, were it never to wait: instructions issued, exponentials, bytes of shared "
         "memory, products that warps make twice. Latencies, waiting and the cache are not in it, nor on 10.0 what "
-        "tensor cores read. Causal attention, the loop over blocks without a mask, in the block that a launch takes."
+        "tensor cores read. Columns 8.0 to 12.0 are CUDA capabilities. Causal attention, the loop over blocks without "
+        "a mask, in the block that a launch takes."
     )
 
 

@@ -158,7 +158,7 @@ def _graphs(found: Any) -> str:
     text = (
         "Microseconds that a call takes the host, in a row of calls, and those of a replay of its CUDA graph. Dense, "
         f"bfloat16, [batch, len, heads, head_dim] of {', '.join(str(list(each)) for each in graphs.SHAPES.values())}. "
-        "`F.sdpa` is PyTorch's function, called directly."
+        "`F.sdpa` is PyTorch's function, called directly"
     )
     counts = sorted({row["tokens"] for row in found["rows"] if row["kind"] == "host"})
     head = ("call", *(f"{count} token{'s' * (count != 1)}: host, replay" for count in counts))
@@ -170,6 +170,12 @@ def _graphs(found: Any) -> str:
             row = hosts.get((name, count), {})
             cells.append(f"{row['host_us']:.0f}, {row['replay_us']:.0f}" if "replay_us" in row else "-")
         rows.append((f"`{name}`", *cells))
+    added = [
+        hosts["sdpa", count]["host_us"] - hosts["F.sdpa", count]["host_us"]
+        for count in counts
+        if {("sdpa", count), ("F.sdpa", count)} <= hosts.keys()
+    ]
+    text += f"; `attend()` by `sdpa` takes the host {min(added):.0f} to {max(added):.0f} us more." if added else "."
     captured = [row for row in found["rows"] if row["kind"] == "capture"]
     equal = sum(bool(row.get("equal")) for row in captured)
     failed = [f"`{row['backend']}` ({row['case']})" for row in captured if "failed" in row]

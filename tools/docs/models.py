@@ -19,7 +19,8 @@ def models() -> str:
     about = (
         f"By `python -m tools.bench.end_to_end`: {found['layers']} layers of {found['width']} features and "
         f"{found['heads']} heads, float32, batch 1, that differ in their function of q, k and v. They are timed in "
-        "turns, after a call that is not timed, in which `attend` measures; ratios with 95 % intervals. Peak memory is "
+        "turns, after a call that is not timed, in which `attend` measures; ratios with 95 % intervals. Only `attend`, "
+        "dense computes what PyTorch's dense attention does; `window` and `dilated` compute less. Peak memory is "
         f"the rise of the process's own during one step. {machine(found)}."
     )
     picture = "![Cross-entropy against steps, for each attention](../../tools/results/end_to_end.svg)"
@@ -47,7 +48,7 @@ def _step(one: Any) -> tuple[str, str]:
 
 
 def _training(found: Any) -> str:
-    head = ("tokens", "attention", "backend", "a step", "faster by", "peak memory")
+    head = ("tokens", "attention", "backend", "a step", "PyTorch's dense / this", "peak memory")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for each in found["training"]:
         base = next(iter(each["models"]))
@@ -59,7 +60,7 @@ def _training(found: Any) -> str:
 
 
 def _generation(found: Any) -> str:
-    head = ("attention", f"reading {found['prompt']:,} tokens", "each new token", "faster by")
+    head = ("attention", f"reading {found['prompt']:,} tokens", "each new token", "PyTorch's dense / this")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for one in found["generation"]:
         gain = "1" if one["model"] == PYTORCH else _gain(one["gain"])
@@ -78,7 +79,7 @@ def _curves_text(found: Any) -> str:
     return (
         f"Cross-entropy of the next byte of this documentation, in nats, as the mean of {one['every']} steps of "
         f"{one['tokens']:,} tokens each. All models have the same first weights and the same text. {patterns}. It "
-        "shows that gradients are right, not which pattern a large model wants."
+        "does not show which pattern a large model wants; both dense rows agree, as right gradients require."
     )
 
 
@@ -106,7 +107,7 @@ def _image(found: Any) -> str:
 
 
 def _llama(found: Any) -> str:
-    head = ("tokens", "`attn_implementation`", "a step", "faster by", "peak memory", "generating", "faster by")
+    head = ("tokens", "`attn_implementation`", "a step", "`sdpa` / this", "peak memory", "generating", "`sdpa` / this")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for each in found["transformers"]:
         for name, one in each["training"].items():

@@ -7,6 +7,7 @@ from typing import Any
 
 from attn_dispatch.text import gib, milliseconds
 from tools.docs.results import load, machine
+from tools.lib.peer_cells import HOPELESS, PROFILED_S
 from tools.lib.tables import table
 
 HEAD = (
@@ -40,8 +41,11 @@ def about(found: Any) -> str:
         "each round. The error is that of out: the largest absolute difference from the formula in float64, on rows "
         "drawn; where a peer has a function of its own, the largest difference from its own result in float64, "
         "relative to the largest value of that, marked own. Gradients are held to the formula within a derived "
-        "tolerance. Memory is what a call allocates beyond its inputs at its peak; masks are made before. The first "
-        "call includes compilation, but not attend()'s measurement, which came before."
+        "tolerance. Memory is what a call allocates beyond its inputs at its peak; masks are made before, but "
+        "PyTorch's CPU kernel turns boolean ones (windows, neighbourhoods) into numbers in every call. The first "
+        f"call includes compilation; attend()'s came after its measurement, by `profile` in {PROFILED_S:g} s at most. "
+        f"A peer over {HOPELESS:g} times slower than the fastest is timed once. NATTEN, torchscale and "
+        "dilated-attention-pytorch are made for GPUs: here their kernels are replaced, and nothing follows about GPUs."
     )
 
 

@@ -15,7 +15,7 @@ HEAD = (
     "Triton",
     "without",
     "system",
-    "rooms of tests/",
+    "folders of tests/",
     "passed",
     "skipped",
     "failed",

@@ -37,7 +37,15 @@ def _section(text: str, rows: Rows) -> str:
 
 def traffic(found: Any) -> Iterator[Section]:
     rows: Rows = [
-        ("pattern, 1,048,576 tokens", "ranks", "shipped", "needed", "shipped / needed", "of a dense ring's", "a rank")
+        (
+            "pattern, 1,048,576 tokens",
+            "ranks",
+            "shipped",
+            "needed",
+            "shipped / needed",
+            "of a dense ring's",
+            "received by a rank",
+        )
     ]
     for one in found:
         ratio = "nothing needed" if one["shipped_over_needed"] is None else f"{one['shipped_over_needed']:.2f}"
@@ -105,7 +113,7 @@ def _answers(answers: Any, side: str) -> str:
 
 def memory(found: Any) -> Iterator[Section]:
     rows: Rows = [
-        ("pattern", "tokens", "pass", "ranks", "peak of a rank", "its q, k, v and out", "over half the ranks'")
+        ("pattern", "tokens", "pass", "ranks", "peak of a rank", "its q, k, v and out", "peak / with half the ranks")
     ]
     for one in found:
         kind = "forward + backward" if one["backward"] else "forward"
@@ -120,7 +128,7 @@ def memory(found: Any) -> Iterator[Section]:
 
 
 def speed(found: Any) -> Iterator[Section]:
-    rows: Rows = [("dense causal, float32", "1 rank, 2 threads", "2 ranks, 1 thread each", "ratio")]
+    rows: Rows = [("dense causal, float32", "1 rank, 2 threads", "2 ranks, 1 thread each", "2 ranks / 1 rank")]
     for one in found:
         kind = "forward + backward" if one["backward"] else "forward"
         times = (f"{one[name]['median_ms']:,.0f} ms" for name in ("one_rank_two_threads", "two_ranks_one_thread"))
@@ -143,8 +151,8 @@ def overlap(found: Any) -> Iterator[Section]:
             share = f"{hidden['median']:.2f} ({hidden['least']:.2f} to {hidden['most']:.2f})"
             rows.append((str(each["ranks"]), kind, f"{one['megabytes_per_s']:,.0f} MB/s", *times, share))
     yield (
-        f"The exchange behind computing, dense, {found['tokens']:,} tokens, float32, on {found['link']}; more than 1 "
-        "is noise, and ranks beyond the cores compute while others wait."
+        f"The exchange behind computing, dense, {found['tokens']:,} tokens, float32, on {found['link']}; in "
+        "parentheses the range. More than 1 is noise, and ranks beyond the cores compute while others wait."
     ), rows  # fmt: skip
 
 
@@ -167,8 +175,8 @@ def long(found: Any) -> Iterator[Section]:
         rows.append((one["pattern"], f"{one['tokens']:,}", *times, *sizes))
     rows_of_heads = " and ".join(str(one["check"]["rows_of_heads"]) for one in found)
     yield (
-        f"Over {found[0]['ranks']} ranks of one thread on this machine's cores; {rows_of_heads} sampled rows agree "
-        "with float64."
+        f"Over {found[0]['ranks']} ranks of one thread on this machine's cores, each once; {rows_of_heads} sampled "
+        "rows agree with float64."
     ), rows  # fmt: skip
 
 
@@ -196,7 +204,7 @@ def again(found: Any) -> Section:
         f"{found['pattern']}, float32, batch 1, each by one command, `torchrun --standalone --nproc_per_node=2 -m "
         "tools.bench.ring_reports --tokens 32768 --hilbert`, all by `python -m tools.bench.ring_reports`. There GPUs, "
         "here processes of one CPU over gloo. In Hilbert order means that the sequence is permuted before it is "
-        "sharded. Results agree with float64 on sampled rows."
+        "sharded. Each ran once: there is no interval. Results agree with float64 on sampled rows."
     ), rows  # fmt: skip
 
 
