@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend
+from attn_dispatch import attend, tensor_match
 from attn_dispatch.backends import flex
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
@@ -100,3 +100,15 @@ def test_flex_compiles_for_no_views_of_negative_values() -> None:
     for view in (PRIVATE._neg_view(x), PRIVATE._neg_view(x.transpose(1, 2))):
         assert not flex._heads_first(view).is_neg()
         assert torch.equal(flex._heads_first(view), -flex._heads_first(view.neg()))
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guards", "attributes"])
+def test_a_negative_view_fits_no_other_tensor(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory has the other sign, and functions for hits read the memory."""
+    monkeypatch.setattr(tensor_match, "_guards_work", lambda: guarded)
+    tensors = list(torch.randn(3, 1, 8, 2, 8))
+    fit = tensor_match.fits(*tensors)
+    assert fit(*tensors)
+    for place in range(3):
+        other = [PRIVATE._neg_view(x) if place == i else x for i, x in enumerate(tensors)]
+        assert not fit(*other)
