@@ -76,7 +76,7 @@ def write(name: str, content: bytes) -> None:
             with _open(name, "wb") as file:
                 file.write(content)
             return
-        if beside(name) is sys.stderr:
+        if _is_standard_output(name):
             sys.stdout.flush()
             with open(1, "wb", closefd=False) as file:  # where the output is appended to a file, that stays
                 file.write(content)
@@ -90,10 +90,13 @@ def write(name: str, content: bytes) -> None:
 
 def beside(name: str) -> TextIO:
     """Where to say what was written to `name`: the standard output, unless that is what the name means."""
+    return sys.stderr if _is_standard_output(name) else sys.stdout
+
+
+def _is_standard_output(name: str) -> bool:
     with suppress(OSError):
-        if not is_url(name) and os.path.samefile(name, "/dev/stdout"):
-            return sys.stderr
-    return sys.stdout
+        return not is_url(name) and os.path.samefile(name, "/dev/stdout")
+    return False
 
 
 def _open(name: str, mode: str) -> Any:

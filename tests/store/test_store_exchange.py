@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +413,10 @@ def test_the_standard_output_in_a_file(tmp_path: Path) -> None:
         subprocess.run(command, stdout=file, env=environment, check=True)
         file.write(b"after\n")
     assert path.read_bytes() == b"before\n" + BUNDLE + b"after\n"
+
+
+def test_a_file_is_written_where_texts_go_to_the_standard_error(tmp_path: Path) -> None:
+    store_all(*GIVEN)
+    with redirect_stdout(sys.stderr):
+        assert cli.main(["export", str(tmp_path / "all.json")]) == 0
+    assert (tmp_path / "all.json").read_bytes() == BUNDLE
