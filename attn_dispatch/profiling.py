@@ -20,6 +20,7 @@ from attn_dispatch import dispatch
 from attn_dispatch.decisions import decide, look_up, trial_limits, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.machine import load
 from attn_dispatch.machine.child import reused
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
@@ -52,6 +53,8 @@ def profile(
     weights: Sequence[float] | None = None,
 ) -> list[Explanation]:
     """Measure problems and store each decision as soon as it is made, so that an interruption loses none.
+
+    What other programs disturbed is measured a second time, where the budget suffices.
 
     Args:
         problems: `Problem`s, or a file that `record` wrote. Of few queries and many keys, the next power of two of
@@ -124,7 +127,10 @@ def _largest_first(indices: Sequence[int], weights: Sequence[float]) -> Iterator
 
 
 def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    """Measure missing and outdated candidates; all of them if forced, after drift or a provisional decision."""
+    """Measure missing and outdated candidates; all of them if forced, after drift or a provisional decision.
+
+    What is provisional then is measured a second time where the budget suffices: no later process has to wait for it.
+    """
     with decide.measuring:  # another thread may call attend() with the same problem
         return _measure_problem_locked(problem, share_s, force)
 
@@ -140,9 +146,15 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
         return Explanation.of(stored.decision)
     if stored is not None and anew:
         stored = look_up.StoredDecision(stored.decision, stored.choice)  # `changed` empty: all candidates
+    start_s = time.monotonic()
     decision = trial_limits.measure(request, share_s, **look_up.as_prior(stored))
     if decision is None:
         return decide.explain_problem(problem)
+    rest_s = None if share_s is None else share_s - (time.monotonic() - start_s)
+    accepted = decision.attempts >= look_up.MOST_ATTEMPTS
+    if _is_open(decision, budget_ms) and not accepted and load.is_calm():  # what disturbed it is over
+        again = look_up.StoredDecision(decision, decision.chosen)
+        decision = trial_limits.measure(request, rest_s, **look_up.as_prior(again)) or decision
     dispatch.adopt(problem, decision)
     return Explanation.of(decision)
 

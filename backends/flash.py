@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import compiled
+from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
 from attn_dispatch.kernels.dense import Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
@@ -57,6 +58,7 @@ class Generation(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        refuse_tangents("flash", q, k, v)
         d = q.shape[-1]
         out, lse = self._forward(vector_aligned(q), vector_aligned(k), vector_aligned(v), is_causal, scale)
         if self.window != (None, None):

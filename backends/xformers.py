@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, gradient_scratch, torch_version
 from attn_dispatch.kernels.dense import vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
@@ -34,6 +35,7 @@ class MemoryEfficient:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        refuse_tangents("xformers", q, k, v)
         d, q_len = q.shape[-1], q.shape[1]
         ops = PACKAGE.load()
         out, lse = ops.memory_efficient_attention_forward_requires_grad(

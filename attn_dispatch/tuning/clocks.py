@@ -38,9 +38,9 @@ RETAKES = 3  #: times that a disturbed sample is taken again at most
 BURST = 6  #: calls after a rest, of which the fastest counts
 SLICE_MS = 5.0  #: milliseconds for which rested threads may run undisturbed, at most
 MOST_FAILURES = 3  #: samples disturbed in all retakes, after which a call counts as one that never ends in time
-#: Milliseconds of a call on a CPU that may be one-time work, such as filling tables, or three ticks of the scheduler,
+#: Milliseconds of a call on a CPU that may be one-time work, such as filling tables, or four ticks of the scheduler,
 #: for which threads of a new pool may wait for one another.
-ONE_TIME_MS = 13.0
+ONE_TIME_MS = 17.0
 LONGEST_DISTURBED_MS = 40.0  #: milliseconds that preemption may make of a call of microseconds
 
 #: Calls per sample of the host's time: few, because the host waits for the device once the driver's queue is full.

@@ -134,6 +134,18 @@ def test_adapters_refuse_only_the_unsupported(adapter: str, calls: list[dict[str
     assert {name for name, reasons in refused.items() if reasons} == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4", "xformers"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_other_libraries_refuse_tangents(adapter: str, needs_grad: bool, calls: list[dict[str, Any]]) -> None:
+    """Their own operators drop them without a word."""
+    problem = CHOSEN[0].problem(torch.float16, needs_grad=needs_grad)
+    q, k, v = make(problem).inputs
+    forward_ad: Any = torch.autograd.forward_ad
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward.mode"):
+        on_cpu(ADAPTERS[adapter]).run(q, k, forward_ad.make_dual(v, torch.ones_like(v)), problem)
+
+
 @pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from attn_dispatch import attend, explain, profile
 from attn_dispatch.cli import main
-from attn_dispatch.decisions import look_up
+from attn_dispatch.decisions import look_up, trial_limits
 from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
@@ -70,6 +70,35 @@ def test_profile_measures_a_provisional_decision_again(busy: Callable[[bool], No
     assert found.source == "measured"
     assert found.provisional != DISTURBED
     assert counted(measured=1)
+
+
+@pytest.mark.parametrize("budget_s", [None, 60.0])
+@pytest.mark.parametrize(("still_busy", "trials", "provisional"), [(False, 2, ""), (True, 1, DISTURBED)])
+def test_profile_measures_once_more_what_was_disturbed_for_a_moment(
+    still_busy: bool,
+    trials: int,
+    provisional: str,
+    budget_s: float | None,
+    busy: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy(True)
+    measured: list[float | None] = []
+    measure = trial_limits.measure
+
+    def noted(request: Any, share_s: float | None, **options: Any) -> Decision | None:
+        decision = measure(request, share_s, **options)
+        measured.append(share_s)
+        busy(still_busy)
+        return decision
+
+    monkeypatch.setattr(trial_limits, "measure", noted)
+    (found,) = profile([Problem.of(*qkv())], budget_s=budget_s, progress=False)
+    assert len(measured) == trials
+    assert (found.provisional, stored().provisional) == (provisional, provisional)
+    assert counted(measured=1)
+    if budget_s is not None:
+        assert all(share is not None and share < budget_s for share in measured[1:]), "what the first one left"
 
 
 @pytest.mark.parametrize(
