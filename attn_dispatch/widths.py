@@ -29,7 +29,12 @@ def padded(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[
     """q, k and v of one head_dim: columns of zeros change no score, and give columns of zeros in out.
 
     A scale that is not given is set to that of the keys' width.
+
+    Raises:
+        InvalidInput: q has another width than k.
     """
+    if q.shape[-1] != k.shape[-1]:  # said before the padding changes the numbers
+        raise InvalidInput(f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     if arguments.get("scale") is None:
         arguments["scale"] = q.shape[-1] ** -0.5
     more = k.shape[-1] - v.shape[-1]

@@ -66,11 +66,15 @@ def run_limited(
         reason = f"not tried: no limit can be set here, and {backend} declares {gib(declared_bytes)} of {gib(room)}"
         return {"status": "memory", "reason": reason}
     try:
-        return _measured(problem, chosen, order, max_seconds)
+        found = _measured(problem, chosen, order, max_seconds)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a backend may fail in any way, which is its row's reason
         if guard.is_memory_error(error):
             return {"status": "memory", "reason": f"out of memory under {gib(room)}", "detail": one_line(error)}
         return {"status": "failed", "reason": one_line(error)}
+    peak_bytes = found.get("peak_bytes")
+    if peak_bytes is not None and peak_bytes > room:  # what the process had freed before the limit is taken again
+        return {"status": "memory", "reason": f"took {gib(peak_bytes)} of {gib(room)}"}
+    return found
 
 
 def _measured(problem: Problem, backend: Backend, order: str, max_seconds: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from attn_dispatch.decisions.decide import explain_problem
 from attn_dispatch.decisions.unmeasured import check_names, forced_candidates
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine.child import Outcome, run_alone
+from attn_dispatch.settings import measures
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Row
 from attn_dispatch.text import gib, one_line
@@ -69,6 +70,7 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     complete: bool = False  #: whether `run` came to its end
     estimate: int | None = None  #: tokens whose declared bytes fit; None where not even the start's do
+    guessed: bool = False  #: whether attend() would measure first, and may take another backend than was tried
     _rate: dict[str, float] = field(default_factory=dict)  # operations per second of each backend's last call
 
     def __post_init__(self) -> None:
@@ -128,6 +130,7 @@ class Search:
         if name is None:
             explained = explain_problem(problem)
             name, order = explained.choice, explained.order
+            self.guessed = self.guessed or (explained.source == "heuristic" and measures())
             reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
             if name is None:
                 why = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
@@ -183,7 +186,7 @@ class Search:
     def _warm(self, candidate: Candidate, problem: Problem) -> Problem | None:
         """A shorter problem that the candidate can run too: no limit holds yet."""
         try:
-            short = self.problem_at(WARM_TOKENS)
+            short = self.problem_at(WARM_TOKENS if problem.q_len > WARM_TOKENS else max(1, problem.q_len // 2))
         except InvalidInput:
             return None
         if short.q_len >= problem.q_len:

@@ -69,7 +69,7 @@ def full_table(explanations: Sequence[Explanation], but: Collection[str] = ()) -
     lines = iter(align([list(FULL_HEAD), *(row for group in groups for row in group)], FULL_LEFT))
     found = [next(lines)]
     for explanation, group in zip(explanations, groups):
-        how = explanation.source if explanation.choice else "no backend can run it"
+        how = _source(explanation) if explanation.choice else "no backend can run it"
         found += ["", f"{compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})"]
         found += [next(lines) for _ in group]
     return found
@@ -89,11 +89,15 @@ def cells(explanation: Explanation) -> list[str]:
     name = titled(explanation.choice, explanation.order or "natural")
     chosen = next((c for c in explanation.candidates if c.status == "chosen"), None)
     others = [c for c in explanation.candidates if c is not chosen]
-    source = explanation.source + ", provisional" * bool(explanation.provisional)
-    source += ", unchecked" * explanation.unchecked + ", drifted" * (explanation.drift is not None)
+    source = _source(explanation)
     if chosen is None or chosen.median_ms is None:
         return [*start, name, source, "-", "-", "not measured"]
     return [*start, name, source, milliseconds(chosen.median_ms), *_rival(chosen.median_ms, others)]
+
+
+def _source(explanation: Explanation) -> str:
+    source = explanation.source + ", provisional" * bool(explanation.provisional)
+    return source + ", unchecked" * explanation.unchecked + ", drifted" * (explanation.drift is not None)
 
 
 def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, str]:

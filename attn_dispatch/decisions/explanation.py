@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attn_dispatch.settings import cache_folder
+from attn_dispatch.settings import cache_folder, measures
 from attn_dispatch.store import passed
 from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
 from attn_dispatch.text import align, gib, milliseconds, printable
@@ -135,6 +135,7 @@ class Explanation:
             f"device    {self.device}",
             f"problem   {self.problem}",
             f"choice    {choice} ({source}), key {self.key}",
+            *self._guessed(),
             *self._provisional(),
             *self._drifted(),
             *(f"blocks    {each}" for each in self.configurations),
@@ -145,6 +146,10 @@ class Explanation:
         if self.confidence is None:
             return ""
         return f", confidence {self.confidence:.2f} by {len(self.evidence)} measured neighbours"
+
+    def _guessed(self) -> list[str]:
+        guessed = self.source == "heuristic" and measures()
+        return ["guessed   the first call of attend() measures, and may take another backend"] if guessed else []
 
     def _provisional(self) -> list[str]:
         return [f"provisional: {self.provisional}; a later process measures it again"] if self.provisional else []

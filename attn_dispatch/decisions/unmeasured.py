@@ -117,9 +117,10 @@ def no_backend_message(
 ) -> str:
     """The message of NoBackend, one line for each candidate."""
     kv = f"[{problem.batch}, {problem.k_len}, {problem.kv_heads}, {problem.head_dim}]"
+    who = "no backend can" if backend is None else f"backend={backend!r} cannot"
     what = str(problem.pattern) if order is None else f"{problem.pattern} in {order} order"
     lines = [
-        f"no backend can run {what} on {problem.device} in {str(problem.dtype).removeprefix('torch.')}:",
+        f"{who} run {what} on {problem.device} in {str(problem.dtype).removeprefix('torch.')}:",
         f"  q [{problem.batch}, {problem.q_len}, {problem.heads}, {problem.head_dim}]  k, v {kv}",
         *(f"  {titled(*row.id) if order is None else row.backend}: {row.reason}" for row in rows),
     ]

@@ -99,7 +99,7 @@ class Outcome:
         reason: a short text; empty where the figures suffice.
         open: whether it may be faster than the chosen one by more than :data:`BET`, as far as is known.
         ratio: median of the candidate's times over the chosen one's, paired by round, without first calls; None
-            without shared rounds.
+            without shared rounds, and of a disturbed race.
         ratio_low, ratio_high: 99 % interval of the ratio, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
         break_even: number of calls from which faster later calls outweigh the dearer first one: for the chosen
             candidate against the incumbent, for any other against the chosen one. None where there is no such number.
@@ -178,17 +178,22 @@ class _Comparison:
         return min(unbeaten, key=self._preference, default=min(eligible, key=lambda name: self._costs[name].median_ms))
 
     def outcome(self, name: str, chosen: str) -> Outcome:
-        timing, best = self._entrants[name].timing, self._entrants[chosen].timing
-        interval, ratios = ratio_interval(timing, best, LAST_LOOK), paired_ratios(timing, best)
+        ratio, low, high = self._paired(name, chosen)
         return Outcome(
             status=self._status(name, chosen),
             reason=self._reason(name, chosen),
-            ratio=statistics.median(ratios) if ratios else None,
-            ratio_low=interval.low,
-            ratio_high=interval.high,
+            ratio=ratio,
+            ratio_low=low,
+            ratio_high=high,
             break_even=self._break_even(name, self._rival(name, chosen)),
             open=self._is_open(name, chosen),
         )
+
+    def _paired(self, name: str, chosen: str) -> tuple[float | None, float | None, float | None]:
+        """The ratio of an outcome, with its interval."""
+        timing, best = self._entrants[name].timing, self._entrants[chosen].timing
+        interval, ratios = ratio_interval(timing, best, LAST_LOOK), paired_ratios(timing, best)
+        return statistics.median(ratios) if ratios else None, interval.low, interval.high
 
     def _ratio(self, name: str, other: str) -> float:
         """Estimated cost of a candidate over that of another."""
@@ -276,6 +281,9 @@ class _Estimates(_Comparison):
     def choose(self) -> str:
         best = min(self._able, key=lambda name: self._estimates[name])
         return best if self._incumbent is None or self._beats(best, self._incumbent) else self._incumbent
+
+    def _paired(self, name: str, chosen: str) -> tuple[float | None, float | None, float | None]:
+        return None, None, None
 
     def _ratio(self, name: str, other: str) -> float:
         return safe_ratio(self._estimates[name], self._estimates[other])

@@ -344,7 +344,7 @@ def test_an_error_before_the_call_has_its_text(
     assert found["reason"] == f"before the call: {type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(("tokens", "warm"), [(64, None), (65, 64), (4096, 64), (8, None)])
+@pytest.mark.parametrize(("tokens", "warm"), [(64, 32), (65, 64), (4096, 64), (8, 4), (1, None)])
 def test_no_call_of_the_whole_problem_without_a_limit(
     tokens: int, warm: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

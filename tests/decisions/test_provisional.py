@@ -96,9 +96,51 @@ def test_profile_measures_once_more_what_was_disturbed_for_a_moment(
     (found,) = profile([Problem.of(*qkv())], budget_s=budget_s, progress=False)
     assert len(measured) == trials
     assert (found.provisional, stored().provisional) == (provisional, provisional)
-    assert counted(measured=1)
-    if budget_s is not None:
-        assert all(share is not None and share < budget_s for share in measured[1:]), "what the first one left"
+    assert counted(measured=trials)
+    assert len(set(measured)) == 1, "the second has the same budget"
+    assert stored().budget_ms == (None if budget_s is None else pytest.approx(budget_s * 1e3, rel=0.01))
+
+
+def test_an_interruption_of_the_second_trial_loses_nothing(
+    busy: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy(True)
+    measure, trials = trial_limits.measure, list[Any]()
+
+    def interrupted(*arguments: Any, **options: Any) -> Decision | None:
+        trials.append(options)
+        if len(trials) > 1:
+            raise KeyboardInterrupt
+        decision = measure(*arguments, **options)
+        busy(False)
+        return decision
+
+    monkeypatch.setattr(trial_limits, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        profile([Problem.of(*qkv())], progress=False)
+    assert stored().provisional == DISTURBED
+    assert explain(*qkv()).choice == stored().choice
+
+
+def test_the_second_trial_measures_what_the_first_one_did(
+    busy: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile([Problem.of(*qkv())], progress=False)
+    rows = [msgspec.structs.replace(row, version="0") if row.backend == "tiles" else row for row in stored().candidates]
+    replace_stored(candidates=tuple(rows), environment="another")
+    forget_all()
+    busy(True)
+    measure, changed = trial_limits.measure, list[Any]()
+
+    def noted(*arguments: Any, **options: Any) -> Decision | None:
+        changed.append(options["changed"])
+        decision = measure(*arguments, **options)
+        busy(False)
+        return decision
+
+    monkeypatch.setattr(trial_limits, "measure", noted)
+    profile([Problem.of(*qkv())], progress=False)
+    assert changed == [(("tiles", "natural"),)] * 2
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,14 @@ def verdicts(old: Any, new: Any) -> dict[str, str]:
         (time(5.0, 4.9, 5.1, rounds=3), "faster"),
         (time(5.0, 4.9, 5.1, rounds=1), "undecided"),
         (time(5.0, 0.0, 5.1), "undecided"),
+        (time(11.05, 11.045, 11.055), "undecided"),
     ],
 )
 def test_verdict_on_a_time(new: dict[str, float], verdict: str) -> None:
     old = time(10.0, 9.9, 10.1)
     assert verdicts(results(native=old), results(native=new)) == {"native": verdict}
+    exchanged = {"faster": "slower", "slower": "faster"}.get(verdict, verdict)
+    assert verdicts(results(native=new), results(native=old)) == {"native": exchanged}
 
 
 @pytest.mark.parametrize(("new", "verdict"), [(3.0, "higher"), (1.0, "lower"), (2.0, "same")])
@@ -133,8 +136,23 @@ def test_two_files_of_different_names_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no results"):
+    with pytest.raises(compare.NotResults, match="no results"):
         compare.report(RESULTS, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"rows": '])
+def test_a_file_that_holds_no_results_is_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "choices.json").write_text(text)
+    with pytest.raises(compare.NotResults, match=r"choices\.json"):
+        compare.report(tmp_path, tmp_path)
+
+
+def test_files_that_share_no_row_name_theirs(tmp_path: Path) -> None:
+    (tmp_path / "before.json").write_text(json.dumps(results(sdpa=time(10, 9.9, 10.1))))
+    (tmp_path / "after.json").write_text(json.dumps(results(native=time(10, 9.9, 10.1))))
+    text = "\n".join(compare.report(tmp_path / "before.json", tmp_path / "after.json"))
+    assert "only in the old results" in text
+    assert "only in the new results" in text
 
 
 @pytest.mark.parametrize("name", ["choices", "decode", "dispatch", "documents", "hilbert", "kernels", "longnet"])

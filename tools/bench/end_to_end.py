@@ -344,7 +344,7 @@ def main() -> None:
             for row in PARTS[name]():
                 found[name].append(row)
                 print(name, row, flush=True)
-    write(given.output, found)
+    write(given.output, found, whole=set(given.parts) == set(PARTS))
 
 
 if __name__ == "__main__":

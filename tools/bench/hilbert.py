@@ -280,7 +280,9 @@ def main() -> None:
     if options.quick:
         options.parts = list(QUICK_PARTS)
     parts = {**PARTS, **(QUICK_PARTS if options.quick else {})}
-    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **{part: parts[part]() for part in options.parts}})
+    found = {part: parts[part]() for part in options.parts}
+    whole = options.quick or set(found) == set(PARTS)
+    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **found}, whole=whole)
 
 
 if __name__ == "__main__":

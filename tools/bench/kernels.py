@@ -130,7 +130,7 @@ def main() -> None:
         for name in arguments.parts:
             found[name] = parts[name]()
             print(name, found[name], flush=True)
-    write(arguments.output, found)
+    write(arguments.output, found, whole=set(arguments.parts) == set(parts))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ def cells(longest: int) -> Iterator[Cell]:
 def wanted(cell: Cell, words: Sequence[str]) -> list[str]:
     """The peers of a cell whose titles contain all of these words."""
     titles = {peer.name: cell.title(peer.name) for peer in peers_of(cell.name)}
-    return [name for name, title in titles.items() if all(word in title for word in words)]
+    plain = [re.sub(r"(?<=\d),(?=\d{3})", "", word) for word in words]  # 1,024 is what the pages print
+    return [name for name, title in titles.items() if all(word in title for word in plain)]
 
 
 def left_out(cell: Cell, missing: Mapping[str, str], times: Times) -> dict[str, str]:
@@ -144,7 +146,13 @@ def line(row: Row) -> str:
 def options() -> argparse.ArgumentParser:
     found = parser(__doc__, "peers.json")
     found.formatter_class = argparse.RawDescriptionHelpFormatter
-    found.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose titles contain all of these")
+    found.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="rows whose titles contain all of these; 'forward:' is without backward",
+    )
     found.add_argument("--short", action="store_true", help=f"up to {SHORT:,} tokens")
     found.add_argument(
         "--environment", type=Path, default=platformdirs.user_cache_path("attn-dispatch") / "peers", metavar="FOLDER"
@@ -164,7 +172,8 @@ def main() -> None:
         print(reason)
     rows = all_rows(given, python, missing)
     if not rows:
-        raise SystemExit(f"no row's title contains all of {' '.join(given.only)}")
+        example = Cell("dense causal", 1024, "float32", backward=False).title("F.sdpa")
+        raise SystemExit(f"no row's title contains all of {', '.join(map(repr, given.only))}; one is {example!r}")
     if given.only and given.output.resolve() == (RESULTS / OUTPUT).resolve():
         print(f"a part of the rows: {given.output.name} is left as it is; -o FILE writes them")
         return

@@ -143,7 +143,7 @@ def main() -> None:
         found[name] = EXPERIMENTS[name](options.shrink)
         forget_tables()
     print(plain(found))
-    write(options.output, found)
+    write(options.output, found, whole=set(options.experiments) == set(EXPERIMENTS) and options.shrink == 1)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,16 @@ def _chosen(found: Any) -> str:
     problems = found["problems"]
     judges = len(problems[0]["judges"])
     compiled = sum(bool(each["left_out"]) for each in problems)
+    most = max(each.problem().q_len for each in planned())
     about = (
         f"By `python -m tools.bench.choices{' --quick' * found['quick']}`: {len(problems)} of the "
-        f"{len(planned())} problems in "
-        "`tools/lib/models.py`, with the shapes of published models, tuned by first calls with an empty cache folder. "
-        "Then all candidates that can run a problem are checked against float64 and timed, interleaved, without busy "
-        f"loops, in {judges} process{'es' * (judges > 1)} that knew no choice; those over three times slower by two "
-        "samples are not timed further. Ratios are to the fastest candidate in the same process, which is the "
-        f"fastest by chance too. {machine(found)}; load before: {found['load_before']:.1f}."
+        f"{len(planned())} problems in `tools/lib/models.py`, with the shapes of published models, some cut in heads, "
+        f"windows or tokens as they say (no more than {most:,} queries), tuned by first calls with an empty cache "
+        "folder. Then all candidates that can run a problem are checked against float64 and timed, interleaved, "
+        f"without busy loops, in {judges} process{'es' * (judges > 1)} that knew no choice; those over three times "
+        "slower by two samples are not timed further. Ratios are to the fastest candidate in the same process, which "
+        f"is the fastest by chance too. {machine(found)}; load of the minute before, by what was measured then: "
+        f"{found['load_before']:.1f}."
     )
     if compiled:
         about += (
@@ -53,10 +55,12 @@ def _chosen(found: Any) -> str:
             "measured again."
         )
     near = _near(found)
-    head = ("tuned", "geometric mean", "worst", *(f"within {each}" for each in near))
+    head = ("tuned", "geometric mean", "worst", *(f"within {each}" for each in near), "provisional")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for name, one in found["runs"].items():
-        rows.append((RUNS[name].format(loops=found["loops"]), *_figures(one), *_counts(one, near)))
+        open_ones = sum(bool(each["choices"][name]["provisional"]) for each in problems)
+        cells = *_figures(one), *_counts(one, near), f"{open_ones} of {one['problems']}"
+        rows.append((RUNS[name].format(loops=found["loops"]), *cells))
     return "\n\n".join((_learned(found), about, table(rows), _fixed(found)))
 
 
@@ -109,11 +113,13 @@ def _figures(one: Any) -> tuple[str, str]:
 
 
 def _first(found: Any) -> str:
+    missed = ", missed here" * (found["processes"]["empty cache"]["median_s"] > found["later_s"])
     about = (
         "By `python -m tools.bench.first_call`: CPU seconds of the first call of each of "
         f"{len(found['processes']['empty cache']['problems'])} problems, less those of {found['own_calls']} later "
         f"calls of it. What the design asks for: at most {found['first_s']:g} s for the "
-        f"first problem of a process, {found['later_s']:g} s for later ones (median). {machine(found)}."
+        f"first problem of a process, {found['later_s']:g} s for later ones (median){missed}. Below 0: less than the "
+        f"later calls that are taken off. {machine(found)}."
     )
     head = ("process", "first problem", "later ones, median", "largest", "provisional")
     rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]

@@ -49,12 +49,13 @@ def gpu() -> str:
 def _smoke(found: Any) -> str:
     text = (
         f"Every backend and dtype in a process of its own: {', '.join(smoke.PATTERNS)}; head_dim "
-        f"{', '.join(map(str, smoke.HEAD_DIMS))}; as many key heads as query heads, and fewer; forward and backward."
+        f"{', '.join(map(str, smoke.HEAD_DIMS))}; as many key heads as query heads, and fewer; forward and backward. "
+        f"Those that compile were asked fewer: {', '.join(f'`{name}`' for name in smoke.COMPILING)}."
     )
     counts = {name: each for name, each in found["summary"].items() if isinstance(each, str)}
     rows: list[tuple[str, ...]] = [("backend", "problems"), ("---",) * 2]
     rows += [(f"`{name}`", text) for name, text in sorted(counts.items())]
-    failed = {each["failed"] for each in found["rows"] if "failed" in each}
+    failed = {f"`{each['backend']}`, {each['dtype']}: {each['failed']}" for each in found["rows"] if "failed" in each}
     notes = f"\n\nFailed: {'; '.join(sorted(failed))}." if failed else ""
     left = found["summary"]["left_out"]
     return f"{text} {left} problems were left out for lack of time.\n\n{table(rows)}{notes}"

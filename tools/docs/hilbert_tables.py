@@ -15,7 +15,8 @@ def hilbert(found: Any, misses: Any, curves: Any) -> str:
     """All tables of the page."""
     about = (
         "By `python -m tools.bench.hilbert`: float32, 4 heads of 64, milliseconds in natural / in Hilbert order, and "
-        "the gain (paired, with its 95 % interval). The last column: operations per second that the pattern needs, "
+        "the gain (the median of paired ratios, not the ratio of the medians, with its 95 % interval; one that holds "
+        "1, or one pair, shows none). The last column: operations per second that the pattern needs, "
         f"over those of dense attention. {machine(found)}."
     )
     plot = "![Times in natural and in Hilbert order, and their ratio, against tokens](../../tools/results/hilbert.svg)"

@@ -27,14 +27,21 @@ def parser(description: str | None, default: str) -> argparse.ArgumentParser:
     return found
 
 
-def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
-    """Write figures with the machine, versions, commit and load they were measured with, and print the path."""
+def write(path: Path, figures: dict[str, Any], device: str = "cpu", whole: bool = True) -> None:
+    """Write figures with the machine, versions, commit and load they were measured with, and print the path.
+
+    Args:
+        whole: whether these are all figures of the file: a part alone does not replace a file of `RESULTS`.
+    """
+    if not whole and path.resolve().is_relative_to(RESULTS.resolve()):
+        print(f"a part of the figures: {path.name} is left as it is; -o FILE writes them")
+        return
     import torch
 
     from attn_dispatch.machine.hardware import hardware, provenance, silicon
 
     where = torch.device(device)
-    whole = {
+    file = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "took_s": round((datetime.now(UTC) - STARTED).total_seconds(), 1),
         "load_before": LOAD_BEFORE,
@@ -45,7 +52,9 @@ def write(path: Path, figures: dict[str, Any], device: str = "cpu") -> None:
         **figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # an interruption leaves the old file whole
+    unfinished.write_text(json.dumps(file, indent=1) + "\n")
+    unfinished.replace(path)
     print(f"written to {path}")
 
 

@@ -116,9 +116,10 @@ def quotient(old: Row, new: Row) -> Interval:
 def compared(old: Row, new: Row) -> Comparison:
     """The verdict on a row.
 
-    "same": the quotient lies within `SAME` of 1, by six rounds or more on both sides. "faster", "slower": it lies
-    beyond that ("lower", "higher" of a ratio); with fewer rounds, whose interval covers less than 95 %, beyond 0.02,
-    doubled for each round short of six, if that is more. Else "undecided", as where a low end is not positive.
+    "same": the quotient and its inverse are 1 - `SAME` or more, by six rounds or more on both sides. "faster",
+    "slower": one of them is less ("lower", "higher" of a ratio); with fewer rounds, whose interval covers less than
+    95 %, less than 1 - 0.02, doubled for each round short of six, if that is more. Else "undecided", as where a low end
+    is not positive.
     """
     if min(old.low, new.low) <= 0:
         return Comparison(old, new, "undecided", Interval(0.0, float("inf")))
@@ -128,9 +129,9 @@ def compared(old: Row, new: Row) -> Comparison:
     verdict: Verdict = "undecided"
     if found.high < 1 - margin:
         verdict = "faster" if old.unit else "lower"
-    elif found.low > 1 + margin:
+    elif found.low > 1 / (1 - margin):  # as far as the bound above, so that OLD and NEW may be exchanged
         verdict = "slower" if old.unit else "higher"
-    elif not short and found.low >= 1 - SAME and found.high <= 1 + SAME:
+    elif not short and found.low >= 1 - SAME and found.high <= 1 / (1 - SAME):
         verdict = "same"
     return Comparison(old, new, verdict, found)
 
@@ -173,6 +174,10 @@ def same_hardware(old: Any, new: Any) -> bool:
     return old.get("silicon") is not None and old.get("silicon") == new.get("silicon")
 
 
+class NotResults(Exception):
+    """A path holds no results of benchmarks."""
+
+
 # --- files and text ---------------------------------------------------------------------------------------------------
 
 
@@ -180,13 +185,13 @@ def files(path: Path) -> dict[str, Path]:
     """The results in a folder by their paths in it, or one file by its name.
 
     Raises:
-        FileNotFoundError: there is none.
+        NotResults: there is none.
     """
     if path.is_file():
         return {path.name: path}
     found = {each.relative_to(path).as_posix(): each for each in sorted(path.rglob("*.json"))}
     if not found:
-        raise FileNotFoundError(f"no results: {path} is neither a JSON file nor a folder with one")
+        raise NotResults(f"no results: {path} is neither a JSON file nor a folder with one")
     return found
 
 
@@ -198,10 +203,10 @@ def report(old: Path, new: Path) -> list[str]:
     lines: list[str] = []
     total: Counter[str] = Counter()
     for name in sorted(before.keys() & after.keys()):
-        one, other = (json.loads(each[name].read_text(encoding="utf-8")) for each in (before, after))
+        one, other = (_read(each[name]) for each in (before, after))
         found = compare(one, other)
         total.update(each.verdict for each in found.comparisons)
-        if found.comparisons or found.not_compared:
+        if any((found.comparisons, found.not_compared, found.only_old, found.only_new)):
             lines += [f"{name}: {_where(one)} -> {_where(other)}", *_text(found, same_hardware(one, other)), ""]
     for side, mine, others in (("old", before, after), ("new", after, before)):
         missing = sorted(mine.keys() - others.keys())
@@ -211,8 +216,18 @@ def report(old: Path, new: Path) -> list[str]:
     return [*lines, f"rows in both: {counts or 'none'}"]
 
 
+def _read(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise NotResults(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, Mapping):
+        raise NotResults(f"{path} holds no results: a benchmark writes an object")
+    return found
+
+
 def _where(found: Any) -> str:
-    about = found.get("provenance", {})
+    about = found.get("provenance") or {}
     commit = found.get("commit", "commit not recorded")
     return f"{about.get('name', 'unknown machine')}, torch {about.get('torch', 'unknown')}, {commit}"
 

@@ -61,9 +61,12 @@ def _measured(path: Path) -> tuple[str, str] | None:
     """The commit and the processor of a file; None where there is none, or no commit says what was measured."""
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    commit: str = found.get("commit", "unknown")
-    return None if commit == "unknown" or commit.endswith("-dirty") else (commit, found["hardware"]["cpu"]["model"])
+    try:
+        found = json.loads(path.read_text())
+        commit, processor = str(found["commit"]), str(found["hardware"]["cpu"]["model"])
+    except (ValueError, KeyError, TypeError):  # cut short, or another program's
+        return None
+    return None if commit == "unknown" or commit.endswith("-dirty") else (commit, processor)
 
 
 def run(benchmarks: Mapping[str, Sequence[str]], folder: Path) -> list[str]:
@@ -119,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         old, new = (*given.compare, latest())[:2]
         try:
             print(*compare.report(old, new), sep="\n")
-        except FileNotFoundError as error:
+        except compare.NotResults as error:
             parser.error(str(error))
         return
     folder = (given.output or (LAST_QUICK if given.quick else RESULTS)).resolve()

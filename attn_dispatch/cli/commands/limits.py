@@ -46,6 +46,10 @@ EXPLAINED = (
     "longest whose declared memory fits; did not run: the shortest tried above the longest",
 )
 
+GUESSED = (
+    "not measured yet: the first call of attend() measures, and may take another backend; --backend all tries each"
+)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(
@@ -183,7 +187,7 @@ def _lines(searches: list[Search], device: torch.device, memory_bytes: int) -> l
     found = [f"device   {device}, {gib(memory_bytes)} at most", "", next(lines)]
     for title, rows in groups.items():
         found += ["", title, *(next(lines) for _ in rows)]
-    return [*found, "", *EXPLAINED]
+    return [*found, "", *EXPLAINED, *([GUESSED] if any(each.guessed for each in searches) else [])]
 
 
 def _title(search: Search) -> str:
@@ -222,6 +226,7 @@ def _to_dict(search: Search) -> dict[str, Any]:
         "title": _title(search),
         "forced": search.backend,
         "complete": search.complete,
+        "guessed": search.guessed,
         "estimate_tokens": search.estimate,
         "longest": None if best is None else {**asdict(best), "tokens_per_s": _speed(search, best)},
         "stopped_by": None if failed is None else asdict(failed),

@@ -14,30 +14,30 @@
 
 extern "C" {
 
-// dtype: 0 float, 1 bfloat16, 2 half.
-void attention_forward(const Args* args) {
-    if (args->dtype == 0) return forward<float, Wide<float>>(*args);
-    if (args->dtype == 2) return forward<Half, Wide<Half>>(*args);
+// All return 0, or 1 where no thread had memory for it. dtype: 0 float, 1 bfloat16, 2 half.
+int attention_forward(const Args* args) {
+    if (args->dtype == 0) return !forward<float, Wide<float>>(*args);
+    if (args->dtype == 2) return !forward<Half, Wide<Half>>(*args);
 #if defined(HAS_PAIRS)
-    if (args->head_dim % 2 == 0) return forward<Bf16, Paired>(*args);
+    if (args->head_dim % 2 == 0) return !forward<Bf16, Paired>(*args);
 #endif
-    forward<Bf16, Wide<Bf16>>(*args);
+    return !forward<Bf16, Wide<Bf16>>(*args);
 }
 
 // With the addresses of one call; those of `fixed` are not read.
-void attention_forward_on(const Args* fixed, void* q, void* k, void* v, void* out, float* lse, float* states) {
+int attention_forward_on(const Args* fixed, void* q, void* k, void* v, void* out, float* lse, float* states) {
     Args a = *fixed;
     a.q.data = q, a.k.data = k, a.v.data = v, a.out.data = out, a.lse = lse, a.states = states;
-    attention_forward(&a);
+    return attention_forward(&a);
 }
 
-void attention_backward(const Args* args) {
-    if (args->dtype == 0) return backward<float, WideBack<float>>(*args);
-    if (args->dtype == 2) return backward<Half, WideBack<Half>>(*args);
+int attention_backward(const Args* args) {
+    if (args->dtype == 0) return !backward<float, WideBack<float>>(*args);
+    if (args->dtype == 2) return !backward<Half, WideBack<Half>>(*args);
 #if defined(HAS_PAIRS)
-    if (args->head_dim % 2 == 0) return backward<Bf16, PairedBack>(*args);
+    if (args->head_dim % 2 == 0) return !backward<Bf16, PairedBack>(*args);
 #endif
-    backward<Bf16, WideBack<Bf16>>(*args);
+    return !backward<Bf16, WideBack<Bf16>>(*args);
 }
 
 int attention_vector_floats() { return W; }

@@ -32,6 +32,7 @@ MOST_TOGETHER = 32  #: key heads that read in turns: their sums stay in the L2 c
 VIEWS = struct.Struct(4 * "Pqqq")  #: q, k, v and out, with which Args begins
 TABLE_BYTES = 2**14  #: limit of the tables of a specialized function; thousands may be alive
 NO_ADDRESS = "native reads plain tensors in a CPU's memory"
+SHORT = "no memory is left for the tiles of a thread"
 LANES = 16  #: queries of a tile up to which a call is bound by memory, FEW in attention/vectors.h
 
 
@@ -77,10 +78,12 @@ class NativePasses:
             args = self.args(arguments(problem, self.tables, torch.get_num_threads()), q, k, v, out)
         args.lse = None if lse is None else lse.data_ptr()
         kernel = library.load().attention_forward
-        kernel(ctypes.byref(args))
+        short = kernel(ctypes.byref(args))
         for tables in self.later:
             _set_tables(args, tables)
-            kernel(ctypes.byref(args))
+            short = kernel(ctypes.byref(args)) or short
+        if short:
+            raise MemoryError(SHORT)
         return out
 
     def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -113,7 +116,8 @@ class NativePasses:
         for tables in (self.tables, *self.later):
             _set_tables(args, tables)
             args.first_key, args.last_key = key_range(tables) if self.later else (0, problem.k_len)
-            kernel(ctypes.byref(args))
+            if kernel(ctypes.byref(args)):
+                raise MemoryError(SHORT)
         whole = dq, _total(dk, problem), _total(dv, problem)
         return whole if dbias is None else (*whole, dbias.sum_to_size((*problem.bias, problem.q_len, problem.k_len)))
 
@@ -157,7 +161,7 @@ def specialized(
     shape, is_long = q.shape, q.nbytes >= 2 * LARGE_PAGE
     lse_shape, state_shape = (problem.batch, problem.heads, problem.q_len), (states, state_floats(problem))
     kernel, returns_lse = library.load().attention_forward_on, problem.return_lse
-    kernel.argtypes, kernel.restype = 7 * [ctypes.c_void_p], None
+    kernel.argtypes, kernel.restype = 7 * [ctypes.c_void_p], ctypes.c_int
     held = made, tables  # the first points into the others
 
     def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
@@ -171,10 +175,12 @@ def specialized(
             in_large_pages(out)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if returns_lse else None
         left = q.new_empty(state_shape, dtype=torch.float32) if states else None
-        kernel(
+        short = kernel(
             ctypes.addressof(held[0]), *at, out.data_ptr(),
             None if lse is None else lse.data_ptr(), None if left is None else left.data_ptr(),
         )  # fmt: skip
+        if short:
+            raise MemoryError(SHORT)
         return out if lse is None else (out, lse)
 
     return run

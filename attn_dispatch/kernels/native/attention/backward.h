@@ -178,11 +178,15 @@ template <class E> void write_sums(const Args& a, const View& to, i64 b, i64 kv,
 
 // A thread sums dk and dv of a key head, or of one part of its queries. Where they are no floats, it sums in a memory of
 // its own, which has the rows of one head side by side, and rounds them when all queries have been added.
-template <class E, class Products> void backward(const Args& a) {
+// Whether there was memory for it: see each_tile.
+template <class E, class Products> bool backward(const Args& a) {
     const i64 kv_heads = a.heads / a.group, keys = a.last_key - a.first_key;
     std::atomic<i64> begun{0};
+    std::atomic<bool> able{false};
     in_threads(a.threads, [&](std::atomic<i64>& next) {
-        Scratch s((int)a.head_dim);
+        Scratch s((int)a.head_dim, 1);
+        if (!s.memory) return;
+        able = true;
         float* own = nullptr;
         Args sums = a;
         for (i64 unit = next++; unit < a.batch * kv_heads * a.parts; unit = next++) {
@@ -209,6 +213,7 @@ template <class E, class Products> void backward(const Args& a) {
             write_sums<E>(a, a.dv, b, kv, own + keys * s.width, s.width);
         }
     });
+    return able;
 }
 
 } // namespace

@@ -65,8 +65,7 @@ void forward_turns(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, flo
         if (heads > 1) s.select(i, depth);
         products.select(b, h + i * a.packed_heads);
     };
-    if (heads > 1) s.separate(heads, depth);
-    else s.select_shared();
+    if (heads == 1) s.select_shared();
     for (int i = 0; i < heads; i++) {
         select(i);
         products.begin(b, h + i * a.packed_heads);
@@ -135,15 +134,16 @@ void join_splits(const Args& a, const Tile& tile, i64 b, i64 h, const float* sta
     write_results<E>(a, b, h, unit, rows, s);
 }
 
-template <class E, class Products> void forward(const Args& a) {
+// Whether there was memory for it.
+template <class E, class Products> bool forward(const Args& a) {
     const i64 size = a.together * a.state_size();
-    each_tile(a, a.splits, [&](i64 unit, const Tile& tile, i64 b, i64 h, i64 split, Scratch& s) {
+    bool able = each_tile(a, a.splits, [&](i64 unit, const Tile& tile, i64 b, i64 h, i64 split, Scratch& s) {
         forward_tile<E, Products>(a, tile, b, h, split, a.splits > 1 ? a.states + unit * size : nullptr, s);
     });
-    if (a.splits == 1) return;
+    if (a.splits == 1 || !able) return able;
     i64 row = 0; // tiles of all heads of a batch row: from one split's states to the next one's
     for (i64 h = 0; h < a.heads; h += a.packed_heads * a.together) row += a.first_tile[a.head_class[h] + 1] - a.first_tile[a.head_class[h]];
-    each_tile(a, 1, [&](i64 unit, const Tile& tile, i64 b, i64 h, i64, Scratch& s) {
+    return each_tile(a, 1, [&](i64 unit, const Tile& tile, i64 b, i64 h, i64, Scratch& s) {
         const float* first = a.states + (b * row * a.splits + unit - b * row) * size;
         for (i64 i = 0; i < a.together; i++)
             join_splits<E>(a, tile, b, h + i * a.packed_heads, first + i * a.state_size(), row * size, s);

@@ -9,12 +9,12 @@
 
 namespace {
 
-// The memory of one thread.
+// The memory of one thread; `memory` is null where there is none left.
 struct Scratch {
     float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *memory;
     float peaks[T], totals[T], delta[T];
     float *peak = peaks, *total = totals;
-    float *own = nullptr, *shared_q, *shared_sums; // `own`: of each of several heads, q, sums, peak and total
+    float *own, *shared_q, *shared_sums; // `own`: of each of several heads that read blocks in turns, q, sums, peak and total
     i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
     i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
@@ -22,15 +22,16 @@ struct Scratch {
     int pitch = T; // lanes from one row of lanes to the next
     int lanes = 0; // that are used
 
-    explicit Scratch(int depth) : width((depth + W - 1) / W * W) {
+    Scratch(int depth, int heads) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
-        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
-        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
+        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes, heads > 1 ? heads * own_size(depth) : 0};
+        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows, &own};
         i64 all = 0;
         for (i64 size : sizes) all += size;
-        memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
+        memory = (float*)std::aligned_alloc(CACHE_LINE, (sizeof(float) * all + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
+        if (!memory) return;
         float* next = memory;
-        for (int i = 0; i < 9; i++) { *parts[i] = next; next += sizes[i]; }
+        for (int i = 0; i < 10; i++) { *parts[i] = next; next += sizes[i]; }
         shared_q = q;
         shared_sums = sums;
     }
@@ -44,10 +45,6 @@ struct Scratch {
         }
     }
     i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
-    // Heads that read blocks in turns have a memory of their own for q, sums, peak and total.
-    void separate(int heads, int depth) {
-        if (!own) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
-    }
     static i64 own_size(int depth) { return 2 * FEW * (depth + 1); }
     void select(int head, int depth) {
         q = own + head * own_size(depth);
@@ -61,10 +58,7 @@ struct Scratch {
         peak = peaks;
         total = totals;
     }
-    ~Scratch() {
-        std::free(memory);
-        std::free(own);
-    }
+    ~Scratch() { std::free(memory); }
 };
 
 // Packs rows of queries into lanes.

@@ -61,9 +61,13 @@ template <class Work> void in_threads(i64 threads, const Work& work) {
 }
 
 // Calls visit(unit, tile, b, h, split, scratch) for every split of every tile, or of `together` tiles, from head h on.
-template <class F> void each_tile(const Args& a, i64 splits, const F& visit) {
+// Whether a thread had memory for it: those that have none take no unit, which the others then do.
+template <class F> bool each_tile(const Args& a, i64 splits, const F& visit) {
+    std::atomic<bool> able{false};
     in_threads(a.threads, [&](std::atomic<i64>& next) {
-        Scratch s((int)a.head_dim);
+        Scratch s((int)a.head_dim, (int)a.together);
+        if (!s.memory) return;
+        able = true;
         // A head's tiles in this split begin with unit `first`. Rows of the heads lie side by side in memory: all heads
         // read a split before the next one begins.
         i64 unit = next++, first = 0;
@@ -75,6 +79,7 @@ template <class F> void each_tile(const Args& a, i64 splits, const F& visit) {
                     first = last;
                 }
     });
+    return able;
 }
 
 } // namespace
