@@ -89,3 +89,9 @@ def test_wrong_arguments(q: tuple[int, ...], k: tuple[int, ...], arguments: dict
     with pytest.raises(InvalidInput) as raised:
         attend(torch.zeros(q), torch.zeros(k), torch.zeros(k), **arguments)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_widths_of_q_and_k_are_named_as_they_were_given(width: int) -> None:
+    with pytest.raises(InvalidInput, match="q and k must have one head_dim, got 32 and 16"):
+        attend(torch.zeros(1, 5, 4, 32), torch.zeros(1, 5, 4, 16), torch.zeros(1, 5, 4, width))

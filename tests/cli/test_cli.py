@@ -211,6 +211,7 @@ def test_explain_runs_nothing(tmp_path: Path) -> None:
     done = command(tmp_path, "explain", *SMALL)
     assert done.returncode == 0
     assert "(heuristic)" in done.stdout
+    assert "the first call of attend() measures, and may take another backend" in done.stdout
     forced = command(tmp_path, "explain", *SMALL, "--backend", "manual")
     assert "manual in natural order (forced)" in forced.stdout
     refused = command(tmp_path, "explain", *SMALL, "--window", "3", "--backend", "sdpa")

@@ -344,6 +344,25 @@ def test_an_error_before_the_call_has_its_text(
     assert found["reason"] == f"before the call: {type(error).__name__}: {error}"
 
 
+def test_a_peak_over_the_limit_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "OOM_SCORE", tmp_path / "score")
+    monkeypatch.setattr(limited, "end_with", lambda _: None)
+    monkeypatch.setattr(limited, "_limited", lambda *_: True)
+    for over, status in ((0, "ran"), (1, "memory")):
+        measured = {"status": "ran", "seconds": 1.0, "peak_bytes": 2**20 + over, "above_bytes": 0}
+        monkeypatch.setattr(limited, "_measured", lambda *_, measured=measured: measured)
+        found = limited.run_limited(lambda: None, 0, problem_at(8), None, "manual", "natural", 2**20, 1, 9.0)
+        assert found["status"] == status
+
+
+def test_a_guess_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest, "run_alone", Processes(lambda _: ran()).run_alone)
+    given = ("limits", "--lengths", "64:128", "--device", "cpu")
+    assert "may take another backend" in command(tmp_path, *given).stdout
+    assert "may take another backend" not in command(tmp_path, *given, "--backend", "manual").stdout
+    assert plain(command(tmp_path, *given, "--json"))["limits"][0]["guessed"]
+
+
 @pytest.mark.parametrize(("tokens", "warm"), [(64, 32), (65, 64), (4096, 64), (8, 4), (1, None)])
 def test_no_call_of_the_whole_problem_without_a_limit(
     tokens: int, warm: int | None, monkeypatch: pytest.MonkeyPatch

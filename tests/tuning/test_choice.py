@@ -204,6 +204,7 @@ def test_in_a_disturbed_race_the_fastest_samples_decide() -> None:
     chosen, outcomes = choose([entrants[0], entrants[2]], "slow", calls=1, disturbed=True)
     assert (chosen, outcomes["near"].reason) == ("slow", "too close to tell while other programs ran")
     assert outcomes["near"].open
+    assert {each.ratio for each in outcomes.values()} == {None}, "rounds say nothing, and medians are of other samples"
 
 
 @pytest.mark.parametrize(("cost_ms", "times", "is_open"), [(1.0, 9.0, True), (100.0, 3.9, True), (100.0, 4.1, False)])
