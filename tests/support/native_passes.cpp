@@ -47,14 +47,15 @@ template <> struct Pass<Bf16> { using Forward = Wide<Bf16>; using Backward = Wid
 struct Apart : Scratch {
     std::vector<Exact<float>> kept;
 
-    explicit Apart(int depth) : Scratch(depth) {
+    Apart(int depth, int heads) : Scratch(depth, heads) {
         const i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
-        auto own = [&](float*& part, i64 size) {
+        auto apart = [&](float*& part, i64 size) {
             kept.emplace_back(size);
             part = kept.back().data();
         };
-        for (float** part : {&q, &grad, &sums, &q_rows, &grad_rows}) own(*part, lanes);
-        for (float** part : {&scores, &other, &keys, &values}) own(*part, block);
+        for (float** part : {&q, &grad, &sums, &q_rows, &grad_rows}) apart(*part, lanes);
+        for (float** part : {&scores, &other, &keys, &values}) apart(*part, block);
+        if (heads > 1) apart(own, heads * own_size(depth));
         shared_q = q;
         shared_sums = sums;
     }
@@ -253,7 +254,7 @@ template <class E> struct Case {
 
     // In this thread, tile by tile.
     void forward_apart() {
-        Apart s((int)p.depth);
+        Apart s((int)p.depth, (int)p.together);
         for (i64 b = 0; b < p.batch; b++)
             for (i64 h = 0; h < p.heads; h += p.packed_heads * p.together)
                 for (i64 i = t.first_tile[t.head_class[h]]; i < t.first_tile[t.head_class[h] + 1]; i++) {
@@ -265,7 +266,7 @@ template <class E> struct Case {
                 }
     }
     void backward_apart() {
-        Apart s((int)p.depth);
+        Apart s((int)p.depth, 1);
         for (i64 b = 0; b < p.batch; b++)
             for (i64 h = 0; h < p.heads; h++)
                 for (i64 i = t.first_tile[t.head_class[h]]; i < t.first_tile[t.head_class[h] + 1]; i++) {
@@ -287,7 +288,7 @@ template <class E> struct Case {
             if (in_threads_alone && threads == 1) continue;
             a.threads = threads;
             clear();
-            auto call = [&](void (*pass)(const Args*)) {
+            auto call = [&](int (*pass)(const Args*)) {
                 waits.until = 0; // a machine whose cores are busy shall not make it use one thread
                 int before = parallel_calls;
                 pass(&a);
