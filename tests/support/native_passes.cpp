@@ -55,7 +55,6 @@ struct Apart : Scratch {
         };
         for (float** part : {&q, &grad, &sums, &q_rows, &grad_rows}) apart(*part, lanes);
         for (float** part : {&scores, &other, &keys, &values}) apart(*part, block);
-        if (heads > 1) apart(own, heads * own_size(depth));
         shared_q = q;
         shared_sums = sums;
     }

@@ -14,7 +14,7 @@ struct Scratch {
     float *q, *grad, *sums, *scores, *other, *keys, *values, *q_rows, *grad_rows, *memory;
     float peaks[T], totals[T], delta[T];
     float *peak = peaks, *total = totals;
-    float *own, *shared_q, *shared_sums; // `own`: of each of several heads that read blocks in turns, q, sums, peak and total
+    float *own = nullptr, *shared_q, *shared_sums; // `own`: of each of several heads that read blocks in turns, q, sums, peak and total
     i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
     i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
@@ -24,14 +24,20 @@ struct Scratch {
 
     Scratch(int depth, int heads) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
-        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes, heads > 1 ? heads * own_size(depth) : 0};
-        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows, &own};
+        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
+        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
         i64 all = 0;
         for (i64 size : sizes) all += size;
-        memory = (float*)std::aligned_alloc(CACHE_LINE, (sizeof(float) * all + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
-        if (!memory) return;
+        memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
+        // Apart from the rest, which malloc keeps for the next call while it is below 128 KiB.
+        if (heads > 1) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
+        if (!memory || (heads > 1 && !own)) {
+            std::free(memory);
+            memory = nullptr;
+            return;
+        }
         float* next = memory;
-        for (int i = 0; i < 10; i++) { *parts[i] = next; next += sizes[i]; }
+        for (int i = 0; i < 9; i++) { *parts[i] = next; next += sizes[i]; }
         shared_q = q;
         shared_sums = sums;
     }
@@ -58,7 +64,10 @@ struct Scratch {
         peak = peaks;
         total = totals;
     }
-    ~Scratch() { std::free(memory); }
+    ~Scratch() {
+        std::free(memory);
+        std::free(own);
+    }
 };
 
 // Packs rows of queries into lanes.
