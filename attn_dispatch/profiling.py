@@ -146,14 +146,12 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
         return Explanation.of(stored.decision)
     if stored is not None and anew:
         stored = look_up.StoredDecision(stored.decision, stored.choice)  # `changed` empty: all candidates
-    start_s = time.monotonic()
     decision = trial_limits.measure(request, share_s, **look_up.as_prior(stored))
     if decision is None:
         return decide.explain_problem(problem)
     dispatch.adopt(problem, decision)
-    fits = share_s is None or time.monotonic() - start_s < share_s * BUDGET_USED  # another one of the same length
     accepted = decision.attempts >= look_up.MOST_ATTEMPTS
-    if _is_open(decision, budget_ms) and fits and not accepted and load.is_calm():  # what disturbed it is over
+    if _is_open(decision, budget_ms) and not accepted and load.is_calm():  # what disturbed it is over
         changed = () if stored is None else stored.changed  # only what was measured
         again = look_up.StoredDecision(decision, decision.chosen, changed)
         # With the same budget: less of it would leave out what now has a time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ def explained(*refusals: tuple[str, str, str]) -> Explanation:
     chosen = CandidateReport("sdpa", "natural", "chosen", "", 1.0, 0.9, 1.1)
     others = (CandidateReport(backend, "natural", status, reason) for backend, status, reason in refusals)
     return Explanation("sdpa", "natural", "measured", "0123456789", (chosen, *others), "[1] float32", "cpu")
+
+
+def test_a_provisional_decision_is_called_so() -> None:
+    one = explained()
+    assert "(measured, key" in "\n".join(full_table([one]))
+    assert "(measured, provisional, key" in "\n".join(full_table([replace(one, provisional="disturbed")]))
 
 
 def test_a_backend_that_refuses_every_problem_is_listed_with_the_shared_reasons() -> None:

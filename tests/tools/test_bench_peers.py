@@ -125,6 +125,7 @@ def test_a_call_over_the_limit_is_left_out() -> None:
 def test_rows_are_chosen_by_their_titles() -> None:
     cell = Cell("window", 4096, "bfloat16", True)
     assert peers.wanted(cell, ["window", "4096", "local"]) == ["local-attention"]
+    assert peers.wanted(cell, ["window", "4,096", "local"]) == ["local-attention"], "as the pages print it"
     assert peers.wanted(cell, ["float32"]) == []
     assert peers.wanted(cell, []) == [peer.name for peer in peer_calls.peers_of("window")]
     assert all(

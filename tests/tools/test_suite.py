@@ -106,6 +106,21 @@ def test_resume_measures_what_no_commit_names(tmp_path: Path, monkeypatch: pytes
         assert suite.unmeasured({"decode": ()}, tmp_path) == {"decode": ()}
 
 
+@pytest.mark.parametrize("text", ['{"commit": "0123', "[]", '{"commit": "0123456789ab"}'])
+def test_resume_measures_again_what_is_no_whole_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "decode.json").write_text(text)
+    assert suite.unmeasured({"decode": ()}, tmp_path) == {"decode": ()}
+
+
+def test_a_part_does_not_replace_the_file_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    for folder, written in (("results", False), ("others", True)):
+        common.write(tmp_path / folder / "hilbert.json", {}, whole=False)
+        assert (tmp_path / folder / "hilbert.json").exists() == written
+    common.write(tmp_path / "results" / "hilbert.json", {})
+    assert [each.name for each in (tmp_path / "results").iterdir()] == ["hilbert.json"]
+
+
 def test_what_takes_too_long_is_stopped_with_all_it_has_started(tmp_path: Path) -> None:
     path = tmp_path / "child"
     assert not suite.succeeds(["sh", "-c", f"sleep 600 & echo $! > {shlex.quote(str(path))}; wait"], limit_s=2)

@@ -29,7 +29,6 @@ struct Scratch {
         i64 all = 0;
         for (i64 size : sizes) all += size;
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
-        // Apart from the rest, which malloc keeps for the next call while it is below 128 KiB.
         if (heads > 1) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
         if (!memory || (heads > 1 && !own)) {
             std::free(memory);
