@@ -133,7 +133,7 @@ template <class Products> void weigh_again(const Args& a, const Tile& tile, i64 
     });
     for (int i = 0; i < T; i++) {
         double own = (double)s.peak[i] * products.unit + std::log2(s.total[i]), all = a.lse[a.lse_row(b, h) + s.at[i]] * LOG2_E;
-        bool keyless = s.dead[i] || s.total[i] == 0.0f, rounded = all - own < std::fabs(all) * ROUNDING;
+        bool keyless = s.dead[i] || s.total[i] == 0.0f, rounded = all - own < std::fabs(all) * SLACK;
         if (keyless) s.peak[i] = 0.0f;
         s.total[i] = keyless ? NEVER : (float)(std::log2(s.total[i]) + (rounded ? 0.0 : all - own));
     }
