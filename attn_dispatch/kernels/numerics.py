@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from attn_dispatch.spec.problem import Problem
 
 #: Kernels flush smaller scales to 0.
 SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
+LINEAR = 40.0  #: from which on softplus(x) is x, in float64 too
 THREAD_BYTES = 4 * 2**20  #: of the CPU kernel's score tiles, per thread
 
 
@@ -42,7 +44,8 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor, layout: str = "bnhd") -> t
     score = sink.to(lse.dtype)[:, None]
     empty = lse == -torch.inf
     finite = lse.masked_fill(empty, 0.0)  # derivatives at -inf are NaN, of second order at the latest
-    share = torch.sigmoid(finite - score).masked_fill(empty, 0.0)
+    # As sigmoid(finite - score), but with the digits of a derivative near 0.
+    share = torch.exp(-softplus(score - finite, threshold=LINEAR)).masked_fill(empty, 0.0)
     lse = torch.where(empty, score, torch.logaddexp(finite, score))
     share = share.transpose(1, 2) if layout == "bnhd" else share
     return (out * share.unsqueeze(-1)).to(out.dtype), lse

@@ -71,6 +71,19 @@ def expected(
     return torch.cat(outs).view(shape), torch.cat([x.t() for x in lses]).view(shape[:-1]).transpose(1, 2)
 
 
+@pytest.mark.parametrize("sink", [-40.0, -20.0, 0.0, 40.0])
+def test_the_gradient_of_a_sink_that_takes_little(sink: float) -> None:
+    """Where float32 rounds the share of the other keys to 1, the share of the sink still has its digits."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x = torch.ones(1, 3, 1, 4, dtype=dtype)
+        score = torch.tensor([sink], dtype=dtype, requires_grad=True)
+        out = attend(x, x, x, sink=score)
+        found.append([out.detach().double(), *torch.autograd.grad(out.sum(), score)])
+    for single, double in zip(*found, strict=True):
+        torch.testing.assert_close(single.double(), double.double(), rtol=1e-5, atol=0.0)
+
+
 @crossed(pattern=PATTERNS, layout=("bnhd", "bhnd"), with_sink=(False, True), masked=(False, True))
 def test_documents_and_sinks_are_the_formula(pattern: Pattern, layout: str, with_sink: bool, masked: bool) -> None:
     q, k, v = tensors()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from attn_dispatch.ring.engine.parts import SOLVERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.shapes import problem_of
 from tests.support.fixtures import INTERPRETED
+from tests.support.random_calls import LAYOUTS
 
 PRIVATE: Any = torch  #: for names that type checkers do not know
 PATTERNS: dict[str, Pattern] = {
@@ -40,28 +40,6 @@ EVERY: dict[str, tuple[Pattern, torch.dtype]] = {
     "sdpa_mask": (Neighborhood((4, 4), (3, 3)), torch.float32),
     "tiles": (Neighborhood((4, 4), (3, 3)), torch.float32),
     "manual": (Neighborhood((4, 4), (3, 3)), torch.float64),
-}
-
-
-def with_steps(x: Tensor) -> Tensor:
-    """Every other entry of each axis of a tensor; between them lie NaN, zeros, or False."""
-    for axis in range(x.ndim):
-        gaps = torch.full_like(x, math.nan if x.is_floating_point() else 0)
-        x = torch.stack((x, gaps), axis + 1).flatten(axis, axis + 1)
-    return x[(slice(None, None, 2),) * x.ndim]
-
-
-def one_entry_on(x: Tensor) -> Tensor:
-    """At an address that 16 does not divide."""
-    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "steps": with_steps,
-    "odd address": one_entry_on,
-    "reversed axes": lambda x: x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim))),
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "negative": lambda x: PRIVATE._neg_view(x) if x.is_floating_point() else x,
 }
 
 
