@@ -25,7 +25,7 @@ from torch import Tensor
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
-from attn_dispatch.kernels.dense import Kernel, vector_aligned
+from attn_dispatch.kernels.dense import FLASH3, Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
@@ -257,14 +257,6 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
-FLASH3 = Limits(
-    "cuda",
-    dict.fromkeys(HALF, (9, 0)),
-    highest=(9, 0),
-    head_dim=256,
-    repeatable_head_dim=192,
-    most_rows=LARGEST_GRID,
-)
 FLASH4_HOPPER = Limits(
     "cuda",
     dict.fromkeys(HALF, (9, 0)),

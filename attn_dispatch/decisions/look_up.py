@@ -84,11 +84,18 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
     if budget_ms >= 0 and _is_due(decision) and load.is_calm():
         affordable |= {row.id for row in decision.candidates if row.open} or {decision.chosen}
     temporary = any(row.status in TEMPORARY or _is_retry_due(row) for row in decision.candidates)
-    if not affordable and not temporary and decision.environment == current_environment():
+    outdated = _is_outdated(decision)  # loads its choice alone
+    if not (affordable or temporary or outdated) and decision.environment == current_environment():
         with suppress(InvalidInput):  # the choice is not registered in this process
             if request.can_run(*decision.chosen):
                 return StoredDecision(decision, decision.chosen)
     return _compare(request, decision, affordable)
+
+
+def _is_outdated(decision: Decision) -> bool:
+    """Whether a choice that was measured here has another version than then."""
+    row = _usable_rows(decision).get(decision.chosen)
+    return row is not None and not decision.origin and row.version != _installed_version(decision)
 
 
 def read_stored(request: Request) -> Decision | None:

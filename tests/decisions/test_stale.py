@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend, explain, profile
+from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.settings import cache_folder
@@ -128,6 +129,14 @@ def test_an_upgrade_that_is_slower(installed: Installed) -> None:
     assert installed.called() == {"a", "b"}
     assert explain(*qkv()).choice == "b"
     assert (row("a").version, row("a").status) == ("2", "slower")
+
+
+def test_an_upgrade_that_the_environment_does_not_show(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another package's backend, in a folder whose time stays."""
+    monkeypatch.setattr(look_up, "current_environment", lambda: stored().environment)
+    installed.add("a", 30, "2")
+    attend(*qkv())
+    assert installed.called() == {"a", "b"}
 
 
 def test_an_upgrade_that_changes_nothing(installed: Installed) -> None:
