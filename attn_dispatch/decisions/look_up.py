@@ -113,6 +113,21 @@ def read_believed(request: Request) -> Decision | None:
     return found if found is not None and is_believed(found) else None
 
 
+def why_not(request: Request, name: CandidateId) -> str:
+    """Why a candidate cannot run; empty if it can."""
+    rows = {each.id: each.row for each in request.candidates}
+    row = rows.get(name, Row(backend=name[0], order=name[1], status="unsupported", reason="it is not there"))
+    return "" if row is None else row.reason or row.status
+
+
+def why_unusable(request: Request, decision: Decision) -> str:
+    """What keeps locked mode from a decision's choice, after its name."""
+    if reason := why_not(request, decision.chosen):
+        return f"cannot run now ({reason}), nor can another measured candidate"
+    measured = [row.version for row in decision.candidates if row.id == decision.chosen]
+    return f"has another version now: {_installed_version(decision)}, not {' '.join(map(str, measured))}"
+
+
 def is_believed(decision: Decision) -> bool:
     """Whether a decision may be used: measured or confirmed here, or in a mode that measures nothing."""
     return not measures() or is_confirmed(decision)
