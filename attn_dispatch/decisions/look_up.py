@@ -5,7 +5,7 @@ measured again; until then an outdated row is used as a prior. What a provisiona
 by a later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
 
 What another machine decided, imported or shipped with the package, is believed once a few calls here have confirmed it,
-whatever versions it was measured with: they are those of its compiler, too.
+whatever versions it was measured with: those that are here were checked.
 """
 
 from __future__ import annotations

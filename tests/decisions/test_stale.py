@@ -15,6 +15,7 @@ from attn_dispatch import attend, explain, profile
 from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -40,6 +41,10 @@ class TimedBackend(Planted):
 
     takes_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
+    missing: str = ""
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return [Refusal("not_installed", self.missing)] * bool(self.missing)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
         self.clock.sleep(self.takes_s)
@@ -204,7 +209,21 @@ def test_locked_with_another_version(installed: Installed, set_mode: Callable[[s
     assert counted(loaded=1)
     forget()
     installed.add("a", 4, "2")
-    with pytest.raises(NotDecided, match="the stored choice a has another version now"):
+    with pytest.raises(NotDecided, match="the stored choice a has another version now: 2, not 1 for"):
+        attend(*qkv())
+
+
+def test_locked_with_what_cannot_run(
+    installed: Installed, set_mode: Callable[[str], None], warnings: Callable[[], list[str]]
+) -> None:
+    """What is missing is named, whether something else was measured or not."""
+    set_mode("locked")
+    installed.by_name["a"].missing = "needs a compass"
+    attend(*qkv())
+    assert "the stored choice a cannot run now (needs a compass), b runs instead: " in warnings()[-1]
+    installed.restart()
+    installed.by_name["b"].missing = installed.by_name["c"].missing = "lacks a map"
+    with pytest.raises(NotDecided, match=r"the stored choice a cannot run now \(needs a compass\), nor can another"):
         attend(*qkv())
 
 
