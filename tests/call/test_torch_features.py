@@ -80,16 +80,15 @@ def test_settings_that_are_part_of_the_problem(monkeypatch: pytest.MonkeyPatch) 
     finally:
         torch.set_float32_matmul_precision("highest")
     assert counted(measured=2)
-    torch.use_deterministic_algorithms(True)
-    try:
-        attend(q, k, v)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert counted(measured=3)
+    for warns in (True, False):
+        torch.use_deterministic_algorithms(True, warn_only=warns)
+        try:
+            assert Problem.of(q, k, v).deterministic != warns
+            attend(q, k, v)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert counted(measured=2 if warns else 3)
     attend(q, k, v)
-    with settings(True):  # as decided before, and no longer than this
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        attend(q, k, v)
     assert counted(measured=3)
 
 
