@@ -155,6 +155,7 @@ def run(
     refuse_tangents(name, q, k, v)
     key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
     key_mask = None if key_mask is None else key_mask.view(torch.uint8)
+    seq_lens = None if seq_lens is None else seq_lens.contiguous()
     call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask, blocks))
     found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
     if blocks is None:
@@ -238,6 +239,7 @@ class _TritonPasses:
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = (x.resolve_neg() for x in saved)
+        out, lse = out.contiguous(), lse.contiguous()  # the kernels know no strides of theirs
         grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         (dq,), (dk, dv) = _results("queries", self.problem, q), _results("keys", self.problem, k, v)
         scaled_lse, delta = torch.empty_like(lse), torch.empty_like(lse)

@@ -134,8 +134,11 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v)
-    key_mask = tensors.get("key_mask")
-    hidden = tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
+    key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
+    hidden = (
+        None if seq_lens is None else seq_lens.contiguous(),
+        None if key_mask is None else key_mask.view(torch.uint8),
+    )
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
     found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
     compiled.note(name, problem, tile)
@@ -187,6 +190,7 @@ class _TritonTilePasses:
         self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = (x.resolve_neg() for x in saved)
+        out, lse = out.contiguous(), lse.contiguous()  # the kernels know no strides of theirs
         grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)

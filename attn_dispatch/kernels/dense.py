@@ -221,6 +221,7 @@ def heads_first(x: Tensor) -> Tensor:
 
 def vector_aligned(x: Tensor) -> Tensor:
     """x with rows padded and aligned to whole vectors: a misaligned read destroys the CUDA context."""
+    x = x.resolve_neg()  # not every library does
     missing = -x.shape[-1] % CUDA_HEAD_ALIGN
     if missing:
         # pad keeps the memory order, in which head_dim may not be last.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,10 @@ from torch import Tensor
 from attn_dispatch import attend, tensor_match
 from attn_dispatch.backends import flex
 from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels import registry
+from attn_dispatch.ring.engine.parts import SOLVERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.shapes import problem_of
 from tests.support.fixtures import INTERPRETED
 
 PRIVATE: Any = torch  #: for names that type checkers do not know
@@ -25,6 +30,49 @@ PATTERNS: dict[str, Pattern] = {
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
 BACKENDS = [pytest.param(name, marks=[interpreted] if "triton" in name else []) for name in PATTERNS]
 pytestmark = pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex")
+
+
+#: The pattern and dtype of every backend that a CPU can run.
+EVERY: dict[str, tuple[Pattern, torch.dtype]] = {
+    **{name: (pattern, torch.float32) for name, pattern in PATTERNS.items()},
+    "sdpa": (Dilated((8, 16), (1, 2)), torch.float32),
+    "sdpa_float32": (Dilated((8, 16), (1, 2)), torch.bfloat16),
+    "sdpa_mask": (Neighborhood((4, 4), (3, 3)), torch.float32),
+    "tiles": (Neighborhood((4, 4), (3, 3)), torch.float32),
+    "manual": (Neighborhood((4, 4), (3, 3)), torch.float64),
+}
+
+
+def with_steps(x: Tensor) -> Tensor:
+    """Every other entry of each axis of a tensor; between them lie NaN, zeros, or False."""
+    for axis in range(x.ndim):
+        gaps = torch.full_like(x, math.nan if x.is_floating_point() else 0)
+        x = torch.stack((x, gaps), axis + 1).flatten(axis, axis + 1)
+    return x[(slice(None, None, 2),) * x.ndim]
+
+
+def one_entry_on(x: Tensor) -> Tensor:
+    """At an address that 16 does not divide."""
+    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "steps": with_steps,
+    "odd address": one_entry_on,
+    "reversed axes": lambda x: x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim))),
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "negative": lambda x: PRIVATE._neg_view(x) if x.is_floating_point() else x,
+}
+
+
+def in_layouts(*names: str) -> Any:
+    """Backends and layouts; Triton's interpreter is slow."""
+
+    def marks(name: str, layout: str) -> list[Any]:
+        return [interpreted, *[pytest.mark.full] * (layout != "steps")] if "triton" in name else []
+
+    pairs = [(name, layout) for name in names for layout in LAYOUTS]
+    return pytest.mark.parametrize(("backend", "layout"), [pytest.param(*pair, marks=marks(*pair)) for pair in pairs])
 
 
 def called(backend: str, inputs: Sequence[Tensor], **tensors: Any) -> Any:
@@ -92,6 +140,81 @@ def test_views_of_negative_values(backend: str, through: str) -> None:
         grads = torch.autograd.grad(out if through == "out" else lse, inputs, given, allow_unused=True)
         results.append([out, lse, alone, *(torch.zeros(()) if x is None else x for x in grads)])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def laid_out(layout: str, tensors: dict[str, Tensor], but: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+    """The tensors in an unusual layout, and contiguous ones of the same values."""
+    unusual = {name: x if name in but else LAYOUTS[layout](x) for name, x in tensors.items()}
+    return [unusual, {name: plain(x) for name, x in unusual.items()}]
+
+
+@in_layouts(*EVERY)
+def test_every_tensor_in_any_layout(backend: str, layout: str) -> None:
+    """Masks, terms of the scores and gradients as well as q, k and v."""
+    pattern, dtype = EVERY[backend]
+    terms = "bias" in getattr(registry.load(backend), "score_terms", ())
+    given = {
+        "q": torch.randn(2, 16, 2, 16, dtype=dtype),
+        "k": torch.randn(2, 16, 1, 16, dtype=dtype),
+        "v": torch.randn(2, 16, 1, 16, dtype=dtype),
+        "grad": torch.randn(2, 16, 2, 16, dtype=dtype),
+        "grad_lse": torch.randn(2, 2, 16, dtype=torch.promote_types(dtype, torch.float32)),
+        "seq_lens": torch.tensor([15, 9]),
+        "key_mask": torch.rand(2, 16) < 0.9,
+        **({"bias": torch.randn(2, 2, 16, 16), "alibi_slopes": torch.rand(2, 2)} if terms else {}),
+    }
+    # FlexAttention raises where the gradient is a view of negative values.
+    but = ("grad", "grad_lse") if (backend, layout) == ("flex", "negative") else ()
+    found = []
+    for tensors in laid_out(layout, given, but):
+        grads = tensors.pop("grad"), tensors.pop("grad_lse")
+        inputs = [tensors.pop(name).requires_grad_() for name in "qkv"]
+        if backend in ("native", "manual"):  # the others have no gradient of a bias
+            inputs.append(tensors["bias"].requires_grad_())
+        out, lse = attend(*inputs[:3], pattern, **tensors, backend=backend, return_lse=True)
+        found.append([out, lse, *torch.autograd.grad((out, lse), inputs, grads)])
+    for unusual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(unusual, expected)
+
+
+@in_layouts("native", "sdpa", "tiles", "triton")
+def test_the_backward_pass_of_a_part_takes_results_in_any_layout(backend: str, layout: str) -> None:
+    """Over ranks they are rows and heads of the whole out and lse."""
+    assert backend in SOLVERS["cpu"] + SOLVERS["cuda"]
+    shape, pattern = (2, 16, 2, 16), EVERY[backend][0]
+    key_mask = torch.rand(2, 16) < 0.9
+    problem = problem_of(shape, pattern, torch.float32, torch.device("cpu"), backward=True)
+    problem = replace(problem, has_key_mask=True)
+    q, k, v, grad = torch.randn(4, *shape)
+    forward = registry.load(backend).partial(problem, key_mask).forward(q, k, v)
+    given = dict(zip(("q", "k", "v", "out", "lse"), (q, k, v, *forward)))
+    given.update(grad=grad, grad_lse=torch.randn(2, 2, 16), key_mask=key_mask)
+    found = []
+    for tensors in laid_out(layout, given):
+        passes = registry.load(backend).partial(problem, tensors.pop("key_mask"))
+        found.append(passes.backward(tensors.pop("grad"), tensors.pop("grad_lse"), tuple(tensors.values())))
+    for unusual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(unusual, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["documents", "cu_seqlens", "key_lens", "sink"])
+def test_other_tensors_in_any_layout(name: str, layout: str) -> None:
+    values = {
+        "documents": torch.tensor([0] * 5 + [1] * 11).expand(3, 16).clone(),
+        "cu_seqlens": torch.tensor([0, 5, 9, 16]),
+        "key_lens": torch.tensor([16, 9, 12]),
+        "sink": torch.tensor([0.5, -1.0]),
+    }
+    if (name, layout) == ("cu_seqlens", "expanded"):
+        pytest.skip("starts of documents rise: they cannot be one number")
+    x = torch.randn(1 if name == "cu_seqlens" else 3, 16, 2, 16)
+    unusual, expected = (attend(x, x, x, **tensors) for tensors in laid_out(layout, {name: values[name]}))
+    assert torch.equal(unusual, expected)
 
 
 def test_flex_compiles_for_no_views_of_negative_values() -> None:

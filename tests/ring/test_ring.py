@@ -28,8 +28,9 @@ from tests.kernels.test_hidden import with_hidden
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
 from tests.support.cases import gate
+from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import crossed
-from tests.support.ring_calls import attended, attended_in_blocks, changed, part, shards, tensors, whole
+from tests.support.ring_calls import attended, attended_by, attended_in_blocks, changed, part, shards, tensors, whole
 from tests.support.ring_ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -153,6 +154,30 @@ def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int, set_mode
         ]
         found = whole(ranks.each(attended_in_blocks, [(rows, *each) for each in args]), layout)
         assert gate(problem).check(found).failures == (), kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("causal", ZIGZAG),
+        ("window-causal", ZIGZAG),
+        ("window-key-mask", CONTIGUOUS),
+        ("longnet-ragged-causal", CONTIGUOUS),
+    ],
+)
+@pytest.mark.parametrize("solver", ["triton", "sdpa", "tiles"])
+def test_conformance_by_each_solver(ranks: Ranks, name: str, solver: str, kind: str, set_mode: Any) -> None:
+    """`native`, the first on a CPU, computes the other tests. Of parts, out and lse are views of the whole."""
+    if solver == "triton" and not INTERPRETED:
+        pytest.skip("Triton is not installed, or there is a GPU for it")
+    set_mode("off")
+    case = BY_ID[name]
+    problem = case.problem(torch.float32, needs_grad=True)
+    layout = Layout(deal(problem.q_len, 2), kind)
+    args = [(solver, each, kind, case.strides, options_of(case, RING)) for each in shards(gate(problem), layout)]
+    found, used = zip(*ranks.each(attended_by, args))
+    assert any(used) != (solver == "sdpa" and "window" in name)  # windows are left to `tiles`
+    assert gate(problem).check(whole(found, layout)).failures == ()
 
 
 @pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Sharded, attend, shard
-from attn_dispatch.ring.engine import steps
+from attn_dispatch.kernels import registry
+from attn_dispatch.ring.engine import parts, steps
 from attn_dispatch.ring.rows import chunking
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
@@ -109,6 +112,29 @@ def attended_in_blocks(rows: int, *args: Any) -> dict[str, Tensor]:
     """A job: `attended`."""
     with blocks_of(rows):
         return attended(*args)
+
+
+def attended_by(solver: str, *args: Any) -> tuple[dict[str, Tensor], bool]:
+    """A job: `attended` with this backend for the parts that it can compute, and whether it computed any."""
+    names, backend = {"cpu": (solver, "tiles")}, registry.load(solver)
+    with (
+        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
+        mock.patch.dict(parts.SOLVERS, names),
+        mock.patch.dict(parts.DENSE_SOLVERS, names),
+        mock.patch.object(backend, "partial", wraps=getattr(backend, "partial")) as partial,  # noqa: B009
+    ):
+        _forget_triton()
+        steps.steps_of.cache_clear()
+        found = attended(*args)
+    steps.steps_of.cache_clear()
+    return found, partial.called
+
+
+def _forget_triton() -> None:
+    """It looks for its switch as each function is defined, and PyTorch's compiler has imported it in this process."""
+    if "attn_dispatch.kernels.triton.forward" not in sys.modules:
+        for name in [name for name in sys.modules if name.startswith("triton") and not name.startswith("triton._C")]:
+            del sys.modules[name]
 
 
 def laid_out(x: Tensor, order: str) -> Tensor:

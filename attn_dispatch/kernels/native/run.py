@@ -90,7 +90,8 @@ class NativePasses:
         q, k, v, out, lse = saved
         problem, parts = self.problem, threads_per_key_head(self.problem)
         grad = _dense_rows(torch.zeros((), dtype=q.dtype, device=q.device).expand_as(q) if grad is None else grad)
-        q, k, v, lse = _dense_rows(q), _dense_rows(k), _dense_rows(v), lse.contiguous()
+        q, k, v, out = (_dense_rows(x) for x in (q, k, v, out))
+        lse = lse.resolve_neg().contiguous()
         dq = in_large_pages(torch.empty(q.shape, dtype=q.dtype, device=q.device))
         apart = sums_apart(problem)
         width = problem.head_dim if apart else padded_width(problem.head_dim)

@@ -31,6 +31,7 @@ from attn_dispatch.kernels.triton.parts import (
     row_sums,
     scores,
     store_rows,
+    weights,
     zeros,
 )
 
@@ -155,7 +156,7 @@ def backward_q(
                 s = scores(query, query_rest, key, key_rest, REST_D, PRECISION)
                 if phase != 1 or KEY_MASK:
                     s = tl.where(visible, s, float("-inf"))
-                p = tl.exp2(s * slope - row_lse[:, None])
+                p = weights(s * slope - row_lse[:, None])
                 value, value_rest = load_rows(v_head, columns, seen, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
                 ds = p * (scores(d_out, d_out_rest, value, value_rest, REST_D, PRECISION) - row_delta[:, None])
                 acc, acc_rest = add_product(ds.to(key.dtype), key, key_rest, acc, acc_rest, REST_D, PRECISION)
@@ -268,7 +269,7 @@ def backward_kv(
                     visible = visible & valid_key[:, None]
                 if phase != 1 or SEQ_LENS or KEY_MASK:
                     s = tl.where(visible, s, float("-inf"))
-                p = tl.exp2(s * slope - tl.load(scaled_lse + scalars + columns)[None, :])
+                p = weights(s * slope - tl.load(scaled_lse + scalars + columns)[None, :])
                 d_out, d_out_rest = load_rows(
                     grad_head, columns, every, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE
                 )

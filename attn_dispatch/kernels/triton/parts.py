@@ -122,6 +122,12 @@ def softmax_weights(s, slope, row_max):
 
 
 @triton.jit
+def weights(exponent):
+    """Weights of scores less lse, both in powers of two: 1 at most, which rounding of huge scores would exceed."""
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def store_forward(
     out,
     lse,

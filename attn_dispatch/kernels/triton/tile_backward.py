@@ -20,6 +20,7 @@ from attn_dispatch.kernels.triton.parts import (
     row_sums,
     scores,
     store_rows,
+    weights,
     zeros,
 )
 from attn_dispatch.kernels.triton.tile_forward import PAIR, SPAN, VARIABLE, program_place, tile_multiplicity
@@ -149,9 +150,9 @@ def backward_q(
                     masks, reach, mask, kind, tile, k_tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                 )
                 # For a hidden key exp(s - lse) may be inf, and 0 * inf is NaN.
-                p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) * slope - row_lse[:, None])
+                p = count * weights(tl.where(count > 0, s, float("-inf")) * slope - row_lse[:, None])
             else:
-                p = tl.exp2(s * slope - row_lse[:, None])
+                p = weights(s * slope - row_lse[:, None])
             value, value_rest = load_rows(v_head, columns, seen, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
             ds = p * (scores(d_out, d_out_rest, value, value_rest, REST_D, PRECISION) - row_delta[:, None])
             acc, acc_rest = add_product(ds.to(key.dtype), key, key_rest, acc, acc_rest, REST_D, PRECISION)
@@ -270,9 +271,9 @@ def backward_kv(
                     count = tile_multiplicity(
                         masks, reach, mask, kind, q_tile, tile, q_lane, k_lane, q_tiles, k_tiles, TILE, BRANCHES, AXES
                     )
-                    p = count * tl.exp2(tl.where(count > 0, s, float("-inf")) * slope - column_lse[None, :])
+                    p = count * weights(tl.where(count > 0, s, float("-inf")) * slope - column_lse[None, :])
                 else:
-                    p = tl.exp2(s * slope - column_lse[None, :])
+                    p = weights(s * slope - column_lse[None, :])
                 d_out, d_out_rest = load_rows(grad_head, columns, seen, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
                 acc_v, acc_v_rest = add_product(
                     p.to(d_out.dtype), d_out, d_out_rest, acc_v, acc_v_rest, REST_D, PRECISION

@@ -119,6 +119,26 @@ struct PairedBack {
 };
 #endif
 
+// From scores of about a hundred thousand on, rounding of lse is seen in the weights; at a billion nothing else is left of
+// them. Then they are taken from the scores' own maximum and sum. Where lse is that of more keys, it says which share is
+// theirs, if it is more than rounded. Sets the maximum, `peak`, and what else is subtracted from scores as powers of 2, `total`.
+template <class Products> void weigh_again(const Args& a, const Tile& tile, i64 b, i64 h, Products& products, Scratch& s) {
+    std::fill_n(s.peak, T, NONE);
+    std::fill_n(s.total, T, 0.0f);
+    each_block(a, tile, b, T, 0, 1, [&](const Block& block) {
+        products.score(block);
+        change_scores(a, s, block, b, h, products.unit);
+        block.hide(s.scores);
+        weigh<NoSums>(block, products.unit, 0, s);
+    });
+    for (int i = 0; i < T; i++) {
+        double own = (double)s.peak[i] * products.unit + std::log2(s.total[i]), all = a.lse[a.lse_row(b, h) + s.at[i]] * LOG2_E;
+        bool keyless = s.dead[i] || s.total[i] == 0.0f, rounded = all - own < std::fabs(all) * SLACK;
+        if (keyless) s.peak[i] = 0.0f;
+        s.total[i] = keyless ? NEVER : (float)(std::log2(s.total[i]) + (rounded ? 0.0 : all - own));
+    }
+}
+
 // P = exp(s - lse), dS = P * (dP - rowsum(dO * out) + dlse): with the lse of all branches, each branch is a term of a sum.
 template <class E, class Products>
 void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, float* dv, Scratch& s) {
@@ -131,22 +151,26 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
     }
     s.place(a, tile, 1);
     std::memset(s.sums, 0, sizeof(float) * depth * T);
+    bool rough = false;
     for (int i = 0; i < T; i++) {
         i64 p = s.at[i];
         float lse = a.lse[a.lse_row(b, h) + p], delta = 0.0f;
         for (int d = 0; d < depth; d++) delta += widen(out[p * a.out.row + d]) * widen(grad[p * a.grad.row + d]);
         // Unused lanes and queries without keys have weight 0, even if their gradient is NaN.
-        s.dead[i] = i >= count || lse == NONE;
-        s.peak[i] = s.dead[i] ? NEVER : (float)(lse * LOG2_E);
+        s.dead[i] = i >= count || std::isinf(lse);
+        s.peak[i] = 0.0f;
+        s.total[i] = s.dead[i] ? NEVER : (float)(lse * LOG2_E);
         s.delta[i] = s.dead[i] ? 0.0f : delta - (a.grad_lse ? a.grad_lse[a.lse_row(b, h) + p] : 0.0f);
+        rough |= !s.dead[i] && std::fabs(lse) > ROUGH;
     }
     Products products(a, s, tile, b, h);
+    if (rough) weigh_again(a, tile, b, h, products, s);
     const float unit = products.unit, scale = (float)a.scale;
     const float share = a.softcap == 0.0 ? 0.0f : (float)(unit * LN_2 / a.softcap);
     each_block(a, tile, b, T, 0, 1, [&](const Block& block) {
         auto slope = [&](int t, int n, vec& p, vec& ds) {
             vec x = load(s.scores + t * T + n * W);
-            p = exp2_(x * unit - load(s.peak + n * W));
+            p = exp2_((x - load(s.peak + n * W)) * unit - load(s.total + n * W));
             ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W));
             if (a.dbias) add_dbias(a, s, block, b, h, t, n, count, ds);
             if (share != 0.0f) ds *= larger(splat(1.0f) - x * share * (x * share), vec{}); // 0 where x is -inf

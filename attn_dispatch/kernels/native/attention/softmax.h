@@ -99,6 +99,14 @@ using RowProduct = Single;
 using RowPairs = FloatRows;
 #endif
 
+// For their total alone.
+struct NoSums {
+    template <class Weight> static void put(const Scratch&, const Block& block, int, const Weight& weight) {
+        for (int t = 0; t < block.keys; t++) weight(t);
+    }
+    static void scale_sums(const Scratch&, int, vec, int) {}
+};
+
 // Turns scores into weights relative to the running maximum, and rescales earlier sums. `unit` scales scores to powers of 2.
 template <class Form> void weigh(const Block& block, float unit, int depth, Scratch& s) {
     for (int n = block.from; n < block.to; n++) {
