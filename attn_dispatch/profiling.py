@@ -133,6 +133,8 @@ def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Ex
     What is provisional then is measured a second time where the budget suffices: no later process has to wait for it.
     """
     precision = problem.matmul_precision if problem.dtype == torch.float32 else None
+    if problem.deterministic and problem.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS refuses
     # Another thread may call attend() with the same problem.
     with decide.measuring, settings(problem.deterministic, precision):
         return _measure_problem_locked(problem, share_s, force)
