@@ -22,6 +22,7 @@ from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.machine import environment
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
@@ -331,9 +332,12 @@ def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert loaded() == ["0", None]
     monkeypatch.delenv(flash.CACHE_ENABLED)
     (tmp_path / "flash-attn-4").chmod(0o777)  # its files are executed
-    assert loaded() == [None, None]
-    (tmp_path / "flash-attn-4").rmdir()
-    (tmp_path / "flash-attn-4").write_text("")
+    assert loaded() == ["1", str(cache_folder() / "flash-attn-4")]
+    for name in names:
+        monkeypatch.delenv(name)
+    for folder in (tmp_path, cache_folder()):
+        (folder / "flash-attn-4").rmdir()
+        (folder / "flash-attn-4").write_text("")
     assert loaded() == [None, None]
 
 
