@@ -101,12 +101,19 @@ def __getattr__(name: str) -> Any:
 
         return version("attn-dispatch")
     if name == "nn":  # imports torch, so it is loaded when first used
-        return import_module("attn_dispatch.nn")
+        return _loaded(name)
     if name not in _HOME:
         raise AttributeError(f"module 'attn_dispatch' has no attribute {name!r}")
-    value = getattr(import_module(f"attn_dispatch.{_HOME[name]}"), name)
+    value = getattr(_loaded(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def _loaded(module: str) -> Any:
+    try:
+        return import_module(f"attn_dispatch.{module}")
+    except AttributeError as error:  # of a module inside: Python would take it for a name that is not here
+        raise ImportError(f"attn_dispatch.{module} cannot be imported: {error}") from error
 
 
 def __dir__() -> list[str]:

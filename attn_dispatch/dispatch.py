@@ -25,9 +25,10 @@ from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem, matmul_precision
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values, check_sink
+from attn_dispatch.spec.torch_settings import current_flash, deterministic_or_warning, matmul_precision, only_warning
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.tensor_match import Fits, fits
 from attn_dispatch.text import titled
@@ -54,10 +55,7 @@ class Route(ResolvedCall):
     graphed: bool
 
 
-# The C function, without its Python wrapper.
-_deterministic: Callable[[], bool] = getattr(
-    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
-)
+_grad_enabled, _threads = torch.is_grad_enabled, torch.get_num_threads  # looked up once
 # 0 in every stored signature: routes found without dispatch modes are not used under one.
 _mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _routes: dict[Any, Route] = {}
@@ -175,7 +173,8 @@ def attend(
             None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
             (softcap is None and bias is None and alibi_slopes is None)
             or (softcap, _facts(bias), _facts(alibi_slopes)),
-            torch.is_grad_enabled(), _deterministic(), torch.get_num_threads(), _mode_count(),
+            _grad_enabled(), deterministic_or_warning() and not only_warning(), _threads(), _mode_count(),
+            current_flash(),
             functional.scaled_dot_product_attention,  # another function inside torch's context_parallel
         )  # fmt: skip
         route = _routes.get(signature)

@@ -29,6 +29,7 @@ from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
+from attn_dispatch.spec.torch_settings import settings
 from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import Use, read_record
@@ -131,7 +132,11 @@ def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Ex
 
     What is provisional then is measured a second time where the budget suffices: no later process has to wait for it.
     """
-    with decide.measuring:  # another thread may call attend() with the same problem
+    precision = problem.matmul_precision if problem.dtype == torch.float32 else None
+    if problem.deterministic and problem.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS refuses
+    # Another thread may call attend() with the same problem.
+    with decide.measuring, settings(problem.deterministic, precision):
         return _measure_problem_locked(problem, share_s, force)
 
 

@@ -11,28 +11,25 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
-import stat
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import platformdirs
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels import compiled
+from attn_dispatch.kernels import code_folder, compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
-from attn_dispatch.kernels.dense import Kernel, vector_aligned
+from attn_dispatch.kernels.dense import FLASH3, Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 
 COMPILE_MS = 60_000.0  #: of flash-attn 4: four or five kernels for a case
 CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 4
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 Sides = tuple[int | None, int | None]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  #: q, k, v, out and lse
@@ -241,15 +238,8 @@ def compile_cache() -> dict[str, str]:
     """
     if CACHE_ENABLED in os.environ:
         return {}
-    try:
-        folder = platformdirs.user_cache_path("attn-dispatch", appauthor=False) / "flash-attn-4"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        about = os.lstat(folder)
-    except (OSError, RuntimeError):  # no home folder, or one that cannot be written
-        return {}
-    if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & OTHERS_WRITE:
-        return {}
-    return {CACHE_ENABLED: "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
+    folder = code_folder.writable("flash-attn-4")
+    return {} if folder is None else {CACHE_ENABLED: "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -257,14 +247,6 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
-FLASH3 = Limits(
-    "cuda",
-    dict.fromkeys(HALF, (9, 0)),
-    highest=(9, 0),
-    head_dim=256,
-    repeatable_head_dim=192,
-    most_rows=LARGEST_GRID,
-)
 FLASH4_HOPPER = Limits(
     "cuda",
     dict.fromkeys(HALF, (9, 0)),

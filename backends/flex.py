@@ -35,6 +35,7 @@ from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_funct
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -67,7 +68,8 @@ _lock = process_state.lock()
 
 
 def version() -> str:
-    return str(torch.__version__)
+    """PyTorch's version, and that of Triton, which compiles its kernels for CUDA."""
+    return " ".join(filter(None, (str(torch.__version__), installed("triton"))))
 
 
 def refusals(problem: Problem) -> list[Refusal]:
@@ -113,7 +115,9 @@ def _refuse_cpu(problem: Problem) -> list[Refusal]:
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < CPU_RELEASE:
         needed = ".".join(map(str, CPU_RELEASE))
-        found.append(Refusal("release", f"its CPU kernel is used with torch {needed} and newer, not {version()}"))
+        found.append(
+            Refusal("release", f"its CPU kernel is used with torch {needed} and newer, not {torch.__version__}")
+        )
     return [*found, *requirements.refusals()]
 
 

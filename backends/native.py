@@ -62,11 +62,7 @@ score_terms = SCORE_TERMS
 
 
 def version() -> str:
-    """What the kernel is compiled by, or the name of the library in the package, and a digest.
-
-    Raises:
-        ImportError: there is neither.
-    """
+    """The processor's level and a digest of the source. Raises ImportError: it cannot run here."""
     return library.version()
 
 
@@ -97,8 +93,9 @@ def orders(problem: Problem) -> tuple[str, ...]:
 
 
 def prepare() -> None:
-    """Compile for this machine unless already compiled; takes some seconds."""
+    """Compile for this machine unless already compiled, which takes up to a minute, and keep it with the decisions."""
     library.load()
+    library.keep()
 
 
 def prepared() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_dispatch.kernels.branches.backend import Branched, Variant, flash_scratch
+from attn_dispatch.kernels.branches.backend import Branched, Variant, flash_scratch, flash_version
 from attn_dispatch.kernels.branches.memory import cpu_workspace_bytes
 from attn_dispatch.kernels.branches.plan import plan_of
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
@@ -17,6 +17,7 @@ BACKEND = Branched(
         # With masks this kernel is the candidate sdpa_efficient.
         Variant(CUDA_EFFICIENT._replace(masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
     ),
+    flash_version,
 )
 
 

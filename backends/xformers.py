@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import refuse_tangents
-from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, gradient_scratch, torch_version
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_version, gradient_scratch
 from attn_dispatch.kernels.dense import vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.machine.environment import installed
 
 FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, repeatable_head_dim=0, most_rows=LARGEST_GRID)
 CUTLASS = Limits(
@@ -81,14 +82,17 @@ def not_built(ops: Any) -> str:
 # xformers.ops: it may fail to import where xformers does not, as beside another release of flash-attn.
 PACKAGE = Package("xformers", "pip install 'attn-dispatch[xformers]'", "xformers.ops", (0, 0, 29), not_built)
 
+CALLED = ("flash-attn", "flash_attn_3")  #: ops/fmha/flash.py takes the first before PyTorch's, flash3.py the second
+
 
 def version() -> str:
-    """The versions of xformers and of PyTorch, whose kernels it may call.
+    """The versions of xformers and of those whose kernels it may call: PyTorch and what it finds at its import.
 
     Raises:
         PackageNotFoundError: xformers is not installed.
     """
-    return f"{PACKAGE.version()} torch {torch_version()}"
+    others = [f"{name} {version}" for name in CALLED if (version := installed(name))]
+    return " ".join((PACKAGE.version(), "torch", flash_version(), *others))
 
 
 BACKEND = Branched(

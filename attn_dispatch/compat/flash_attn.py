@@ -159,7 +159,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    if not wanted or before:
+    if not wanted or (before and not warn_only):
         yield
         return
     torch.use_deterministic_algorithms(True)

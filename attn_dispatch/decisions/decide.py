@@ -232,8 +232,8 @@ class _DeviceSteps:
     def locked_miss(self) -> Decision:
         why = "no decision is stored"
         if self.on_disk is not None:
-            decided = titled(*self.on_disk.decision.chosen)
-            why = f"the stored choice {decided} has another version now, or no measured candidate can run"
+            decision = self.on_disk.decision
+            why = f"the stored choice {titled(*decision.chosen)} {look_up.why_unusable(self.request, decision)}"
         if not self.explained:
             command = "run 'attn-dispatch profile' on it first, or use another mode"
             raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.request.problem}; {command}")
@@ -316,18 +316,18 @@ class _DeviceSteps:
         return unmeasured.static_decision(self.request)
 
     def _use(self, stored: look_up.StoredDecision) -> Decision:
-        return look_up.adjusted(stored) if self.explained else _from_store(stored)
+        return look_up.adjusted(stored) if self.explained else _from_store(self.request, stored)
 
 
-def _from_store(stored: look_up.StoredDecision) -> Decision:
+def _from_store(request: Request, stored: look_up.StoredDecision) -> Decision:
     """Count the stored decision, report a replaced choice, and adjust the decision to the current candidates."""
     decision = stored.decision
     _count("loaded" if decision.source == "measured" else "shipped")
     if stored.choice is not None and stored.choice != decision.chosen:
         decided, able = titled(*decision.chosen), titled(*stored.choice)
-        logger.warning(
-            "the stored choice %s cannot run now, %s runs instead: %s", decided, able, printable(decision.title)
-        )
+        why = printable(look_up.why_not(request, decision.chosen))
+        text = "the stored choice %s cannot run now (%s), %s runs instead: %s"
+        logger.warning(text, decided, why, able, printable(decision.title))
     elif not stored.changed and decision.environment != current_environment():
         decision = look_up.with_current_environment(decision)
     return look_up.adjusted(look_up.StoredDecision(decision, stored.choice, stored.changed))

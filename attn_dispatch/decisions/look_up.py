@@ -5,7 +5,7 @@ measured again; until then an outdated row is used as a prior. What a provisiona
 by a later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
 
 What another machine decided, imported or shipped with the package, is believed once a few calls here have confirmed it,
-whatever versions it was measured with: they are those of its compiler, too.
+whatever versions it was measured with: those that are here were checked.
 """
 
 from __future__ import annotations
@@ -84,11 +84,18 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
     if budget_ms >= 0 and _is_due(decision) and load.is_calm():
         affordable |= {row.id for row in decision.candidates if row.open} or {decision.chosen}
     temporary = any(row.status in TEMPORARY or _is_retry_due(row) for row in decision.candidates)
-    if not affordable and not temporary and decision.environment == current_environment():
+    outdated = _is_outdated(decision)  # loads its choice alone
+    if not (affordable or temporary or outdated) and decision.environment == current_environment():
         with suppress(InvalidInput):  # the choice is not registered in this process
             if request.can_run(*decision.chosen):
                 return StoredDecision(decision, decision.chosen)
     return _compare(request, decision, affordable)
+
+
+def _is_outdated(decision: Decision) -> bool:
+    """Whether a choice that was measured here has another version than then."""
+    row = _usable_rows(decision).get(decision.chosen)
+    return row is not None and not decision.origin and row.version != _installed_version(decision)
 
 
 def read_stored(request: Request) -> Decision | None:
@@ -104,6 +111,21 @@ def read_believed(request: Request) -> Decision | None:
     """What `read_stored` returns, if it `is_believed`."""
     found = read_stored(request)
     return found if found is not None and is_believed(found) else None
+
+
+def why_not(request: Request, name: CandidateId) -> str:
+    """Why a candidate cannot run; empty if it can."""
+    rows = {each.id: each.row for each in request.candidates}
+    row = rows.get(name, Row(backend=name[0], order=name[1], status="unsupported", reason="it is not there"))
+    return "" if row is None else row.reason or row.status
+
+
+def why_unusable(request: Request, decision: Decision) -> str:
+    """What keeps locked mode from a decision's choice, after its name."""
+    if reason := why_not(request, decision.chosen):
+        return f"cannot run now ({reason}), nor can another measured candidate"
+    measured = [row.version for row in decision.candidates if row.id == decision.chosen]
+    return f"has another version now: {_installed_version(decision)}, not {' '.join(map(str, measured))}"
 
 
 def is_believed(decision: Decision) -> bool:

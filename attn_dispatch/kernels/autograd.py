@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.spec.torch_settings import deterministic, settings
 
 forward_ad: Any = torch.autograd.forward_ad  # without types; the level is private
 #: Raised by torch.utils.checkpoint to end a recomputation early; InvalidInput in versions of torch without it.
@@ -119,7 +120,7 @@ class _PassesFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, lse = passes.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, *masks)
-        ctx.passes = passes
+        ctx.passes, ctx.deterministic = passes, deterministic()
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -127,7 +128,9 @@ class _PassesFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_lse = grad_outputs
         q, k, v, out, lse, *masks = ctx.saved_tensors
-        dq, dk, dv, *others = _gradients(ctx.passes, grad, grad_lse, (q, k, v, out, lse))
+        # PyTorch's kernels ask for its setting now; compat's functions set it for their forward pass alone.
+        with settings(True) if ctx.deterministic and not deterministic() else nullcontext():
+            dq, dk, dv, *others = _gradients(ctx.passes, grad, grad_lse, (q, k, v, out, lse))
         return dq, dk, dv, None, *others, *(None for _ in masks[len(others) :])
 
 

@@ -30,6 +30,14 @@ EFFICIENT_LSE_ALIGN = 32  #: rows; the memory-efficient backward reads lse in wh
 
 # Source: PyTorch's own checks, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 CPU_FLASH = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
+FLASH3 = Limits(
+    "cuda",
+    dict.fromkeys(HALF, (9, 0)),
+    highest=(9, 0),
+    head_dim=256,
+    repeatable_head_dim=192,
+    most_rows=LARGEST_GRID,
+)
 CUDA_FLASH = Limits(
     "cuda",
     dict.fromkeys(HALF, (8, 0)),
@@ -37,6 +45,7 @@ CUDA_FLASH = Limits(
     gap=Gap(192, 224, (((8, 6), (8, 9)), ((12, 0), (12, 1)))),
     most_rows=LARGEST_GRID,
     rocm=True,
+    instead={"FA3": FLASH3},
 )
 CUDA_EFFICIENT = Limits(
     "cuda",

@@ -10,6 +10,7 @@ import torch
 
 from attn_dispatch.kernels.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.torch_settings import current_flash
 
 Capability = tuple[int, int]
 
@@ -49,6 +50,8 @@ class Limits(NamedTuple):
         most_rows: the most batch rows of one call; each segment counts as a row.
         platforms: supported values of `sys.platform`; empty: all.
         rocm: whether PyTorch builds for ROCm are supported.
+        instead: of PyTorch's flash kernel, the limits of what may take its place, by `Problem.flash_kernel`; None: of
+            another kernel.
     """
 
     device: str
@@ -67,9 +70,14 @@ class Limits(NamedTuple):
     most_rows: int | None = None
     platforms: tuple[str, ...] = ()
     rocm: bool = False
+    instead: Mapping[str, Limits] | None = None
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         """Every limit that a problem exceeds, except those on pieces of its pattern (see `piece_refusals`)."""
+        if self.instead is not None and problem.device.type == "cuda" and problem.dtype in self.dtypes:
+            active, asked = current_flash() or "", problem.flash_kernel
+            if active or asked:
+                return self._replaced(problem, active, asked)
         found = refuse_ranks(problem) + refuse_dropout(problem) + self._platform() + self._device(problem)
         found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._gradients(problem)
         if problem.masked and not self.masks:
@@ -87,6 +95,15 @@ class Limits(NamedTuple):
             text = f"takes {self.most_rows} batch rows at once, the pattern's segments make {rows}"
             found.append(Refusal("batch", text))
         return found
+
+    def _replaced(self, problem: Problem, active: str, asked: str) -> list[Refusal]:
+        other = (self.instead or {}).get(active)
+        if active != asked:
+            own = "PyTorch's own"
+            return [Refusal("flash_kernel", f"is {active or own} in this process, not {asked or own}")]
+        if other is None:
+            return [Refusal("flash_kernel", f"is replaced by {active} in PyTorch, which the backend flash may run")]
+        return [refusal._replace(text=f"{active} {refusal.text}") for refusal in other.refusals(problem)]
 
     def _platform(self) -> list[Refusal]:
         if not self.platforms or sys.platform in self.platforms:

@@ -58,6 +58,7 @@ def bucket(problem: Mapping[str, Any]) -> tuple[Any, ...]:
     pattern = _natural_pattern(problem["pattern"])
     sizes = [None if size is None else _bucket_index(size) for size in _pattern_sizes(pattern)]
     axes = tuple(size > 1 for size in problem.get("bias", ())), problem.get("alibi_axes", 0)
+    others.append(problem.get("flash_kernel"))
     return (group_of(problem), *others, _has_custom_scale(problem), *axes, *counts, *sizes)
 
 

@@ -1,12 +1,15 @@
 """A fingerprint of the installed software, by which a stored decision is used without loading backends for versions.
 
-It covers the modification times of the folders that packages are installed into, of this package's own backends and of
-the compiler. Where it is equal, no version has changed; where it differs, the backends' versions are compared.
+It covers the installed versions of the libraries that built-in backends run, which no folder's time need show, the
+code that this package compiles, and the modification times of the folders that packages are installed into and of the
+compiler. Where it is equal, no version has changed; where it differs, the backends' versions are compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,17 +19,39 @@ from attn_dispatch.machine.compiler import parsed
 
 VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME")  #: variables that backends' versions and refusals depend on
 PLACES = ("site-packages", "dist-packages")  #: names of the folders that packages are installed into
+#: What built-in backends run, besides PyTorch; its version is known without a look at the disk.
+LIBRARIES = (
+    "triton",
+    "flash-attn",
+    "flash_attn_3",
+    "flash-attn-4",
+    "xformers",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 
 
-def environment(registered: Mapping[str, str | None]) -> str:
+def environment(versions: Mapping[str, str | None]) -> str:
     """Compute the fingerprint: 16 hexadecimal digits.
 
     Args:
-        registered: versions by name of the backends registered in this process, which no folder shows.
+        versions: by name, of what is in this process alone: PyTorch, and backends that were registered in it.
     """
     variables = [os.environ.get(name) for name in VARIABLES]
-    text = repr((_installed(os.environ.get("CXX"), tuple(sys.path)), variables, sorted(registered.items())))
+    text = repr((_installed(os.environ.get("CXX"), tuple(sys.path)), variables, sorted(versions.items())))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def installed(distribution: str) -> str | None:
+    """The installed version, with the commit if it was built from a repository; None: it is not installed."""
+    try:
+        found = importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    commit = origin.get("vcs_info", {}).get("commit_id", "")
+    return f"{found.version} @ {commit[:12]}" if commit else found.version
 
 
 @cache
@@ -38,20 +63,24 @@ def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, .
         found = parsed(compiler).program
     except ImportError:
         found = ""
-    return sys.version, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found))
+    libraries = tuple(map(installed, LIBRARIES))
+    return sys.version, libraries, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found))
 
 
 def _own_files(own: str) -> Iterator[object]:
-    """The names of the backends' files, and the state of the files that native's version depends on.
+    """The names of the backends' files and of compiled libraries, and the code that versions hold a digest of.
 
-    An editable installation changes those in place, which no folder's time shows.
+    An editable installation changes it in place, and a copy may keep its times.
     """
     yield from sorted(os.listdir(os.path.join(own, "backends")))
-    native = os.path.join(own, "kernels", "native")
-    for folder in (native, os.path.join(native, "attention")):
-        for name in sorted(os.listdir(folder)):
-            if name.endswith((".cpp", ".h", ".so")) or name == "variants.py":
-                yield _stamp(os.path.join(folder, name))
+    for folder, ends in (("triton", (".py",)), ("native", (".cpp", "variants.py")), ("native/attention", (".h",))):
+        path = os.path.join(own, "kernels", folder)
+        for name in sorted(os.listdir(path)):
+            if name.endswith(ends):
+                with open(os.path.join(path, name), "rb") as file:
+                    yield name, hashlib.sha256(file.read()).hexdigest()
+            elif name.endswith(".so"):
+                yield name
 
 
 def _stamp(path: str) -> object:

@@ -4,6 +4,8 @@ Imports the functions that users call, and what they import.
 Public: AttentionConfig, DilatedAttention, KVCache, LongNetDecoderLayer, LongNetEncoderLayer, MultiheadAttention.
 """
 
+from attn_dispatch.nn import fkodom as fkodom
+from attn_dispatch.nn import torchscale as torchscale
 from attn_dispatch.nn.attention import DilatedAttention, MultiheadAttention
 from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -35,15 +35,12 @@ from attn_dispatch.spec.tensors import (
     normal_device,
     stride_class,
 )
+from attn_dispatch.spec.torch_settings import current_flash, deterministic, matmul_precision
 
 SHORTHANDS: dict[str, Any] = {"segment_lengths": None, "dilation_rates": None, "is_causal": False}  #: of a pattern
 LARGEST_SOFTCAP = 1e30  #: scores are float32 in most kernels
 PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
-# torch.get_float32_matmul_precision without its Python wrapper: called on every hit.
-_float32_matmul_precision: Callable[[], str] = getattr(
-    torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision
-)
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,7 @@ class Problem:
     order of q, k and v (see `strides.stride_class`). `ranks` is the number of ranks that share the sequence; lengths
     are those of the whole sequence. `softcap` is 0 for none; `bias` is (1 or batch, 1 or heads), the sizes of the
     bias's first axes, and () for none; `alibi_axes` is 1 for slopes [heads], 2 for [batch, heads], 0 for none.
+    `flash_kernel` is what takes the place of PyTorch's flash kernel on CUDA, "" for nothing (`torch_settings`).
     `is_document`: the rows are documents of packed rows; decisions are of classes of these (`shapes.measured_for`).
     """
 
@@ -81,6 +79,7 @@ class Problem:
     bias: tuple[int, ...] = ()
     bias_needs_grad: bool = False
     alibi_axes: int = 0
+    flash_kernel: str = ""
     is_document: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -166,12 +165,13 @@ class Problem:
             has_seq_lens=seq_lens is not None,
             has_key_mask=key_mask is not None,
             strides=_strides(tensors, dtype),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=deterministic(),
             matmul_precision=matmul_precision() if dtype == torch.float32 else "highest",
             softcap=_softcap(softcap),
             bias=() if bias is None else (bias.shape[0], bias.shape[1]),
             bias_needs_grad=bias is not None and torch.is_grad_enabled() and bias.requires_grad,
             alibi_axes=0 if alibi_slopes is None else alibi_slopes.ndim,
+            flash_kernel=(current_flash() or "") if where.type == "cuda" and dtype.itemsize == 2 else "",
         )
 
     @property
@@ -198,7 +198,7 @@ class Problem:
     def to_dict(self) -> dict[str, Any]:
         """The problem in plain JSON values; `from_dict` reads it back."""
         plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
-        for name in SCORE_TERMS.values():
+        for name in (*SCORE_TERMS.values(), "flash_kernel"):
             if not plain[name]:
                 del plain[name]  # so that the keys of other problems stay what they were
         del plain["is_document"]  # it is decided as others are
@@ -247,6 +247,7 @@ class Problem:
         parts += [f"dropout {self.dropout_p:g}"] * (self.dropout_p > 0) + [f"ranks {self.ranks}"] * (self.ranks > 1)
         parts += ["scale given"] * (not self.default_scale) + list(self.score_terms)
         parts += [f"matmul {self.matmul_precision}"] * (self.matmul_precision != "highest")
+        parts += [f"PyTorch's flash kernel {self.flash_kernel}"] * (self.flash_kernel != "")
         return "   ".join(parts)
 
 
@@ -279,17 +280,6 @@ def _share(first_head: object, all_heads: object, heads: int) -> tuple[int, int]
     return first, total
 
 
-def matmul_precision() -> str:
-    """torch's float32 matmul precision, set by either of its two interfaces."""
-    try:
-        return _float32_matmul_precision()
-    except RuntimeError:
-        # Set by the newer interface, after which the older one raises.
-        places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-        kinds = {getattr(place, "fp32_precision", "ieee") for place in places}
-        return "high" if kinds & {"tf32", "bf16"} else "highest"
-
-
 def _check_fields(problem: Problem) -> None:
     """Check the fields of a problem from a file, as `of` checks arguments."""
     for name in ("batch", "q_len", "k_len", "heads", "kv_heads", "head_dim", "ranks"):
@@ -307,6 +297,8 @@ def _check_fields(problem: Problem) -> None:
         raise InvalidInput(f"strides must be the stride classes of q, k and v, got {problem.strides!r}")
     if problem.matmul_precision not in PRECISIONS:
         raise InvalidInput(f"matmul_precision must be one of {PRECISIONS}, got {problem.matmul_precision!r}")
+    if not isinstance(problem.flash_kernel, str):
+        raise InvalidInput(f"flash_kernel must be a name or empty, got {problem.flash_kernel!r}")
     _scale(problem.scale)
     _dropout(problem.dropout_p)
     if problem.ranks > 1 and problem.score_terms:

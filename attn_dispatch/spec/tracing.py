@@ -33,6 +33,8 @@ _operator = threading.local()
 _SDPA = functional.scaled_dot_product_attention
 # Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
+# Private: the fake tensors that torch 2.14 makes in C++ are plain `Tensor`s by type.
+_is_fake: Callable[[Tensor], bool] = getattr(torch._C, "_is_fake_tensor", lambda x: False)
 
 
 def graphed(*tensors: Tensor) -> bool:
@@ -41,7 +43,7 @@ def graphed(*tensors: Tensor) -> bool:
         torch.compiler.is_compiling()
         or _early() > 0
         or any(getattr(mode, "_mode_key", None) is not None for mode in _modes())
-        or any(map(_wrapped, tensors))
+        or any(_wrapped(x) or _is_fake(x) for x in tensors)
     )
 
 

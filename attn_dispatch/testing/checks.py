@@ -17,6 +17,7 @@ from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, Refusal, forced_orders, refuse_score_terms, runner
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.torch_settings import settings
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.allocations import allocated_peak
 from attn_dispatch.testing.cases import problems as problems_of_all_kinds
@@ -119,7 +120,7 @@ class _Findings:
 
     def check_problem(self, problem: Problem) -> None:
         where = str(problem)
-        with self.noting(where), _determinism_of(problem):
+        with self.noting(where), settings(problem.deterministic):
             refusals = [*refuse_score_terms(self.backend, problem), *self._refusals(problem)]
             if refusals:
                 self.refused[problem] = tuple(refusals)
@@ -284,14 +285,3 @@ def _dropout_failures(kept: Tensor, example: Example) -> list[str]:
     if not 0.5 < found / known < 2:
         return [f"with dropout {p:g} the sums of kept weights have a variance of {found:.2e}, not {known:.2e}"]
     return []
-
-
-@contextmanager
-def _determinism_of(problem: Problem) -> Iterator[None]:
-    """PyTorch's own switch, as where such a problem is called."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(problem.deterministic)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -15,6 +15,8 @@ from functools import cached_property, partial
 from importlib.metadata import EntryPoint
 from typing import Any, TypeVar
 
+import torch
+
 from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, Refusal, orders_of, refusals_of
@@ -24,6 +26,7 @@ from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.settings import cache_folder, mode, timeout_s
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.torch_settings import current_flash
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.decision import CandidateId, Decision, Row
@@ -409,7 +412,8 @@ def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> f
 
 def current_environment() -> str:
     """The fingerprint of the installed and registered backends and their environment."""
-    return environment({backend.name: version_of(backend) for backend in registry.registered()})
+    versions = {backend.name: version_of(backend) for backend in registry.registered()}
+    return environment({**versions, "torch ": str(torch.__version__), "its flash kernel": current_flash()})
 
 
 def utc_now() -> str:

@@ -387,7 +387,7 @@ def failures_alone(
     """In a process of its own: run the hard cases. Their failures, or None; the kind of quarantine and the reason where
     the candidate destroyed or blocked the device.
     """
-    torch.use_deterministic_algorithms(problem.deterministic, warn_only=True)
+    torch.use_deterministic_algorithms(problem.deterministic)
     torch.set_float32_matmul_precision(problem.matmul_precision)
     backend = registry.load(name)
     candidate, gate = Candidate(backend, order, version), Gate(problem, address)

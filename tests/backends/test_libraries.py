@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
-from attn_dispatch.kernels import dense
+from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.kernels.limits import ANY
+from attn_dispatch.machine import environment
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
@@ -59,7 +61,7 @@ NEWEST = {"flash-attn-4": "4.0.0b36", "flash_attn_3": "3.0.0", "flash-attn": "2.
 
 @pytest.fixture(autouse=True)
 def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tables: tuple[Any, ...] = (branched._prepared, branched._installed, branched._load_fault)
+    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
     for table in tables:
         table.cache_clear()
     installed(monkeypatch, NEWEST)
@@ -189,6 +191,61 @@ def test_the_newest_generation_that_fits(
     )
 
 
+OF_TORCH = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32", "sdpa_mask", "tiles", "flex", "manual", "xformers")
+SURROUNDINGS = {"torch": "2.13.0", "triton": "3.9.0", "active": None, "cudnn": 91501, "interpreter": "0", **NEWEST}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((each, {"torch": "9.9"}) for each in OF_TORCH),
+        ("flash", {"flash-attn-4": "4.0.0b37"}),
+        ("flash", {"flash_attn_3": "3.0.1"}),
+        ("flash", {"flash-attn": "2.8.4"}),
+        ("xformers", {"xformers": "0.0.36"}),
+        ("xformers", {"flash-attn": "2.8.4"}),
+        ("xformers", {"flash_attn_3": "3.0.1"}),
+        ("xformers", {"active": "FA3"}),
+        ("sdpa", {"active": "FA3"}),
+        ("sdpa", {"active": "FA4", "flash-attn-4": "4.0.0b37"}),
+        ("sdpa_cudnn", {"cudnn": 92400}),
+        ("flex", {"triton": "9.9"}),
+        ("triton", {"triton": "9.9"}),
+        ("triton_tiles", {"interpreter": "1"}),
+    ],
+    ids=str,
+)
+def test_a_version_names_all_that_runs(name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    def version(**changes: Any) -> str | None:
+        made.update(SURROUNDINGS | changes)
+        environment.installed.cache_clear()
+        return registry.version_of(registry.load(name))
+
+    installed(monkeypatch, made)
+    monkeypatch.setattr("importlib.metadata.version", made.__getitem__)
+    monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: made["cudnn"])
+    monkeypatch.setattr(branched, "current_flash", lambda: made["active"])
+    found = []
+    for changes in ({}, *({key: change[key] for key in list(change)[:n]} for n in range(1, len(change) + 1))):
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.__version__", (SURROUNDINGS | changes)["torch"])
+            patch.setenv("TRITON_INTERPRET", (SURROUNDINGS | changes)["interpreter"])
+            found.append(version(**changes))
+    assert len({*found}) == len(found)
+    assert version() is not None
+
+
+def test_a_version_names_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 3 is built from a repository, where its number stays the same."""
+    origin = '{"url": "https://example.org", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}}'
+    there = SimpleNamespace(version="3.0.0", read_text={"direct_url.json": origin}.get)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: there)
+    assert "flash_attn_3 3.0.0 @ 0123456789ab," in flash.version()
+
+
 @pytest.fixture
 def flash4(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """The refusals of `flash` on a device of a capability, where flash-attn 4 alone is installed."""
@@ -275,9 +332,12 @@ def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert loaded() == ["0", None]
     monkeypatch.delenv(flash.CACHE_ENABLED)
     (tmp_path / "flash-attn-4").chmod(0o777)  # its files are executed
-    assert loaded() == [None, None]
-    (tmp_path / "flash-attn-4").rmdir()
-    (tmp_path / "flash-attn-4").write_text("")
+    assert loaded() == ["1", str(cache_folder() / "flash-attn-4")]
+    for name in names:
+        monkeypatch.delenv(name)
+    for folder in (tmp_path, cache_folder()):
+        (folder / "flash-attn-4").rmdir()
+        (folder / "flash-attn-4").write_text("")
     assert loaded() == [None, None]
 
 

@@ -20,6 +20,7 @@ import torch
 from attn_dispatch.backends import flash, sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing.cases import Case
 from tests.backends.test_libraries import ADAPTERS, NEWEST, on_cpu
@@ -30,7 +31,7 @@ from tests.support.cases import gate
 
 @pytest.fixture(autouse=True)
 def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tables: tuple[Any, ...] = (branched._prepared, branched._installed, branched._load_fault)
+    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
     for table in tables:
         table.cache_clear()
     installed(monkeypatch, NEWEST)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_dispatch import attend, counters, dispatch, explain
+from attn_dispatch import attend, compat, counters, dispatch, explain, profile, register
+from attn_dispatch.backends import sdpa
+from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.torch_settings import deterministic, settings
+from attn_dispatch.tuning.candidates import current_environment
 from tests.support import processes
 from tests.support.calls import close, counted, formula, qkv
 from tests.support.pairwise import crossed
+from tests.support.planted import Planted, right
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -72,14 +80,78 @@ def test_settings_that_are_part_of_the_problem(monkeypatch: pytest.MonkeyPatch) 
     finally:
         torch.set_float32_matmul_precision("highest")
     assert counted(measured=2)
-    torch.use_deterministic_algorithms(True)
-    try:
-        attend(q, k, v)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert counted(measured=3)
+    for warns in (True, False):
+        torch.use_deterministic_algorithms(True, warn_only=warns)
+        try:
+            assert Problem.of(q, k, v).deterministic != warns
+            attend(q, k, v)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert counted(measured=2 if warns else 3)
     attend(q, k, v)
     assert counted(measured=3)
+
+
+@pytest.mark.parametrize("warns", [False, True])
+def test_a_backward_pass_is_as_deterministic_as_its_forward_pass(
+    warns: bool, set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's kernels ask for its setting in each pass, and take one that only warns for none."""
+    set_mode("off")
+    found, real = [], CpuFlash.backward
+
+    def backward(*args: Any) -> Any:
+        found.append(deterministic())
+        return real(*args)
+
+    monkeypatch.setattr(CpuFlash, "backward", backward)
+    q = qkv()[0].requires_grad_()
+    with settings(False):
+        torch.use_deterministic_algorithms(warns, warn_only=warns)
+        for wanted in (True, False):
+            compat.flash_attn_func(q, q, q, deterministic=wanted).sum().backward()
+            assert torch.are_deterministic_algorithms_enabled() == warns
+    assert found == [True, False]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="this torch has one kernel"
+)
+def test_what_takes_the_place_of_pytorchs_flash_kernel_is_part_of_a_problem() -> None:
+    attention, q = torch.nn.attention, qkv(dtype=torch.float16)[0]
+    attention.register_flash_attention_impl("made_up", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+
+    def state() -> tuple[object, ...]:
+        attend(q, q, q)
+        x = q.to("meta")
+        on_cuda = Problem.of(x, x, x, device="cuda:0")
+        return on_cuda, on_cuda.key("cuda-made-up"), sdpa.version(), current_environment(), len(dispatch._routes)
+
+    before = state()
+    attention.activate_flash_attention_impl("made_up")
+    try:
+        active = state()
+    finally:
+        attention.restore_flash_attention_impl()
+    assert all(one != other for one, other in zip(before, active))
+    assert active[2] == f"{before[2]} made_up"
+    assert (*active[:4], 1) != (*state()[:4], 1) == (*before[:4], 1)
+    assert counted(measured=1)  # on a CPU nothing changes
+
+
+def test_a_problem_is_measured_under_its_own_settings() -> None:
+    """Not those of the process that profiles it."""
+    found = set()
+
+    def noting(*given: Any) -> Any:
+        found.add((deterministic(), torch.get_float32_matmul_precision()))
+        return right(*given)
+
+    register(Planted(noting))
+    plain = Problem.of(*qkv())
+    profile([replace(plain, deterministic=True, matmul_precision="high")], progress=False, budget_s=3.0)
+    assert found == {(True, "high")}
+    assert Problem.of(*qkv()) == plain
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has no such interface")

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend, explain, profile
+from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -39,6 +41,10 @@ class TimedBackend(Planted):
 
     takes_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
+    missing: str = ""
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return [Refusal("not_installed", self.missing)] * bool(self.missing)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
         self.clock.sleep(self.takes_s)
@@ -130,6 +136,14 @@ def test_an_upgrade_that_is_slower(installed: Installed) -> None:
     assert (row("a").version, row("a").status) == ("2", "slower")
 
 
+def test_an_upgrade_that_the_environment_does_not_show(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another package's backend, in a folder whose time stays."""
+    monkeypatch.setattr(look_up, "current_environment", lambda: stored().environment)
+    installed.add("a", 30, "2")
+    attend(*qkv())
+    assert installed.called() == {"a", "b"}
+
+
 def test_an_upgrade_that_changes_nothing(installed: Installed) -> None:
     installed.add("c", 7, "2")
     attend(*qkv())
@@ -195,7 +209,21 @@ def test_locked_with_another_version(installed: Installed, set_mode: Callable[[s
     assert counted(loaded=1)
     forget()
     installed.add("a", 4, "2")
-    with pytest.raises(NotDecided, match="the stored choice a has another version now"):
+    with pytest.raises(NotDecided, match="the stored choice a has another version now: 2, not 1 for"):
+        attend(*qkv())
+
+
+def test_locked_with_what_cannot_run(
+    installed: Installed, set_mode: Callable[[str], None], warnings: Callable[[], list[str]]
+) -> None:
+    """What is missing is named, whether something else was measured or not."""
+    set_mode("locked")
+    installed.by_name["a"].missing = "needs a compass"
+    attend(*qkv())
+    assert "the stored choice a cannot run now (needs a compass), b runs instead: " in warnings()[-1]
+    installed.restart()
+    installed.by_name["b"].missing = installed.by_name["c"].missing = "lacks a map"
+    with pytest.raises(NotDecided, match=r"the stored choice a cannot run now \(needs a compass\), nor can another"):
         attend(*qkv())
 
 

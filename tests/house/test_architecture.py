@@ -315,6 +315,10 @@ def test_the_package_alone_loads_nothing() -> None:
     assert not loaded & {"torch", "msgspec", "rich", "numpy"}
 
 
+def test_modules_of_nn_need_no_import_of_their_own() -> None:
+    loaded_by("import attn_dispatch\nattn_dispatch.nn.torchscale, attn_dispatch.nn.fkodom")
+
+
 def test_attend_loads_no_more_than_it_needs() -> None:
     before, loaded, *_ = loaded_on_the_way()
     assert "attn_dispatch.dispatch" in loaded

@@ -51,3 +51,15 @@ def test_other_names() -> None:
     assert attn_dispatch.nn.MultiheadAttention.__module__ == "attn_dispatch.nn.attention"
     with pytest.raises(AttributeError, match="has no attribute 'atend'"):
         attn_dispatch.atend  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["attend", "nn"])
+def test_an_attribute_error_inside_a_module_is_the_cause(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(module: str) -> None:
+        raise AttributeError(f"{module} has no_such_name")
+
+    monkeypatch.delitem(vars(attn_dispatch), name, raising=False)
+    monkeypatch.setattr(attn_dispatch, "import_module", fails)
+    with pytest.raises(ImportError, match=r"attn_dispatch\.\w+ cannot be imported: .*no_such_name") as caught:
+        __import__("attn_dispatch", fromlist=[name])
+    assert type(caught.value.__cause__) is AttributeError

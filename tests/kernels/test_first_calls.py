@@ -14,6 +14,7 @@ from attn_dispatch.backends import flash, manual, triton, triton_tiles
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.triton.support import COMPILE_MS
+from attn_dispatch.machine import environment
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -31,7 +32,7 @@ LONGNET = Dilated((16, 32), (1, 2))
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """cuda:0 is a Hopper with flash-attn 2 and 4; nothing is compiled yet."""
-    tables: tuple[Any, ...] = (branched._prepared, branched._installed, branched._load_fault)
+    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
@@ -76,7 +77,7 @@ def test_flash_4_alone_compiles() -> None:
     compiled.note("flash", problem)
     assert flash.first_call_ms(problem) == 0
     assert flash.first_call_ms(problem_of(Window(3, 0))) == flash.COMPILE_MS
-    branched._installed.cache_clear()
+    environment.installed.cache_clear()
     branched._prepared.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         installed(patch, {"flash-attn": "2.8.3"})

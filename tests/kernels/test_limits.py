@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from attn_dispatch.backends import sdpa, sdpa_cudnn
-from attn_dispatch.kernels import registry
+from attn_dispatch.kernels import limits, registry
 from attn_dispatch.kernels.branches import backend
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.branches.plan import plan_of
-from attn_dispatch.kernels.dense import CpuFlash
+from attn_dispatch.kernels.dense import CUDA_FLASH, CpuFlash
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
+from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
@@ -32,7 +33,7 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 @pytest.fixture(autouse=True)
 def _empty_caches() -> Iterator[None]:
     """Clears cached lookups of kernels, packages and imports."""
-    tables: tuple[Any, ...] = (backend._prepared, backend._installed, backend._load_fault)
+    tables: tuple[Any, ...] = (backend._prepared, environment.installed, backend._load_fault)
     for table in tables:
         table.cache_clear()
     yield
@@ -124,6 +125,41 @@ def test_the_kernel_that_sdpa_uses(
     assert type(kernel).__name__ == expected
     same = [refusal.code for refusal in registry.load("sdpa_efficient").refusals(replace(problem_of(), **changes))]
     assert same == ([] if expected == "CudaFlash" else ["same_kernel"])
+
+
+@pytest.mark.parametrize(
+    ("active", "asked", "capability", "changes", "expected"),
+    [
+        ("FA3", "FA3", HOPPER, {}, None),
+        ("FA3", "FA3", HOPPER, {"deterministic": True, "head_dim": 192}, None),
+        ("FA3", "FA3", HOPPER, {"deterministic": True, "head_dim": 200}, "FA3 has no deterministic backward pass past"),
+        ("FA3", "FA3", AMPERE, {}, "FA3 needs compute capability 9.0 or higher, cuda:0 has 8.0"),
+        ("FA3", "FA3", BLACKWELL, {}, "FA3 needs compute capability 9.0 or lower, cuda:0 has 10.0"),
+        ("FA4", "FA4", HOPPER, {}, "is replaced by FA4 in PyTorch, which the backend flash may run"),
+        ("FA3", "", HOPPER, {}, "is FA3 in this process, not PyTorch's own"),
+        (None, "FA3", HOPPER, {}, "is PyTorch's own in this process, not FA3"),
+        ("FA3", "", HOPPER, {"dtype": F32}, "computes in bfloat16, float16, not float32"),
+    ],
+    ids=str,
+)
+def test_what_takes_the_place_of_pytorchs_flash_kernel(
+    active: str | None,
+    asked: str,
+    capability: tuple[int, int],
+    changes: dict[str, Any],
+    expected: str | None,
+    device: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`sdpa` then runs its memory-efficient kernel where that has other limits."""
+    device(capability)
+    monkeypatch.setattr(limits, "current_flash", lambda: active)
+    problem = replace(problem_of(flash_kernel=asked), **changes)
+    kernel, _, _ = backend._prepared(sdpa.BACKEND, problem)
+    assert type(kernel).__name__ == ("CudaEfficient" if expected else "CudaFlash")
+    assert [text[: len(expected or "")] for text in map(str, CUDA_FLASH.refusals(problem))] == [expected] * bool(
+        expected
+    )
 
 
 # --- texts of refusals ------------------------------------------------------------------------------------------------
@@ -295,12 +331,12 @@ def of_package(package: Package | None, *, title: str = "", limits: Limits = CPU
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     """Makes these distributions, and no others, appear installed; their modules are missing."""
 
-    def version(name: str) -> str:
+    def distribution(name: str) -> Any:
         if name not in versions:
             raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
+        return SimpleNamespace(version=versions[name], read_text=lambda file: None)
 
-    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
 
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +17,19 @@ from hypothesis import strategies as st
 
 from attn_dispatch import attend, process_state
 from attn_dispatch.backends import native
-from attn_dispatch.errors import BackendFailed
+from attn_dispatch.cli.commands import doctor
+from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.kernels.native import library, run
 from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, _made_once, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.kernels.native.variants import VARIANTS
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, CAUSAL, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
+from tests.support.calls import forget_native_library
 from tests.support.cases import gate
 from tests.support.pairwise import crossed
 
@@ -154,23 +160,22 @@ def test_refusals() -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(library, "FOLDER", tmp_path)  # nor libraries, as a wheel has them
-    for cached in (library.build_digest, library.prebuilt):
-        cached.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing is compiled
+    monkeypatch.setattr(library, "FOLDER", tmp_path)  # nor are there libraries, as a wheel has them
+    forget_native_library()
     (refusal,) = native.refusals(problem_of(Dense(), 8))
     reason = "no-such-compiler is not on the PATH, and $CXX is 'no-such-compiler'"
     assert (refusal.code, refusal.text.split(";")[0]) == ("not_installed", f"needs a C++ compiler: {reason}")
     with pytest.raises(ImportError, match=re.escape(reason)):
         native.version()
-    for cached in (library.build_digest, library.prebuilt):
-        cached.cache_clear()
+    forget_native_library()
 
 
 @pytest.fixture
 def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A compiler that copies the loaded library, with caches cleared as if none was compiled or loaded.
 
-    Gives the folder in the user's cache below which the library is built.
+    Gives the user's cache folder; the tests' cache folder, which `$ATTN_DISPATCH_CACHE_DIR` names, is another.
     """
     cxx = tmp_path / "c++"
     cxx.write_text(
@@ -179,6 +184,7 @@ def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     cxx.chmod(0o755)
     monkeypatch.setenv("CXX", str(cxx))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
     restarted()
     yield tmp_path / "cache" / "attn-dispatch"
     monkeypatch.undo()
@@ -187,41 +193,88 @@ def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def restarted() -> None:
     """As in a new process."""
-    for cached in (library.build_digest, library._loaded, library._own_folder):
-        cached.cache_clear()
+    forget_native_library()
     process_state.forget(process_state.ROUTES)
 
 
-def trusted_before_and_after_a_call() -> list[bool]:
+def found_before_and_after_a_call() -> list[Path | None]:
     restarted()
-    before = library._trusted(library._path())
+    before = library._found()
     x = torch.ones(1, 2, 1, 4)
     assert attend(x, x, x, backend="native").sum() == 8
-    return [before, library._trusted(library._path())]
+    return [before, library._found()]
 
 
 def test_the_library_is_compiled_once(copying_compiler: Path) -> None:
-    assert trusted_before_and_after_a_call() == [False, True]
-    (found,) = (copying_compiler / "native").iterdir()
-    assert found.suffix == ".so"
-    assert trusted_before_and_after_a_call() == [True, True]
+    library_file = copying_compiler / "native" / library._file()
+    assert found_before_and_after_a_call() == [None, library_file]
+    assert list(library_file.parent.iterdir()) == [library_file]
+    assert found_before_and_after_a_call() == [library_file, library_file]
     # A library that other users can write is not loaded, but compiled again.
-    found.chmod(0o777)
-    assert trusted_before_and_after_a_call() == [False, True]
+    library_file.chmod(0o777)
+    assert found_before_and_after_a_call() == [None, library_file]
 
 
-def test_a_cache_that_cannot_be_written(copying_compiler: Path) -> None:
-    copying_compiler.parent.mkdir()
-    copying_compiler.write_text("in the way")
-    assert trusted_before_and_after_a_call() == [False, False]
-    assert copying_compiler.is_file()
+def test_a_library_of_another_system_is_compiled_again(copying_compiler: Path) -> None:
+    library_file = copying_compiler / "native" / library._file()
+    library_file.parent.mkdir(parents=True)
+    library_file.write_text("with another libc")
+    assert library.load()._name == str(library_file)
+    assert library_file.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("unwritable", ["home", "both"])
+def test_folders_that_cannot_be_written(unwritable: str, copying_compiler: Path) -> None:
+    there = [copying_compiler, cache_folder()][: 1 + (unwritable == "both")]
+    for folder in there:
+        folder.parent.mkdir(exist_ok=True)
+        folder.write_text("in the way")
+    beside = None if unwritable == "both" else cache_folder() / "native" / library._file()
+    assert found_before_and_after_a_call() == [None, beside]
+    assert all(folder.is_file() for folder in there)
+
+
+def test_the_library_goes_with_the_decisions(copying_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a machine without a compiler, and to a user who is not the one that made the image."""
+    native.prepare()
+    version, kept = native.version(), cache_folder() / "native" / library._file()
+    assert [path.stat().st_mode & 0o777 for path in (kept, kept.parent)] == [0o755, 0o755]
+    shutil.rmtree(copying_compiler)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert found_before_and_after_a_call() == [kept, kept]
+    assert library.load()._name == str(kept)
+    assert native.version() == version
+    owner = kept.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    assert library._found() == (kept if owner == 0 else None)
+
+
+@pytest.mark.usefixtures("short_trials")
 def test_a_compiler_that_fails(copying_compiler: Path) -> None:
-    cxx = copying_compiler.parents[1] / "c++"
-    cxx.write_text("#!/bin/sh\necho 'attention.cpp:1: error: no such flag' >&2\nexit 1\n")
-    with pytest.raises(BackendFailed, match="no such flag"):
-        trusted_before_and_after_a_call()
+    """It is asked once in a process: then the backend is refused, unless a library of the package can run."""
+    cxx, package = copying_compiler.parents[1] / "c++", copying_compiler.parents[1] / VARIANTS[-1].file
+    shutil.copy(library.load()._name, copying_compiler.parents[1] / "kept.so")
+    broken = "#!/bin/sh\necho $* >> \"$0.log\"\necho 'attention.cpp:1: error: no such flag' >&2\nexit 1\n"
+    x, why = torch.ones(1, 2, 1, 4), re.escape(f"{cxx} failed: attention.cpp:1: error: no such flag")
+    shutil.rmtree(copying_compiler)
+    Path(f"{cxx}.log").unlink()
+    cxx.write_text(broken)
+    restarted()
+    for length in (2, 2, 3):
+        with pytest.raises((BackendFailed, NoBackend), match=why):
+            attend(x[:, :length], x[:, :length], x[:, :length], backend="native")
+    assert attend(x, x, x).sum() == 8
+    assert len(Path(f"{cxx}.log").read_text().splitlines()) == 1
+    restarted()
+    _, report = doctor.examined()
+    (row,) = (each for each in report["backends"] if each["name"] == "native")
+    assert (row["usable"], row["version"]) == (False, None)
+    assert all(re.search(why, text) for text in (row["reason"], report["native"]))
+    (copying_compiler.parents[1] / "kept.so").rename(package)
+    restarted()
+    assert attend(x, x, x, backend="native").sum() == 8
+    assert library.load()._name == str(package)
+    assert library.in_use().startswith(f"the package's library for {VARIANTS[-1].name}")
 
 
 # --- torch state around a call ----------------------------------------------------------------------------------------
@@ -377,5 +430,5 @@ def test_the_library_is_compiled_by_a_launcher(copying_compiler: Path, monkeypat
     ccache.write_text('#!/bin/sh\necho "$1" >> "$0.log"\nexec "$@"\n')
     ccache.chmod(0o755)
     monkeypatch.setenv("CXX", f"{ccache} {cxx}")
-    assert trusted_before_and_after_a_call() == [False, True]
+    assert found_before_and_after_a_call()[0] is None
     assert set(Path(f"{ccache}.log").read_text().split()) == {str(cxx)}

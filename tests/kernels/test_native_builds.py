@@ -161,6 +161,7 @@ def in_wheel(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     folder = unpacked(wheel, tmp_path / "wheel") / "attn_dispatch" / "kernels" / "native"
     monkeypatch.setattr(library, "FOLDER", folder)
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing is compiled
 
     def used(flags: set[str]) -> str:
         monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(flags))

@@ -21,9 +21,10 @@ BF16, PLAIN_V4, PLAIN_V3 = VARIANTS
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package's folder with a file for each variant, where no compiler is found."""
+    """A package's folder with a file for each variant, where no compiler is found, nor what one has made."""
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for variant in VARIANTS:
         (tmp_path / variant.file).write_text(variant.name)
     forget_native_library()
@@ -82,39 +83,45 @@ def test_without_compiler_and_libraries(package: Path) -> None:
         library.load()
 
 
-def test_the_version_names_the_library_s_content(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_flags(V3, monkeypatch)
-    versions = [native.version()]
-    (package / PLAIN_V3.file).write_text("built by another compiler")
-    library._digest_of.cache_clear()
-    versions.append(native.version())
-    assert all(version.startswith("x86-64-v3 ") for version in versions)
-    assert versions[0] != versions[1]
+def test_a_version_is_of_the_source_and_the_level(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of who built it: a decision holds for what this machine's compiler, another's or a wheel's made of it."""
+    found = {}
+    for flags in (V4, V3):
+        use_flags(flags, monkeypatch)
+        found[flags] = {native.version()}
+        for compiler in ("true", "false"):
+            monkeypatch.setenv("CXX", compiler)
+            found[flags].add(native.version())
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        for file in (PLAIN_V3.file, PLAIN_V4.file):
+            (package / file).write_text("built by another compiler")
+        found[flags].add(native.version())
+    monkeypatch.setattr(library, "_source_digest", lambda: "another")
+    found[frozenset("source")] = {native.version()}
+    assert [len(each) for each in found.values()] == [1, 1, 1]
+    assert len(set.union(*found.values())) == 3
 
 
 @pytest.mark.usefixtures("package")
 def test_a_compiler_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", shutil.which("true") or "")
     assert library.used_prebuilt() is None
-    assert native.version().startswith("true ")
 
 
-def test_the_library_of_the_package_is_loaded(
-    tmp_path_factory: pytest.TempPathFactory, package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CXX")
+@pytest.fixture
+def compiled() -> Path:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to compile a library with")
-    compiled = library._compiled()
-    monkeypatch.setenv("PATH", str(package))
-    cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return Path(library.load()._name)
+
+
+def test_the_library_of_the_package_is_loaded(compiled: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(compiled, package / PLAIN_V3.file)
     use_flags(V3, monkeypatch)
     x = torch.ones(1, 2, 1, 4)
     assert attend(x, x, x, backend="native").sum() == 8
     assert library.load()._name == str(package / PLAIN_V3.file)
-    assert list(cache.iterdir()) == []
+    assert not (package / "cache").exists()
 
 
 def test_doctor_says_what_is_used(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +130,12 @@ def test_doctor_says_what_is_used(package: Path, monkeypatch: pytest.MonkeyPatch
         assert library.prebuilt().name in library.in_use()
         assert gain in library.in_use()
     use_flags(frozenset(), monkeypatch)
-    assert library.in_use() == "neither a C++ compiler nor a compiled library for this processor"
+    assert library.in_use().startswith("no library for this processor: needs a C++ compiler: no-such-compiler is not")
     monkeypatch.setenv("CXX", "true")
-    assert library.in_use() == f"compiled for this processor by {shutil.which('true')}"
+    assert library.in_use() == f"to be compiled for this processor by {shutil.which('true')}, in up to a minute"
+    (package / "cache" / "attn-dispatch" / "native").mkdir(parents=True, mode=0o755)
+    (there := package / "cache" / "attn-dispatch" / "native" / library._file()).touch(mode=0o644)
+    assert library.in_use() == f"compiled for this processor: {there}"
 
 
 def test_a_form_of_each_level_needs_more_than_the_one_below() -> None:

@@ -97,6 +97,7 @@ def test_a_bucket_is_a_quarter_of_an_octave() -> None:
         {"deterministic": True},
         {"strides": ["bhnd"] * 3},
         {"matmul_precision": "high"},
+        {"flash_kernel": "FA3"},
         {"dtype": "bfloat16"},
         {"head_dim": 32, "scale": 32**-0.5},
         {"needs_grad": True},

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from attn_dispatch.machine import environment as surroundings
 from attn_dispatch.machine.environment import environment
+from attn_dispatch.tuning.candidates import current_environment
 
 
 @pytest.fixture
@@ -20,14 +22,27 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(folder)])
     monkeypatch.delenv("CXX", raising=False)
-    surroundings._installed.cache_clear()
+    forget()
     yield folder
+    forget()
+
+
+def forget() -> None:
     surroundings._installed.cache_clear()
+    surroundings.installed.cache_clear()
 
 
 def install(place: Path) -> None:
     (place / "some-1.dist-info").mkdir()
     os.utime(place, ns=(1, 1))
+
+
+def install_elsewhere(name: str, place: Path, patch: pytest.MonkeyPatch) -> None:
+    """As `pip install --target` and images with normalised times have it."""
+    about = place.parent / f"{name.replace('-', '_')}-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+    os.utime(place.parent, ns=(1, 1))
 
 
 def upgrade_compiler(place: Path, patch: pytest.MonkeyPatch) -> None:
@@ -40,6 +55,7 @@ def upgrade_compiler(place: Path, patch: pytest.MonkeyPatch) -> None:
 
 CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
     "package": lambda place, patch: install(place),
+    **{name: partial(install_elsewhere, name) for name in surroundings.LIBRARIES},
     "compiler": upgrade_compiler,
     "cxx": lambda place, patch: patch.setenv("CXX", "clang++"),
     "interpreter": lambda place, patch: patch.setenv("TRITON_INTERPRET", "1"),
@@ -52,10 +68,10 @@ def test_what_makes_it_another(
     change: Callable[[Path, pytest.MonkeyPatch], object], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = environment({})
-    surroundings._installed.cache_clear()
+    forget()
     assert environment({}) == before
     change(place, monkeypatch)
-    surroundings._installed.cache_clear()
+    forget()
     assert environment({}) != before
 
 
@@ -63,8 +79,14 @@ def test_a_scripts_own_folder_does_not_count(place: Path) -> None:
     before = environment({})
     (place.parent / "notes.txt").write_text("")
     os.utime(place.parent, ns=(1, 1))
-    surroundings._installed.cache_clear()
+    forget()
     assert environment({}) == before
+
+
+def test_pytorchs_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = current_environment()
+    monkeypatch.setattr("torch.__version__", "9.9")
+    assert current_environment() != before
 
 
 def test_registered_backends_count() -> None:
@@ -72,9 +94,20 @@ def test_registered_backends_count() -> None:
     assert len(set(found)) == 4
 
 
-def test_the_packages_own_files_count() -> None:
-    found = list(surroundings._own_files(str(Path(surroundings.__file__).parent.parent)))
-    assert {"sdpa.py", "native.py"} <= {name for name in found if isinstance(name, str)}
-    about = {each[0].rsplit("/", 1)[-1]: each[1:] for each in found if isinstance(each, tuple)}
-    assert {"attention.cpp", "forward.h"} <= about.keys()
-    assert all(None not in each for each in about.values())
+def test_the_packages_own_files_count(tmp_path: Path) -> None:
+    """By what they hold: neither a copy's times nor its size need differ."""
+    own = tmp_path / "attn_dispatch"
+    names = ("backends/a.py", "kernels/native/attention.cpp", "kernels/native/attention/forward.h",
+             "kernels/native/variants.py", "kernels/triton/forward.py", "kernels/native/attention-v3.so")  # fmt: skip
+    found = []
+    for name in ("", *names):
+        path = own / name
+        for there in names:
+            (own / there).parent.mkdir(parents=True, exist_ok=True)
+            (own / there).write_text("old")
+        if name.endswith((".so", "a.py")):
+            path.rename(path.with_suffix(f".new{path.suffix}"))
+        elif name:
+            path.write_text("new")
+        found.append(tuple(surroundings._own_files(str(own))))
+    assert len({*found}) == len(found)

@@ -73,7 +73,7 @@ def test_json_and_back(given_problem: Problem) -> None:
 
 
 def test_to_dict_covers_every_field() -> None:
-    changed = replace(PROBLEM, softcap=2.0, bias=(1, 1), bias_needs_grad=True, alibi_axes=1)
+    changed = replace(PROBLEM, softcap=2.0, bias=(1, 1), bias_needs_grad=True, alibi_axes=1, flash_kernel="FA3")
     written = {field.name for field in fields(Problem) if field.init} - {"is_document"}  # decided as others are
     assert set(changed.to_dict()) == written
     for axes in (1, 2):
@@ -173,6 +173,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "bias_needs_grad": {"bias_needs_grad": True, "needs_grad": True},
     "bias_needs_grad-forward": {"bias_needs_grad": True, "bias": [1, 1]},
     "alibi_axes": {"alibi_axes": 3},
+    "flash_kernel": {"flash_kernel": 3},
     "score-ranks": {"ranks": 2, "softcap": 2.0},
     "unknown-field": {"colour": "red"},
     "private-field": {"_hash": 3},

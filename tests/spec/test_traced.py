@@ -54,6 +54,13 @@ def with_fake() -> Found:
     return asked(fake)
 
 
+def with_fake_of_cpp() -> Found:
+    """As torch 2.14 has them: no subclass, and known by one function."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "_is_fake", lambda x: x is X)
+        return asked(X)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, of jvp
 @pytest.mark.parametrize(
     ("found", "expected"),
@@ -62,13 +69,14 @@ def with_fake() -> Found:
         (lambda: noted(lambda f: make_fx(f)(X)), (True, True, True)),
         (lambda: noted(lambda f: make_fx(f, pre_dispatch=True)(X)), (True, True, True)),
         (with_fake, (True, True, True)),
+        (with_fake_of_cpp, (True, True, True)),
         (lambda: noted(lambda f: torch.func.grad(f)(X)), (False, True, True)),
         (lambda: noted(lambda f: torch.func.vmap(f)(X[None])), (False, True, True)),
         (lambda: noted(lambda f: torch.func.jvp(f, (X,), (X,))), (False, True, False)),
         (lambda: in_mode(FlopCounterMode(display=False)), (False, True, True)),
         (lambda: asked(X.as_subclass(Wrapper)), (True, True, False)),
     ],
-    ids=["plain", "make_fx", "pre_dispatch", "fake", "grad", "vmap", "jvp", "mode", "subclass"],
+    ids=["plain", "make_fx", "pre_dispatch", "fake", "fake_of_cpp", "grad", "vmap", "jvp", "mode", "subclass"],
 )
 def test_what_is_found(found: Callable[[], Found], expected: Found) -> None:
     assert found() == expected

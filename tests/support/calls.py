@@ -59,8 +59,10 @@ def forget_all() -> None:
 
 def forget_native_library() -> None:
     """As a new process would look for the compiled kernel."""
-    for cached in (library.build_digest, library.prebuilt, library._loaded):
+    for cached in (library.prebuilt, library._loaded, library._own_folder):
         cached.cache_clear()
+    for noted in (library._failed, library._unloadable):
+        noted.clear()
 
 
 def later() -> str:

@@ -62,7 +62,7 @@ def installed_source(distribution: str, path: str) -> str:
     Raises:
         PackageNotFoundError: it is not installed. FileNotFoundError: it has no such file.
     """
-    file: Any = importlib.metadata.distribution(distribution).locate_file(path)
+    file: Any = importlib.metadata.Distribution.from_name(distribution).locate_file(path)
     text: str = file.read_text(encoding="utf-8")
     return text
 

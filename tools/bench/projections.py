@@ -96,7 +96,7 @@ def made_up() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("capability", "properties"):
             stack.enter_context(mock.patch(f"torch.cuda.get_device_{name}", getattr(_CudaProperties, name)))
-        stack.enter_context(mock.patch("attn_dispatch.kernels.branches.backend._installed", return_value=None))
+        stack.enter_context(mock.patch("attn_dispatch.kernels.branches.backend.installed", return_value=None))
         yield
 
 

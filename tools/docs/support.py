@@ -92,7 +92,7 @@ def _takes(name: str, problem: Problem) -> bool:
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
         mock.patch("torch.cuda.get_device_properties", return_value=board),
-        mock.patch("attn_dispatch.kernels.branches.backend._installed", return_value="99"),
+        mock.patch("attn_dispatch.kernels.branches.backend.installed", return_value="99"),
         mock.patch("attn_dispatch.kernels.branches.backend._load_fault", return_value=""),
     ):
         backend = registry.load(name)

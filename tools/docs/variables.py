@@ -34,7 +34,8 @@ MEANING = {
     "ATTN_DISPATCH_TIMEOUT_S": "seconds that a call in a trial may take beyond what was expected before the backend "
     "counts as hung",
     "ATTN_DISPATCH_SENTINEL": "share of calls that are timed and compared with the stored measurement, see Drift",
-    "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored",
+    "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored, with a copy of the code "
+    "of `native`",
     "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",
     "ATTN_DISPATCH_RECORD": "where the process writes the problems of all its calls, as `record` does; read once, when "
     "`attend` is imported",

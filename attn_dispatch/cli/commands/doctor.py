@@ -55,15 +55,16 @@ def run(args: argparse.Namespace) -> int:
 
 def examined() -> tuple[Hardware, dict[str, Any]]:
     """This machine, and the plain values that `doctor --json` prints."""
-    from attn_dispatch.kernels.native.library import in_use
+    from attn_dispatch.kernels.native import library
     from attn_dispatch.machine.hardware import hardware
 
     found = hardware()
+    library.check_compiler()
     return found, {
         "hardware": found.to_dict(),
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
         "backends": _backends(),
-        "native": in_use(),
+        "native": library.in_use(),
         "quarantines": [_to_dict(entry) for entry in _quarantined(cache_folder())],
         "strikes": [_to_dict(entry) for entry in _struck(cache_folder())],
         **_settings(),

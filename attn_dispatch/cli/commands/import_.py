@@ -1,15 +1,19 @@
 """Merge decisions from files into the stored ones: bundles that `export` wrote, single decisions, or folders of
 either. Each candidate's latest measurement is stored, in whatever order files are read; no candidate is lost. What was
-measured on this machine stays. Imported decisions are used once a short check on this machine has confirmed them."""
+measured on this machine stays. Imported decisions are used once a short check on this machine has confirmed them.
+Where some for this processor run by `native`, it is compiled."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import print_json
+from attn_dispatch.errors import BackendFailed
 from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision, from_elsewhere
@@ -26,11 +30,15 @@ OUTCOMES = ("added", "merged", "unchanged", "refused")
 
 
 class Source(NamedTuple):
-    """One argument: the number of its decisions by outcome, and the refused ones with their reasons."""
+    """One argument: the number of its decisions by outcome, and the refused ones with their reasons.
+
+    `native`: the silicons of those that run by `native`.
+    """
 
     name: str
     counts: dict[str, int]
     refused: list[Refused]
+    native: set[str]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,21 +49,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = existing_cache_folder()
     sources = [_import(name, Store(folder)) for name in args.places]
+    kernel = _native(set.union(*(source.native for source in sources)))
     if args.json:
-        print_json({"folder": str(folder), **_total(sources), "sources": [_to_dict(source) for source in sources]})
+        found = {"folder": str(folder), "native": kernel, **_total(sources)}
+        print_json({**found, "sources": [_to_dict(source) for source in sources]})
     else:
-        print(*_lines(sources), f"stored in {folder}", sep="\n")
+        print(*_lines(sources), f"stored in {folder}", *[f"native: {kernel}"] * bool(kernel), sep="\n")
     return 1 if any(source.refused for source in sources) else 0
 
 
 def _import(name: str, store: Store) -> Source:
-    source = Source(name, dict.fromkeys(OUTCOMES, 0), [])
+    source = Source(name, dict.fromkeys(OUTCOMES, 0), [], set())
     for found in _decisions(name):
         how = found if isinstance(found, Refused) else _store(found, store)
         if isinstance(how, Refused):
             source.refused.append(how)
+        elif isinstance(found, Decision) and found.choice == "native":
+            source.native.add(found.silicon)
         source.counts["refused" if isinstance(how, Refused) else how] += 1
     return source
+
+
+def _native(silicons: set[str]) -> str | None:
+    """Compile the kernel of `native` if decisions of this processor run by it, so that no call waits for that.
+
+    Returns:
+        What runs then, or why nothing can; None where no decision needs it.
+    """
+    if not silicons:
+        return None
+    from attn_dispatch.kernels.native import library
+    from attn_dispatch.machine.hardware import silicon
+
+    chip = silicon("cpu").rpartition("-")[0]  # without the number of threads
+    if chip not in {each.rpartition("-")[0] for each in silicons}:
+        return None
+    with suppress(ImportError, BackendFailed):
+        if not library.is_compiled():
+            print("attn-dispatch import: compiling native, which takes up to a minute", file=sys.stderr)
+        library.load()
+        library.keep()
+    return library.in_use()
 
 
 def _decisions(name: str) -> Iterator[Decision | Refused]:

@@ -21,15 +21,26 @@ from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.limits import Limits
+from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.torch_settings import current_flash
 
 FLASH_TILE = 128  #: rows; backward passes round lengths up to multiples of at most this
 MOST_PROCESSORS = 192  #: of a GPU that is not there
+#: The distributions of what `torch.nn.attention.activate_flash_attention_impl` activates.
+FLASH_LIBRARIES = {"FA3": "flash_attn_3", "FA4": "flash-attn-4"}
 
 
 def torch_version() -> str:
     return str(torch.__version__)
+
+
+def flash_version() -> str:
+    """PyTorch's version, and what takes the place of its flash kernel."""
+    other = current_flash()
+    library = installed(FLASH_LIBRARIES[other]) if other in FLASH_LIBRARIES else None
+    return " ".join(filter(None, (torch_version(), other, library)))
 
 
 class Package(NamedTuple):
@@ -64,13 +75,13 @@ class Package(NamedTuple):
         Raises:
             PackageNotFoundError: the package is not installed.
         """
-        found = _installed(self)
+        found = installed(self.distribution)
         if found is None:
             raise importlib.metadata.PackageNotFoundError(self.distribution)
         return found
 
     def refusals(self) -> list[Refusal]:
-        version = _installed(self)
+        version = installed(self.distribution)
         if version is None:
             return [Refusal("not_installed", f"package {self.distribution} is not installed ({self.hint})")]
         if _numbers(version) < self.oldest:
@@ -83,14 +94,6 @@ class Package(NamedTuple):
         """Refusals that only an import reveals."""
         fault = _load_fault(self)
         return [Refusal("not_installed", f"package {self.distribution} cannot be used: {fault}")] if fault else []
-
-
-@cache
-def _installed(package: Package) -> str | None:
-    try:
-        return importlib.metadata.version(package.distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @cache
@@ -266,7 +269,9 @@ def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refus
         rest = [(v, refused) for v, refused in found if code not in {refusal.code for refusal in refused}]
         found = [*rest, *shown] if rest else found
     shared = set.intersection(*(set(refused) for _, refused in found))
-    missing = {v.package.distribution: v.package.hint for v, _ in found if v.package and not _installed(v.package)}
+    missing = {
+        v.package.distribution: v.package.hint for v, _ in found if v.package and not installed(v.package.distribution)
+    }
     if len(missing) > 1 and len(missing) == len({v.package for v, _ in found}):
         text = f"none of {', '.join(missing)} is installed ({list(missing.values())[-1]})"
         return [Refusal("not_installed", text), *(refusal for refusal in found[0][1] if refusal in shared)]

@@ -1,7 +1,6 @@
 """Compiles attention.cpp once for this processor, or finds a library that the wheel carries, and loads it.
 
-A compiled library is in the user's cache folder; its name holds a digest of everything that it is built from. A file
-that another user could have written is not loaded.
+The name of what is compiled holds digests of the source and of the processor; it is kept as code_folder.py says.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -20,17 +18,23 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import platformdirs
-
+from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.kernels.native.variants import FLAGS, LINK_FLAGS, SOURCE, VARIANTS, build, source_text
+from attn_dispatch.kernels import code_folder
+from attn_dispatch.kernels.native.variants import SOURCE, VARIANTS, build, digest
 from attn_dispatch.log import logger
-from attn_dispatch.machine.compiler import compiler
+from attn_dispatch.machine.compiler import Compiler, compiler
+from attn_dispatch.settings import mode
 
 OPTIONS = ("-march=native",)
 FOLDER = SOURCE.parent  #: where a wheel has its compiled libraries
 CPU_FIELDS = ("model name", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+NAME = "native"  #: of the folders with what is compiled
+
+_failed: dict[Compiler, str] = {}  # compilers that failed in this process, with what they said
+_unloadable: set[Path] = set()
+_building = process_state.lock()
+process_state.register(process_state.FACTS, _failed.clear, _unloadable.clear)
 
 
 class View(ctypes.Structure):
@@ -62,17 +66,6 @@ class Args(ctypes.Structure):
     )
 
 
-@cache
-def build_digest() -> str:
-    """Digest of source, flags, compiler and processor. Raises ImportError without a compiler."""
-    cxx = compiler()
-    made = Path(cxx.program).resolve()
-    about = made.stat()
-    program = (str(made), str(about.st_size), str(about.st_mtime_ns))
-    parts = (source_text().decode(), *FLAGS, *LINK_FLAGS, *OPTIONS, *cxx.command, *program, _processor())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
 def _processor() -> str:
     """Text with everything that -march=native may depend on."""
     return "\n".join(_cpu_lines()) or platform.machine()
@@ -98,15 +91,6 @@ class Prebuilt(NamedTuple):
     name: str
     path: Path
 
-    @property
-    def version(self) -> str:
-        return f"{self.name} {_digest_of(self.path)}"
-
-
-@cache
-def _digest_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-
 
 @cache
 def prebuilt() -> Prebuilt:
@@ -127,14 +111,16 @@ def prebuilt() -> Prebuilt:
 
 
 def used_prebuilt() -> Prebuilt | None:
-    """The library of the package if it is used: where there is no compiler. None: the kernel is compiled here.
+    """The library of the package if it is used: where nothing is compiled here, nor can be. None: what is compiled is.
 
     Raises:
         ImportError: there is neither; the message says what would help.
     """
     try:
-        compiler()
+        _working_compiler()
     except ImportError as error:
+        if _found() is not None:
+            return None
         try:
             return prebuilt()
         except ImportError as why:
@@ -142,31 +128,52 @@ def used_prebuilt() -> Prebuilt | None:
     return None
 
 
+def _working_compiler() -> Compiler:
+    """Raises ImportError: there is none, or it failed before in this process."""
+    found = compiler()
+    if found in _failed:
+        raise ImportError(_failed[found])
+    return found
+
+
 def version() -> str:
-    """The compiler's name, or that of the library in the package, and a digest of what it was built from.
+    """The processor's level, and a digest of the source: decisions hold for whatever compiler built it.
 
     Raises:
-        ImportError: there is neither.
+        ImportError: it cannot run here.
     """
     found = used_prebuilt()
-    return f"{Path(compiler().program).name} {build_digest()}" if found is None else found.version
+    return f"{_level() if found is None else found.name} {_source_digest()}"
+
+
+@cache
+def _source_digest() -> str:
+    return digest()
+
+
+def _level() -> str:
+    """The variant for this processor, of which what is compiled here has the code paths."""
+    flags = cpu_flags()
+    return next((variant.name for variant in VARIANTS if variant.needs <= flags), platform.machine())
 
 
 def is_compiled() -> bool:
-    """Whether `load` compiles nothing. Raises ImportError: there is no compiler, and no library in the package."""
-    return used_prebuilt() is not None or _trusted(_path())
+    """Whether `load` compiles nothing. Raises ImportError: there is no compiler, and no library."""
+    return used_prebuilt() is not None or _found() is not None or _loaded.cache_info().currsize > 0
 
 
 def in_use() -> str:
     """Say which code runs, and what a compiler would gain; tools/bench/prebuilt.py measures that."""
     try:
         found = used_prebuilt()
-    except ImportError:
-        return "neither a C++ compiler nor a compiled library for this processor"
+    except ImportError as error:
+        return f"no library for this processor: {error}"
+    if found is None and (there := _found()) is not None:
+        return f"compiled for this processor: {there}"
     if found is None:
-        return f"compiled for this processor by {compiler().program}"
+        return f"to be compiled for this processor by {compiler().program}, in up to a minute"
     gain = "not measured for this level" if found.name == VARIANTS[-1].name else "4 % or less, where that was measured"
-    return f"the package's library for {found.name}; what a C++ compiler on the PATH would gain: {gain}"
+    return f"the package's library for {found.name}; what a C++ compiler would gain: {gain}"
 
 
 def load() -> ctypes.CDLL:
@@ -174,36 +181,73 @@ def load() -> ctypes.CDLL:
 
     Raises:
         BackendFailed: it cannot be compiled or loaded; the message ends with the compiler's errors.
-        ImportError: there is no compiler, and no library in the package.
+        ImportError: it cannot run here.
     """
     return _loaded()
 
 
 @cache
 def _loaded() -> ctypes.CDLL:
+    with _building:  # another thread that compiles is waited for
+        while True:
+            path = _library()
+            try:
+                # It resolves to the OpenMP library of PyTorch: two thread pools would compete for the cores.
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                if path in _unloadable or path.parent == FOLDER:
+                    raise BackendFailed(f"native: cannot load {path}: {error}") from error
+                _unloadable.add(path)  # built for another system: it is built again, if it can be
+
+
+def _library() -> Path:
     found = used_prebuilt()
-    path = _compiled() if found is None else found.path
+    there = _found() if found is None else found.path
+    if there is not None:
+        return there
     try:
-        # It resolves to the OpenMP library of PyTorch: two thread pools would compete for the cores.
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BackendFailed(f"native: cannot load {path}: {error}") from error
+        return _build()
+    except BackendFailed as error:
+        with suppress(ImportError):
+            path = prebuilt().path
+            logger.warning("%s; the package's library runs instead", error)
+            return path
+        raise
 
 
-def _compiled() -> Path:
-    path = _path()
-    if not _trusted(path):
-        logger.info("compiling %s with %s, once on this machine", path.name, " ".join(compiler().command))
-        path = _build(path)
-    return path
+@cache
+def _file() -> str:
+    """The name of what is compiled here, which any compiler may have built."""
+    processor = hashlib.sha256(_processor().encode()).hexdigest()[:8]
+    return f"attention-{digest(OPTIONS)}-{processor}.so"
 
 
-def _path() -> Path:
-    try:
-        folder = platformdirs.user_cache_path("attn-dispatch", appauthor=False)
-    except RuntimeError:  # no home folder
-        folder = _own_folder()
-    return folder / "native" / f"attention-{build_digest()}.so"
+def _found() -> Path | None:
+    """What was compiled for this processor, if no other user can have written it."""
+    return next((folder / _file() for folder in code_folder.folders(NAME) if _is_in(folder)), None)
+
+
+def _is_in(folder: Path) -> bool:
+    path = folder / _file()
+    return path not in _unloadable and code_folder.is_trusted(path) and code_folder.is_trusted(folder)
+
+
+def keep() -> None:
+    """Copy what was compiled beside the decisions, with which it can go to other machines, or from there."""
+    found = _found()
+    for folder in code_folder.folders(NAME):
+        if found is not None and not _is_in(folder) and code_folder.is_writable(folder):
+            with suppress(OSError), tempfile.TemporaryDirectory(dir=folder, prefix="copying-") as made:
+                os.replace(shutil.copy(found, made), folder / _file())
+
+
+def check_compiler() -> None:
+    """Compile a few lines where the library is still to be compiled: a failure is remembered, as `_build`'s is."""
+    with suppress(ImportError, BackendFailed, OSError), tempfile.TemporaryDirectory(prefix="attn-dispatch-") as folder:
+        if not is_compiled():
+            source = Path(folder) / "empty.cpp"
+            source.write_text("#include <cmath>\n#include <cstring>\n")
+            _compile(Path(folder), source)
 
 
 @cache
@@ -214,43 +258,24 @@ def _own_folder() -> Path:
     return Path(folder)
 
 
-def _trusted(path: Path) -> bool:
-    """Whether only this user can have written the file."""
-    return _ours(path) and _ours(path.parent)
+def _build() -> Path:
+    """Compile into the first folder that this user alone can write to, or into one of this process."""
+    say = logger.warning if mode() == "locked" else logger.info  # a server's first request waits for it
+    say("compiling %s with %s, once on this machine", _file(), " ".join(compiler().command))
+    folder = code_folder.writable(NAME) or _own_folder()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as made:
+        os.replace(_compile(Path(made)), folder / _file())
+    return folder / _file()
 
 
-def _ours(place: Path) -> bool:
+def _compile(folder: Path, source: Path = SOURCE) -> Path:
+    cxx, library = compiler(), folder / "attention.so"
     try:
-        about = os.lstat(place)
-    except OSError:
-        return False
-    return about.st_uid == os.geteuid() and not about.st_mode & OTHERS_WRITE
-
-
-def _build(path: Path) -> Path:
-    """Compile to `path`, or to a folder of this process if `path` is not writable, or writable by others."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _ours(path.parent):
-            raise PermissionError(f"{path.parent} is open to others")
-        folder = tempfile.mkdtemp(dir=path.parent, prefix="building-")
-    except OSError:
-        path = _own_folder() / path.name
-        folder = tempfile.mkdtemp(dir=path.parent)
-    try:
-        os.replace(_compile(Path(folder)), path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return path
-
-
-def _compile(folder: Path) -> Path:
-    cxx = compiler().command
-    library = folder / "attention.so"
-    try:
-        build(cxx, OPTIONS, library)
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()[-1:]
-        raise BackendFailed(f"native: {cxx[0]} failed: {' '.join(lines)[:500]}") from error
-    library.chmod(0o700)
+        build(cxx.command, OPTIONS, library, source)
+    except (subprocess.CalledProcessError, OSError) as error:
+        lines = str(getattr(error, "stderr", error)).splitlines() or [str(error)]
+        told = [line for line in lines if "error" in line] or lines[-1:]
+        _failed[cxx] = f"{cxx.command[0]} failed: {' '.join(told)[:500]}"
+        raise BackendFailed(f"native: {_failed[cxx]}") from error
+    library.chmod(0o755)
     return library

@@ -52,6 +52,12 @@ def source_text() -> bytes:
     return b"\0".join(path.read_bytes() for path in (SOURCE, *included))
 
 
+def digest(options: Sequence[str] = ()) -> str:
+    """Twelve digits for all that is compiled, and with what options."""
+    text = "\0".join((*FLAGS, *LINK_FLAGS, *options)).encode() + source_text()
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
 class Variant(NamedTuple):
     """A compiled form: its name, the compiler's options, and the processor's flags in /proc/cpuinfo that it needs."""
 
@@ -62,8 +68,7 @@ class Variant(NamedTuple):
     @property
     def file(self) -> str:
         """The library's name, with a digest of source and options: one of another version is not loaded."""
-        text = "\0".join((*FLAGS, *LINK_FLAGS, *self.options)).encode() + source_text()
-        return f"attention-{self.name}-{hashlib.sha256(text).hexdigest()[:12]}.so"
+        return f"attention-{self.name}-{digest(self.options)}.so"
 
 
 #: The fastest first.
@@ -74,18 +79,19 @@ VARIANTS = (
 )
 
 
-def build(command: Sequence[str], options: Sequence[str], library: Path) -> None:
-    """Compile attention.cpp into a library, with its object file beside it.
+def build(command: Sequence[str], options: Sequence[str], library: Path, source: Path = SOURCE) -> None:
+    """Compile a library, with its object file beside it.
 
     Args:
         command: the compiler's command line.
+        source: what is compiled instead of the kernel.
 
     Raises:
         subprocess.CalledProcessError: the compiler failed; `stderr` is its text. OSError: it cannot be run.
     """
     compiled = library.with_suffix(".o")
     for words in (
-        [*FLAGS, *options, "-c", str(SOURCE), "-o", str(compiled)],
+        [*FLAGS, *options, "-c", str(source), "-o", str(compiled)],
         [*LINK_FLAGS, str(compiled), "-o", str(library)],
     ):
         subprocess.run([*command, *words], capture_output=True, text=True, check=True)

@@ -89,7 +89,8 @@ def kernels_of(
 
 def version() -> str:
     """Triton's version, and a digest of the kernels: decisions about other kernels do not hold for these."""
-    return f"{metadata.version('triton')} {_digest()}"
+    found = f"{metadata.version('triton')} {_digest()}"
+    return f"{found} interpreted" if interpreting() else found
 
 
 @cache
