@@ -70,7 +70,7 @@ LINES = {
     "testing": 1000,
     "tuning": 4550,
 }
-BESIDE = {"tests": 42700, "tools": 13350}  #: the same for the folders beside the package
+BESIDE = {"tests": 44000, "tools": 13350}  #: the same for the folders beside the package
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
