@@ -24,8 +24,8 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
-from attn_dispatch.kernels.tiles.lists import tile_lists_bytes, tile_lists_of
-from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables
+from attn_dispatch.kernels.tiles.lists import forget_lists, tile_lists_bytes, tile_lists_of
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, parts_of, precision
 from attn_dispatch.kernels.triton.support import (
@@ -142,10 +142,7 @@ def run(
     return found
 
 
-def forget(problem: Problem) -> None:
-    """Free the lists of all problems; they are rebuilt on demand."""
-    tile_lists_of.cache_clear()
-    forget_tables()
+forget = forget_lists
 
 
 @lru_cache(maxsize=4096)

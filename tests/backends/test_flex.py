@@ -41,9 +41,9 @@ def problem(pattern: Pattern = LONGNET, length: int = 256, **changes: Any) -> Pr
 
 @pytest.fixture(autouse=True)
 def _empty_caches() -> Iterator[None]:
-    flex.release()
+    flex._compiled.cache_clear()
     yield
-    flex.release()
+    flex._compiled.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +183,7 @@ def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.functions[0].__code__ is not compiler.functions[1].__code__
 
 
-def test_forget_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     Compiler(monkeypatch)
     one, other = problem(length=8), problem(length=9)
     call(one)
@@ -191,22 +191,20 @@ def test_forget_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
     flex.forget(one)
     flex.forget(one)  # already forgotten
     assert [flex.first_call_ms(each) > 0 for each in (one, other)] == [True, False]
-    flex.release()
-    assert flex.first_call_ms(other) > 0
 
 
 def test_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     Compiler(monkeypatch)
-    monkeypatch.setattr(flex, "MAX_COMPILED", 2)
+    monkeypatch.setattr(flex._compiled, "most", 2)
     problems = [problem(length=n) for n in (8, 9, 10)]
     for each in (problems[0], problems[1], problems[0], problems[2]):
         call(each)
-    assert [cached for cached, _ in flex._compiled] == [problems[0], problems[2]]
-    monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.block_table_bytes(problems[0]))
+    assert [flex._compiled.peek(each, "natural") is not None for each in problems] == [True, False, True]
+    monkeypatch.setattr(flex._compiled, "most_bytes", 3 * flex.block_table_bytes(problems[0]))
     large = problem(length=129)  # four blocks
-    monkeypatch.setattr(flex, "MAX_COMPILED", 9)
+    monkeypatch.setattr(flex._compiled, "most", 9)
     call(large)
-    assert [cached for cached, _ in flex._compiled] == [large]
+    assert [flex._compiled.peek(each, "natural") is not None for each in (*problems, large)] == [False] * 3 + [True]
 
 
 def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +291,7 @@ def test_compiled_dilated() -> None:
     for out in outs:
         assert gate.check({"out": out}).failures == ()
     assert graphs() == before + 1
-    flex.release()
+    flex._compiled.cache_clear()
     assert flex.first_call_ms(of) > 0
 
 

@@ -40,6 +40,16 @@ class Attention(nn.Module):
         return attend(q, k, v, self.pattern, **self.arguments)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this PyTorch has no such tag")
+def test_graphs_of_reduce_overhead_leave_every_operator_out() -> None:
+    """Their warm-up allocates from the graphs' memory, where a trial would leave its tables."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("attn_dispatch::")]
+    assert len(names) >= 2
+    for name in names:
+        operator = getattr(torch.ops.attn_dispatch, name.split("::")[1]).default
+        assert torch.Tag.cudagraph_unsafe in operator.tags, name
+
+
 # --- torch.export, opcheck, derivatives -------------------------------------------------------------------------------
 
 
