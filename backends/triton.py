@@ -53,6 +53,7 @@ from attn_dispatch.kernels.triton.support import (
     grad_or_zeros,
     kernels_of,
     launch,
+    mask_bytes,
     needs_wide_offsets,
     padded_head_dim,
 )
@@ -100,6 +101,7 @@ def workspace_bytes(problem: Problem) -> int:
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
+    sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
     if (parts := key_parts(problem)) is not None:
         sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
     launched = {(each.side, block) for each in kernels_for(problem) for block in _fitting(each, problem)}
@@ -154,8 +156,7 @@ def run(
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
     refuse_tangents(name, q, k, v)
-    key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
-    key_mask = None if key_mask is None else key_mask.view(torch.uint8)
+    key_mask, seq_lens = mask_bytes(tensors.get("key_mask")), tensors.get("seq_lens")
     call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask, blocks))
     found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
     if blocks is None:
@@ -165,7 +166,7 @@ def run(
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`)."""
-    kernels = _TritonPasses(problem, NATURAL, None, None if key_mask is None else key_mask.view(torch.uint8))
+    kernels = _TritonPasses(problem, NATURAL, None, mask_bytes(key_mask))
     return Hidden.of(problem).around(kernels)
 
 

@@ -36,6 +36,7 @@ from attn_dispatch.kernels.triton.support import (
     grad_or_zeros,
     kernels_of,
     launch,
+    mask_bytes,
     needs_wide_offsets,
 )
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
@@ -110,6 +111,7 @@ def workspace_bytes(problem: Problem) -> int:
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
+    sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
 
@@ -134,8 +136,7 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v)
-    key_mask = tensors.get("key_mask")
-    hidden = tensors.get("seq_lens"), None if key_mask is None else key_mask.view(torch.uint8)
+    hidden = tensors.get("seq_lens"), mask_bytes(tensors.get("key_mask"))
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
     found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
     compiled.note(name, problem, tile)

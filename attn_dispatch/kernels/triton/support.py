@@ -196,6 +196,14 @@ def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:
     return any((x.shape[1] - 1) * x.stride(1) + padded(x.shape[3]) * x.stride(3) >= OFFSET_LIMIT for x in tensors)
 
 
+def mask_bytes(key_mask: Tensor | None) -> Tensor | None:
+    """The mask as kernels read it, uint8; a copy where offsets within a row need 64 bits."""
+    if key_mask is None:
+        return None
+    near = (key_mask.shape[1] - 1) * key_mask.stride(1) < OFFSET_LIMIT
+    return (key_mask if near else key_mask.contiguous()).view(torch.uint8)
+
+
 def padded_head_dim(problem: Problem) -> int:
     """head_dim rounded up to a power of two, at least SMALLEST_SIDE."""
     return padded(problem.head_dim)
