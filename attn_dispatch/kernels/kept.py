@@ -22,7 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST = 512  #: tables of one kind
-MOST_BYTES = 2**28  #: of their tensors
+MOST_BYTES = 2**30  #: of their tensors
 DEVICES = ("cuda",)  #: with streams and graphs
 
 _captured: dict[int, object] = {}  #: what graphs were captured with: nothing tells when a graph is gone

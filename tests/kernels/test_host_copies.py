@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_dispatch.backends import sdpa_mask, tiles
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CPU_FLASH, CpuFlash
-from attn_dispatch.kernels.heads import kv_head_index
 from attn_dispatch.testing.cases import CASES, Case
 from tests.support.cases import gate
 
@@ -81,17 +80,3 @@ def noted(mode: Waits, name: str) -> Callable[..., Any]:
         return real(x, *args, **more)
 
     return method
-
-
-def test_an_index_made_while_a_graph_is_captured_is_not_kept(streams: Any) -> None:
-    """The graph fills it at each replay, in its own memory."""
-
-    def index() -> torch.Tensor:
-        return kv_head_index(range(0, 1234, 2), 4, torch.device("cpu"))
-
-    streams.capturing = True
-    assert index() is not index()
-    assert streams.waits == []
-    streams.capturing = False
-    assert index() is index()
-    assert streams.waits == ["stream"]  # another stream may read it next

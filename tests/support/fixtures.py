@@ -198,13 +198,13 @@ def triton_interpreter(_own_decisions: None, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Tables on the CPU are kept as on CUDA; `capturing`: a graph is captured; `waits`: what was waited for."""
-    found = SimpleNamespace(capturing=False, waits=list[str]())
-    stream = SimpleNamespace(synchronize=lambda: found.waits.append("stream"))
+    waits: list[str] = []
+    found = SimpleNamespace(capturing=False, waits=waits, synchronize=lambda: waits.append("stream"))
     monkeypatch.setattr(kept, "DEVICES", ("cpu",))
     monkeypatch.setattr(kept, "_captured", dict[int, object]())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)
     return found
 
 
