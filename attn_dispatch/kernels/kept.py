@@ -6,9 +6,9 @@ graph's memory, is complete before a call gets it, and is freed after the device
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import count
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ MOST = 512  #: tables of one kind
 MOST_BYTES = 2**30  #: of their tensors
 DEVICES = ("cuda",)  #: with streams and graphs
 
+_uses = count()
 _captured: dict[int, object] = {}  #: what graphs were captured with: nothing tells when a graph is gone
 
 
@@ -81,6 +82,8 @@ class _Table(Generic[T]):
     size: int
     device: torch.device
     users: set[Problem] = field(default_factory=set[Problem])
+    latest: Problem | None = None  #: user
+    used: int = 0  #: in `_uses`
 
 
 class Kept(Generic[P, T]):
@@ -94,42 +97,48 @@ class Kept(Generic[P, T]):
     def __init__(
         self,
         make: Callable[Concatenate[Problem, P], T],
-        key: Callable[..., Hashable] = lambda *args: args,
+        key: Callable[..., Hashable] | None = None,
         size: Callable[[T], int] = bytes_of,
         most: int = MOST,
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self.make, self.key, self.size, self.most, self.most_bytes = make, key, size, most, most_bytes
-        self._tables: OrderedDict[Hashable, _Table[T]] = OrderedDict()
+        self._tables: dict[Hashable, _Table[T]] = {}
         self._lock = process_state.lock()
 
     def __call__(self, problem: Problem, *more: P.args, **none: P.kwargs) -> T:
-        key = self.key(problem, *more, **none)
-        with self._lock:
-            table = self._tables.get(key)
-            if table is None:
-                found = made_on(problem.device, self.make, problem, *more, **none)
-                table = _Table(found, self.size(found), problem.device)
-                self._make_room(table.size)
-                self._tables[key] = table
-            self._tables.move_to_end(key)
+        key = (problem, *more) if self.key is None else self.key(problem, *more)
+        table = self._tables.get(key)
+        if table is None:
+            with self._lock:
+                table = self._tables.get(key)
+                if table is None:
+                    found = made_on(problem.device, self.make, problem, *more, **none)
+                    table = _Table(found, self.size(found), problem.device)
+                    self._make_room(table.size)
+                    self._tables[key] = table
+        table.used = next(_uses)
+        if table.latest is not problem:
             table.users.add(problem)
-        if capturing(problem.device):
+            table.latest = problem
+        if problem.device.type in DEVICES and capturing(problem.device):
             _captured[id(table.found)] = table.found
         return table.found
 
     def peek(self, problem: Problem, *more: P.args, **none: P.kwargs) -> T | None:
         """The result if it is kept."""
-        table = self._tables.get(self.key(problem, *more, **none))
+        table = self._tables.get((problem, *more) if self.key is None else self.key(problem, *more))
         return None if table is None else table.found
 
     def forget(self, problem: Problem) -> None:
         """Free what is kept for this problem and for no other."""
         with self._lock:
-            for key in [key for key, table in self._tables.items() if problem in table.users]:
-                self._tables[key].users.remove(problem)
-                if not self._tables[key].users:
-                    self._free(key)
+            for key, table in list(self._tables.items()):
+                if problem in table.users:
+                    table.users.remove(problem)
+                    table.latest = None
+                    if not table.users:
+                        self._free(key)
 
     def cache_clear(self) -> None:
         """Free everything."""
@@ -138,10 +147,10 @@ class Kept(Generic[P, T]):
                 self._free(key)
 
     def _make_room(self, size: int) -> None:
-        while self._tables and (
-            len(self._tables) >= self.most or sum(each.size for each in self._tables.values()) + size > self.most_bytes
+        while (there := len(self._tables)) and (
+            there >= self.most or sum(each.size for each in self._tables.values()) + size > self.most_bytes
         ):
-            self._free(next(iter(self._tables)))
+            self._free(min(self._tables, key=lambda key: self._tables[key].used))
 
     def _free(self, key: Hashable) -> None:
         device = self._tables[key].device
