@@ -24,6 +24,7 @@ from attn_dispatch.kernels import code_folder, compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
 from attn_dispatch.kernels.dense import FLASH3, Kernel, vector_aligned
+from attn_dispatch.kernels.kept import refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
@@ -321,6 +322,8 @@ def first_call_ms(problem: Problem) -> float:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    if first_call_ms(problem):
+        refuse_capture(problem.device)
     found = BACKEND.run(q, k, v, problem, **tensors)
     compiled.note(name, problem)
     return found

@@ -9,7 +9,6 @@ import importlib.util
 import math
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import refuse_second_derivatives, refuse_tangents
 from attn_dispatch.kernels.contract import (
     Refusal,
@@ -34,6 +32,7 @@ from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
 from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function, score_function
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.kept import Kept, refuse_capture
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
@@ -62,9 +61,6 @@ SPLITS = 1024  #: the most parts that the keys are split into for few queries, t
 #: False only in tests: the same functions then run uncompiled on whole score matrices, with gradients and lse on every
 #: device, so that tests check them without a compiler.
 compiling = True
-
-_compiled: OrderedDict[tuple[Problem, str], _CompiledAttention] = OrderedDict()
-_lock = process_state.lock()
 
 
 def version() -> str:
@@ -186,7 +182,7 @@ def _whole_scores(problem: Problem) -> int:
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time with an empty compile cache; 0 if already compiled."""
-    found = _compiled.get((problem, NATURAL))
+    found = _compiled.peek(problem, NATURAL)
     if not compiling or (found is not None and found.ready):
         return 0.0
     if problem.device.type == "cpu":
@@ -198,7 +194,9 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
-    attention = _prepared(problem, order)
+    attention = _compiled(problem, order)
+    if not attention.ready:
+        refuse_capture(problem.device)
     with _plain_torch_state(problem):
         hidden = Hidden.of(problem, tensors)
         given = refuse_second_derivatives(q, k, v) if problem.needs_grad else [x.detach() for x in (q, k, v)]
@@ -217,19 +215,6 @@ def run(
             out = out.masked_fill(padding, 0.0)
             lse = None if lse is None else lse.masked_fill(padding[:, None, :, 0, 0], -math.inf)
     return out if lse is None else (out, lse)
-
-
-def release() -> None:
-    """Free the compiled functions and their block tables."""
-    with _lock:
-        _compiled.clear()
-
-
-def forget(problem: Problem) -> None:
-    """Free the compiled functions of one problem."""
-    with _lock:
-        for order in ORDERS:
-            _compiled.pop((problem, order), None)
 
 
 @dataclass
@@ -255,35 +240,18 @@ class _CompiledAttention:
         return result
 
 
-def _prepared(problem: Problem, order: str) -> _CompiledAttention:
-    with _lock:
-        found = _compiled.get((problem, order))
-        if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not (found and found.ready):
-            raise RuntimeError("its first call compiles, which no CUDA graph can capture: call it once before")
-        if found is None:
-            found = _attention(problem, order)
-            while _compiled and (
-                len(_compiled) >= MAX_COMPILED or _held_table_bytes() + found.block_table_bytes > TABLE_LIMIT
-            ):
-                _compiled.popitem(last=False)
-            _compiled[problem, order] = found
-        _compiled.move_to_end((problem, order))
-    return found
-
-
 def _attention(problem: Problem, order: str) -> _CompiledAttention:
     pattern, stored = problem.pattern.natural, token_order_of(problem.pattern)
-    with _plain_torch_state(problem):  # inference tensors could not be used outside inference mode
-        order = order if stored == NATURAL else stored
-        at = permutation(order, pattern, problem.q_len) if problem.q_len == problem.k_len else None
-        positions = None if at is None else at.to(problem.device)
-        moved = positions if stored == NATURAL else None
-        back = None if moved is None else places(moved)
+    order = order if stored == NATURAL else stored
+    at = permutation(order, pattern, problem.q_len) if problem.q_len == problem.k_len else None
+    positions = None if at is None else at.to(problem.device)
+    moved = positions if stored == NATURAL else None
+    back = None if moved is None else places(moved)
     return _CompiledAttention(_function(problem, positions), block_table_bytes(problem, order), moved, back)
 
 
-def _held_table_bytes() -> int:
-    return sum(each.block_table_bytes for each in _compiled.values())
+_compiled = Kept(_attention, size=lambda found: found.block_table_bytes, most=MAX_COMPILED, most_bytes=TABLE_LIMIT)
+forget = _compiled.forget
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -332,8 +300,7 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
     """
     from torch.nn.attention import flex_attention as library
 
-    with _plain_torch_state(problem):
-        tables = None if _unmasked(problem) else _tables(problem, positions)
+    tables = None if _unmasked(problem) else _tables(problem, positions)
     attend: Any = library.flex_attention if compiling else _uncompiled
     count = multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads)
     as_stored = positions is None or token_order_of(problem.pattern) != NATURAL

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from attn_dispatch import process_state
 from attn_dispatch.kernels import numerics
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
@@ -18,6 +16,7 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
 from attn_dispatch.kernels.formula import bounded, score_terms_of
 from attn_dispatch.kernels.heads import head_classes, kv_heads_of
+from attn_dispatch.kernels.kept import Kept
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
@@ -28,9 +27,6 @@ score_terms = ("bias", "alibi_slopes")
 MASK_LIMIT = 2**30  #: bytes of masks in the cache; above, other backends are better
 COPIES = 2  #: of a mask with the caller's bias: while it is added, the sum so far and the next one
 ROWS = 512  #: query rows whose multiplicity is computed at once
-
-_masks: OrderedDict[Hashable, tuple[branches.Bias, ...]] = OrderedDict()
-_lock = process_state.lock()
 
 
 def version() -> str:
@@ -74,13 +70,8 @@ def workspace_bytes(problem: Problem) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     kernel, plan = _prepared(problem)
-    return branches.run(q, k, v, problem, plan, kernel, tensors, _with_score_terms(problem, _biases(problem), tensors))
-
-
-def release() -> None:
-    """Free the cached masks."""
-    with _lock:
-        _masks.clear()
+    biases = () if _is_plain(problem) else _biases(problem)
+    return branches.run(q, k, v, problem, plan, kernel, tensors, _with_score_terms(problem, biases, tensors))
 
 
 def _head_runs(problem: Problem) -> list[range]:
@@ -114,23 +105,18 @@ def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
     return kernel, BranchPlan.of((block,), problem.batch)
 
 
-def _biases(problem: Problem) -> tuple[branches.Bias, ...]:
-    if _is_plain(problem):
-        return ()
+def _key(problem: Problem) -> Hashable:
     wide = numerics.sum_dtype(problem.dtype)
-    key = (problem.pattern, problem.q_len, problem.k_len, problem.heads, wide, problem.device)
-    with _lock:
-        found = _masks.get(key)
-        if found is None:
-            found = tuple(_bias(problem, heads[0], wide) for heads in _head_runs(problem))
-            if problem.device.type == "cuda":
-                if torch.cuda.is_current_stream_capturing():
-                    return found  # not cached: the graph fills it at each replay, in its own memory
-                torch.cuda.current_stream(problem.device).synchronize()  # another stream may read it next
-            _make_room(sum(map(_size, found)))
-            _masks[key] = found
-        _masks.move_to_end(key)
-    return found
+    return problem.pattern, problem.q_len, problem.k_len, problem.heads, wide, problem.device
+
+
+def _masks(problem: Problem) -> tuple[branches.Bias, ...]:
+    wide = numerics.sum_dtype(problem.dtype)
+    return tuple(_bias(problem, heads[0], wide) for heads in _head_runs(problem))
+
+
+_biases = Kept(_masks, _key, most_bytes=MASK_LIMIT)
+forget = _biases.forget
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -172,12 +158,3 @@ def _bias(problem: Problem, head: int, dtype: torch.dtype) -> branches.Bias:
         torch.log(counts[0].to(dtype), out=values[0, 0, rows])
         torch.any(counts[0], dim=-1, out=seen[0, 0, rows])
     return branches.Bias(values, seen)
-
-
-def _make_room(needed: int) -> None:
-    while _masks and sum(_size(bias) for biases in _masks.values() for bias in biases) + needed > MASK_LIMIT:
-        _masks.popitem(last=False)
-
-
-def _size(bias: branches.Bias) -> int:
-    return bias.values.numel() * bias.values.itemsize

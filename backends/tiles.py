@@ -12,7 +12,7 @@ from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
 from attn_dispatch.kernels.tiles.memory import any_workspace_bytes, cpu_workspace_bytes
-from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables, tables_of
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, tables_of
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, check, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -82,9 +82,7 @@ def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
     return Hidden.of(problem).around(tile_math.partial(problem, tables, kernel_of(problem), key_mask))
 
 
-def forget(problem: Problem) -> None:
-    """Free the tables of all problems; they are rebuilt on demand."""
-    forget_tables()
+forget = tables_of.forget
 
 
 def tile_size(problem: Problem, order: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.kept import Kept, refuse_capture
 from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import (
@@ -52,6 +53,8 @@ from attn_dispatch.kernels.triton.support import (
     grad_or_zeros,
     kernels_of,
     launch,
+    mask_bytes,
+    masks_of,
     needs_wide_offsets,
     padded_head_dim,
 )
@@ -66,7 +69,6 @@ from attn_dispatch.kernels.triton.work_list import (
 from attn_dispatch.spec.orders import NATURAL, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tracing import make_plain
 from attn_dispatch.text import gib
 
 name = "triton"
@@ -75,6 +77,7 @@ all_orders = (NATURAL, *VISIT_ORDERS)
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
 BUILDING = 8  #: 64-bit temporaries for one list
+PARTS = "parts"  #: what kernels of few queries are noted as
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
@@ -99,6 +102,7 @@ def workspace_bytes(problem: Problem) -> int:
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
+    sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
     if (parts := key_parts(problem)) is not None:
         sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
     launched = {(each.side, block) for each in kernels_for(problem) for block in _fitting(each, problem)}
@@ -110,7 +114,7 @@ def flops(problem: Problem) -> int:
     total = 0
     for each in kernels_for(problem):
         block = block_configs(each, problem)[0]
-        total += _listed(problem, each.side, block.rows).pairs(block.rows, block.columns) * each.products
+        total += _listed(_on_cpu(problem), each.side, block.rows).pairs(block.rows, block.columns) * each.products
     return total * problem.batch * problem.head_dim * 2
 
 
@@ -153,9 +157,7 @@ def run(
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
     refuse_tangents(name, q, k, v)
-    key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
-    key_mask = None if key_mask is None else key_mask.view(torch.uint8)
-    seq_lens = None if seq_lens is None else seq_lens.contiguous()
+    seq_lens, key_mask = masks_of(tensors)
     call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask, blocks))
     found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
     if blocks is None:
@@ -165,14 +167,14 @@ def run(
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`)."""
-    kernels = _TritonPasses(problem, NATURAL, None, None if key_mask is None else key_mask.view(torch.uint8))
+    kernels = _TritonPasses(problem, NATURAL, None, mask_bytes(key_mask))
     return Hidden.of(problem).around(kernels)
 
 
-def release() -> None:
-    """Free the cached lists."""
-    for cached in (_on_device, _launched, _listed):
-        cached.cache_clear()
+def forget(problem: Problem) -> None:
+    for kept in (_on_device, _launched):
+        kept.forget(problem)
+    _listed.forget(_on_cpu(problem))
 
 
 @lru_cache(maxsize=4096)
@@ -256,6 +258,8 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
 
     problem, mask, device = call.problem, call.key_mask, q.device
     pairs, strided = problem.batch * problem.kv_heads, (q, k, v)
+    if not compiled.is_noted(name, problem, PARTS):
+        refuse_capture(device)
     maxima, totals = torch.empty(2, pairs * parts.parts, FEW_LANES, dtype=torch.float32, device=device)
     sums = torch.empty(*maxima.shape, problem.head_dim, dtype=torch.float32, device=device)
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
@@ -291,6 +295,7 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
             num_warps=4,
             **FUSED,
         )
+    compiled.note(name, problem, PARTS)
     return out, lse
 
 
@@ -372,17 +377,21 @@ def _launch_block(
     )
 
 
-@lru_cache(maxsize=64)
-def _listed(problem: Problem, side: Side, rows: int) -> WorkList:
-    return work_list_of(problem, side, rows)
+_listed = Kept(work_list_of)
 
 
-@lru_cache(maxsize=64)
-def _on_device(problem: Problem, side: Side, block: BlockConfig, order: str) -> WorkList:
-    work = _listed(problem, side, block.rows)
+def _on_cpu(problem: Problem) -> Problem:
+    return replace(problem, device=torch.device("cpu"))
+
+
+def _work_of(problem: Problem, side: Side, block: BlockConfig, order: str) -> WorkList:
+    work = _listed(_on_cpu(problem), side, block.rows)
     if order == NATURAL and _in_turn(problem, side)[1]:
         work = work.longest_first(block.columns)
-    return make_plain(work.to, problem.device)
+    return work.to(problem.device)
+
+
+_on_device = Kept(_work_of)
 
 
 @lru_cache(maxsize=4096)
@@ -390,11 +399,12 @@ def _in_turn(problem: Problem, side: Side) -> tuple[int, bool]:
     return heads_in_turn(problem, side, _l2_cache(problem.device))
 
 
-@lru_cache(maxsize=64)
-def _launched(problem: Problem, side: Side, block: BlockConfig, order: str) -> Tensor:
-    work = _listed(problem, side, block.rows)
-    found = launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps)
-    return make_plain(found.to, problem.device)
+def _launches_of(problem: Problem, side: Side, block: BlockConfig, order: str) -> Tensor:
+    work = _listed(_on_cpu(problem), side, block.rows)
+    return launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps).to(problem.device)
+
+
+_launched = Kept(_launches_of)
 
 
 def _list_bytes(problem: Problem) -> int:

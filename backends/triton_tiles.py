@@ -24,8 +24,8 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
-from attn_dispatch.kernels.tiles.lists import tile_lists_bytes, tile_lists_of
-from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_tables
+from attn_dispatch.kernels.tiles.lists import forget_lists, tile_lists_bytes, tile_lists_of
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, parts_of, precision
 from attn_dispatch.kernels.triton.support import (
@@ -36,6 +36,7 @@ from attn_dispatch.kernels.triton.support import (
     grad_or_zeros,
     kernels_of,
     launch,
+    masks_of,
     needs_wide_offsets,
 )
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
@@ -110,6 +111,7 @@ def workspace_bytes(problem: Problem) -> int:
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
+    sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
 
@@ -134,21 +136,14 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v)
-    key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
-    hidden = (
-        None if seq_lens is None else seq_lens.contiguous(),
-        None if key_mask is None else key_mask.view(torch.uint8),
-    )
+    hidden = masks_of(tensors)
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
     found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
     compiled.note(name, problem, tile)
     return found
 
 
-def forget(problem: Problem) -> None:
-    """Free the lists of all problems; they are rebuilt on demand."""
-    tile_lists_of.cache_clear()
-    forget_tables()
+forget = forget_lists
 
 
 @lru_cache(maxsize=4096)

@@ -25,7 +25,6 @@ from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import decide, look_up
 from attn_dispatch.decisions.trial_limits import (
     cannot_measure,
-    capturing,
     in_backward,
     isolated,
     lacks_space,
@@ -36,6 +35,7 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import is_result_known
 from attn_dispatch.kernels.contract import runner
+from attn_dispatch.kernels.kept import capturing
 from attn_dispatch.log import logger
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.problem import Problem

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels.kept import capturing
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
 from attn_dispatch.machine.devices import default_device
@@ -23,16 +24,6 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.text import gib, one_line, printable
 from attn_dispatch.tuning.candidates import Request
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device or on the current one; nothing can be timed then."""
-    if device.type != "cuda":
-        return False
-    if torch.cuda.is_current_stream_capturing():  # no device may be waited for
-        return True
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def preserved_rng(problem: Problem) -> AbstractContextManager[None]:

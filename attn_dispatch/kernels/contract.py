@@ -51,7 +51,8 @@ class Backend(Protocol):
       trial, outside its budget; if it raises, the candidate fails.
     * `prepared() -> bool`: whether `prepare` would return at once; by default it would not. A trial that is taken
       between calls of the program leaves out a backend that is still to be prepared.
-    * `forget(problem)`: frees memory held for one problem. Called after a trial that another candidate won.
+    * `forget(problem)`: frees memory held for one problem, and no other's: kernels and CUDA graphs may read that.
+      Called after a trial that another candidate won.
     * `release()`: frees memory that trials left. Called after every trial of a backend without `forget`.
     * `orders(problem) -> Sequence[str]`: the token or visit orders (see `orders.ORDERS`) to try, each a candidate of
       its own; default: natural order alone. Called only where `refusals` is empty.

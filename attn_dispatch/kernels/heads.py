@@ -67,22 +67,18 @@ def kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tenso
     """The key head of each of these query heads, int64 on the device, cached. Nothing is copied from host memory, which
     would wait for the device and cannot be captured in a CUDA graph.
     """
-    import torch
+    from attn_dispatch.kernels.kept import capturing
 
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return _kv_head_index(heads, group, device)  # not cached: the graph fills it at each replay, in its own memory
     return _cached_kv_head_index(heads, group, device)
 
 
 @lru_cache(maxsize=1024)
 def _cached_kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
-    import torch
+    from attn_dispatch.kernels.kept import made_on
 
-    with torch.inference_mode(False):  # the next call may be in another mode
-        found = _kv_head_index(heads, group, device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # another stream may read it next
-    return found
+    return made_on(device, _kv_head_index, heads, group, device)
 
 
 def _kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:

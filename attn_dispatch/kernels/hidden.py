@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.formula import multiplicity_of
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
+from attn_dispatch.kernels.kept import Kept
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
@@ -21,7 +20,6 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band, Offsets
 from attn_dispatch.spec.reordered import token_order_of
 
-CACHED = 64  #: problems whose unseen keys are cached
 ENTRIES = 2**24  #: query-key pairs of a grid that are looked at at once
 
 
@@ -133,10 +131,7 @@ def unseen_keys(problem: Problem) -> Tensor | None:
     if not may_hide(problem):
         return None
     # A graph takes no tensor that another mode has made, and its own must not reach other calls.
-    find = _find_unseen if tracing.graphed() else _unseen
-    return find(
-        problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.heads // problem.kv_heads, problem.device
-    )
+    return _find_unseen(*_key(problem)) if tracing.graphed() else _unseen(problem)
 
 
 def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = True) -> int:
@@ -163,12 +158,17 @@ def may_hide(problem: Problem) -> bool:
     return _covered(_runs(bands, problem.q_len, problem.k_len)) < problem.k_len
 
 
-@lru_cache(maxsize=CACHED)
-def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device) -> Tensor | None:
-    # Later calls share the mask, whatever the modes and the default device of the first one.
-    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
-        found = _find_unseen(pattern, q_len, k_len, heads, group, device)
-        return found if found is not None and found.any() else None
+def _key(problem: Problem) -> tuple[Pattern, int, int, int, int, torch.device]:
+    group = problem.heads // problem.kv_heads
+    return problem.pattern, problem.q_len, problem.k_len, problem.heads, group, problem.device
+
+
+def _found_unseen(problem: Problem) -> Tensor | None:
+    found = _find_unseen(*_key(problem))
+    return found if found is not None and found.any() else None
+
+
+_unseen = Kept(_found_unseen, _key)
 
 
 def _find_unseen(

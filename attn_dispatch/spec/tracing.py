@@ -123,10 +123,15 @@ def make_plain(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     They are per thread: where there are any, it is called in a new one, which takes a millisecond.
     """
     if graphed() or is_transformed() or _modes() or torch._C._len_torch_function_stack():
-        with ThreadPoolExecutor(max_workers=1) as new_thread:
-            return new_thread.submit(make, *args, **kwargs).result()
+        return in_new_thread(make, *args, **kwargs)
     with torch.inference_mode(False):
         return make(*args, **kwargs)
+
+
+def in_new_thread(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `make` returns where nothing of this thread reaches it."""
+    with ThreadPoolExecutor(max_workers=1) as new_thread:
+        return new_thread.submit(make, *args, **kwargs).result()
 
 
 def _modes() -> list[Any]:

@@ -121,7 +121,9 @@ class Request:
     def candidates(self) -> list[Candidate]:
         """Every backend in its orders, by preference; ruled out by refusals, quarantine or too little free memory."""
         free = available_bytes(self.problem.device)
-        return [each for backend in registry.backends() for each in self.candidates_of(backend, free)]
+        place = {name: place for place, name in enumerate(registry.preference(self.silicon, self.plain))}
+        found = sorted(registry.backends(), key=lambda each: place.get(each.name, len(place)))
+        return [each for backend in found for each in self.candidates_of(backend, free)]
 
     @property
     def able(self) -> list[Candidate]:

@@ -20,7 +20,6 @@ from attn_dispatch.backends import flex
 from attn_dispatch.decisions import trial_limits
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
-from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -41,9 +40,9 @@ def problem(pattern: Pattern = LONGNET, length: int = 256, **changes: Any) -> Pr
 
 @pytest.fixture(autouse=True)
 def _empty_caches() -> Iterator[None]:
-    flex.release()
+    flex._compiled.cache_clear()
     yield
-    flex.release()
+    flex._compiled.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +140,6 @@ def test_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal.text == "its CPU kernel is used with torch 2.13 and newer, not 2.12.1+cpu"
 
 
-def test_backends_without_a_compiler_are_preferred() -> None:
-    """The static choice must not have a first call that takes seconds."""
-    names = registry.names()
-    assert names.index("sdpa") < names.index("sdpa_mask") < names.index("flex") < names.index("manual")
-
-
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,32 +174,6 @@ def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiler.functions) == 2
     # The compiler limits kernels per code object.
     assert compiler.functions[0].__code__ is not compiler.functions[1].__code__
-
-
-def test_forget_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    Compiler(monkeypatch)
-    one, other = problem(length=8), problem(length=9)
-    call(one)
-    call(other)
-    flex.forget(one)
-    flex.forget(one)  # already forgotten
-    assert [flex.first_call_ms(each) > 0 for each in (one, other)] == [True, False]
-    flex.release()
-    assert flex.first_call_ms(other) > 0
-
-
-def test_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    Compiler(monkeypatch)
-    monkeypatch.setattr(flex, "MAX_COMPILED", 2)
-    problems = [problem(length=n) for n in (8, 9, 10)]
-    for each in (problems[0], problems[1], problems[0], problems[2]):
-        call(each)
-    assert [cached for cached, _ in flex._compiled] == [problems[0], problems[2]]
-    monkeypatch.setattr(flex, "TABLE_LIMIT", 3 * flex.block_table_bytes(problems[0]))
-    large = problem(length=129)  # four blocks
-    monkeypatch.setattr(flex, "MAX_COMPILED", 9)
-    call(large)
-    assert [cached for cached, _ in flex._compiled] == [large]
 
 
 def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +260,7 @@ def test_compiled_dilated() -> None:
     for out in outs:
         assert gate.check({"out": out}).failures == ()
     assert graphs() == before + 1
-    flex.release()
+    flex._compiled.cache_clear()
     assert flex.first_call_ms(of) > 0
 
 

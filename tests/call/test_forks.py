@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from attn_dispatch import recording
-from attn_dispatch.backends import flex, sdpa_mask
+from attn_dispatch.backends import sdpa_mask
 from attn_dispatch.compat import sdpa
 from attn_dispatch.ring import link
 from attn_dispatch.spec.problem import Problem
@@ -62,12 +62,11 @@ def replace_sdpa() -> None:
 @pytest.mark.parametrize(
     ("lock", "function"),
     [
-        (flex._lock, flex.release),
-        (sdpa_mask._lock, sdpa_mask.release),
+        (sdpa_mask._biases._lock, sdpa_mask._biases.cache_clear),
         (sdpa._changing, replace_sdpa),
         (link._lock, link.forget),
     ],
-    ids=["flex", "sdpa_mask", "replacing_sdpa", "link"],
+    ids=["kept tables", "replacing_sdpa", "link"],
 )
 def test_a_child_takes_a_lock_that_another_thread_held(lock: Any, function: Callable[[], object]) -> None:
     assert ends_in_a_child(lock, function)

@@ -40,6 +40,13 @@ class Attention(nn.Module):
         return attend(q, k, v, self.pattern, **self.arguments)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this PyTorch has no such tag")
+def test_graphs_of_reduce_overhead_leave_every_operator_out() -> None:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("attn_dispatch::")]
+    tags = {name: getattr(torch.ops.attn_dispatch, name.split("::")[1]).default.tags for name in names}
+    assert [torch.Tag.cudagraph_unsafe in each for each in tags.values()] == [True] * len(tags) != []
+
+
 # --- torch.export, opcheck, derivatives -------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import torch
 
 from attn_dispatch import attend, explain
 from attn_dispatch.decisions import drift as sentinel
-from attn_dispatch.decisions.trial_limits import capturing
+from attn_dispatch.kernels.kept import capturing
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of
@@ -197,6 +197,7 @@ def test_a_capture_on_another_device_than_the_current_one(monkeypatch: pytest.Mo
         current[0] = before
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     for captured in (0, 1):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: current[0] == captured)
         assert capturing(torch.device("cuda", 1))

@@ -178,8 +178,8 @@ def allowed(importer: str, imported: str) -> bool:
 
 def test_the_files_are_found() -> None:
     assert {"store.folder", "backends.sdpa", "cli", "ring.rows.layout", "__init__"} <= MODULES.keys()
-    own = {"decisions.call", "decisions.trial_limits", "errors", "kernels.autograd", "log", "settings"}
-    own |= {"process_state", "spec.problem", "text"}
+    own = {"decisions.call", "errors", "kernels.autograd", "log", "settings"}
+    own |= {"kernels.kept", "process_state", "spec.problem", "text"}
     assert imports(MODULES["recording"]) == own
 
 

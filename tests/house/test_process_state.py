@@ -14,11 +14,10 @@ from tests.house.test_architecture import MODULES
 
 #: What is held for a process's threads, calls and files, or follows from arguments alone, and outlives decisions.
 HELD = {
-    "backends.flex._compiled",
-    "backends.sdpa_mask._masks",
     "compat.sdpa._entered",
     "decisions.decide._deciding",
     "decisions.call._observers",
+    "kernels.kept._captured",
     "ring.link._connections",
     "machine.child._idle",
     "ring.link._links",

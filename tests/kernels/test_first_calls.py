@@ -36,6 +36,8 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(compiled, "_compiled", set())
     for table in tables:
@@ -93,6 +95,10 @@ def test_a_call_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.run(q, k, v, problem)
         assert backend.first_call_ms(problem) == 0
     monkeypatch.setattr("attn_dispatch.kernels.branches.run.run", lambda *args: args[:2])
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call it once before the capture"):
+        flash.run(q, k, v, problem)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     flash.run(q, k, v, problem)
     assert flash.first_call_ms(problem) == 0
 

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_dispatch.backends import sdpa_mask, tiles
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CPU_FLASH, CpuFlash
-from attn_dispatch.kernels.heads import kv_head_index
-from attn_dispatch.kernels.tiles import tables
 from attn_dispatch.testing.cases import CASES, Case
 from tests.support.cases import gate
 
@@ -48,8 +46,8 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.id)
 @pytest.mark.parametrize("backend", [BRANCHED, sdpa_mask, tiles], ids=lambda backend: backend.name)
+@pytest.mark.usefixtures("streams")
 def test_later_calls_do_not_wait(backend: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "CACHED_ON", ("cpu",))
     monkeypatch.setattr("attn_dispatch.kernels.tiles.run.run_in_threads", in_order)
     for needs_grad in (False, True):
         problem = case.problem(torch.float32, needs_grad=needs_grad)
@@ -82,33 +80,3 @@ def noted(mode: Waits, name: str) -> Callable[..., Any]:
         return real(x, *args, **more)
 
     return method
-
-
-def test_an_index_made_while_a_graph_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph fills it at each replay, in its own memory."""
-    heads, made = range(0, 8, 2), list[torch.Tensor]()
-    arange = torch.arange
-
-    def on_cpu(*args: Any, device: torch.device) -> torch.Tensor:
-        made.append(arange(*args))
-        return made[-1]
-
-    capturing, waited = [True], list[bool]()
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: _Stream(waited))
-    monkeypatch.setattr("torch.arange", on_cpu)
-    for _ in range(2):
-        assert kv_head_index(heads, 4, torch.device("cuda:7")).tolist() == [0, 0, 1, 1]
-    assert (len(made), waited) == (2, [])
-    capturing[0] = False
-    first, second = (kv_head_index(heads, 4, torch.device("cuda:7")) for _ in range(2))
-    assert first is second
-    assert waited == [True]  # another stream may read it next
-
-
-class _Stream:
-    def __init__(self, waited: list[bool]) -> None:
-        self.waited = waited
-
-    def synchronize(self) -> None:
-        self.waited.append(True)

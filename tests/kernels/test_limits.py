@@ -9,10 +9,13 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from attn_dispatch.backends import sdpa, sdpa_cudnn
+from attn_dispatch.cli.report.comparisons import default_of
+from attn_dispatch.decisions.unmeasured import static_decision
 from attn_dispatch.kernels import limits, registry
 from attn_dispatch.kernels.branches import backend
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
@@ -20,13 +23,17 @@ from attn_dispatch.kernels.branches.plan import plan_of
 from attn_dispatch.kernels.dense import CUDA_FLASH, CpuFlash
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.machine import environment
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES
 from attn_dispatch.testing.cases import Case
+from attn_dispatch.tuning.candidates import Request
+from tests.support.distributions import skip_without
 
 PASCAL, TURING, AMPERE, HOPPER, BLACKWELL = (6, 1), (7, 5), (8, 0), (9, 0), (10, 0)
 HEAD_DIM = 64
+GRID, LONGNET = Neighborhood((8, 16), (3, 3)), Dilated((32, 64), (1, 2), True)
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
@@ -87,7 +94,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("capability", "dtype"), CHOICES, ids=str)
-@pytest.mark.parametrize("pattern", [Dense(True), Dilated((32, 64), (1, 2), True)], ids=str)
+@pytest.mark.parametrize("pattern", [Dense(True), LONGNET], ids=str)
 def test_backends_that_run_on_a_device(
     capability: tuple[int, int], dtype: torch.dtype, pattern: Pattern, device: Callable[..., None]
 ) -> None:
@@ -95,6 +102,39 @@ def test_backends_that_run_on_a_device(
     problem = problem_of(dtype, pattern)
     found = [name for name in ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32") if not texts(name, problem)]
     assert tuple(found) == CHOICES[capability, dtype]
+
+
+@pytest.mark.parametrize(
+    ("capability", "pattern", "changes", "expected"),
+    [
+        (HOPPER, Dense(True), {}, "sdpa_cudnn"),
+        (AMPERE, Dense(True), {}, "sdpa"),
+        (BLACKWELL, Dense(True), {"needs_grad": False}, "sdpa_cudnn"),
+        (HOPPER, Dense(True), {"deterministic": True}, "sdpa"),
+        (HOPPER, Dense(), {"q_len": 1}, "sdpa"),
+        (HOPPER, Dense(True), {"has_key_mask": True}, "sdpa_efficient"),
+        (AMPERE, Window(9, 0), {}, "triton"),
+        (HOPPER, LONGNET, {}, "triton"),
+        (HOPPER, GRID, {}, "triton_tiles"),
+        (HOPPER, Reordered(GRID, "hilbert"), {}, "triton_tiles"),
+    ],
+    ids=str,
+)
+def test_the_static_choice(
+    capability: tuple[int, int], pattern: Pattern, changes: Any, expected: str, device: Any, monkeypatch: Any
+) -> None:
+    """What is fast there, and nothing of all pairs where a kernel reads those seen. The report calls it the default."""
+    skip_without("triton")
+    device(capability)
+    board = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: board)
+    for name, answer in {"kernels.contract.missing_code": "", "tuning.candidates.available_bytes": 2**36}.items():
+        monkeypatch.setattr(f"attn_dispatch.{name}", lambda device, answer=answer: answer)
+    monkeypatch.setattr("attn_dispatch.tuning.candidates.provenance", lambda device: {})
+    request = Request(problem_of(pattern=pattern, **changes), "cuda-sm{}{}-132sm-made-up".format(*capability))
+    decision = static_decision(request)
+    default = default_of(msgspec.structs.replace(decision, candidates=decision.candidates[::-1]))  # as merged
+    assert (decision.choice, getattr(default, "backend", None)) == (expected, expected)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ LONGNET = Dilated((256, 512, 1024), (1, 2, 4))
 
 @pytest.fixture(autouse=True)
 def _empty_caches() -> None:
-    tables.forget_tables()
+    tables.tables_of.cache_clear()
 
 
 def problem_of(pattern: Pattern, q_len: int, k_len: int, heads: int = HEADS) -> Problem:
@@ -127,7 +127,7 @@ def test_useful_orders_have_fewer_tile_pairs() -> None:
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(), Window(100, 7)], ids=str)
 def test_boxes_compared_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tables_of(problem_of(pattern, 4096, 4096), "hilbert", 64)
-    tables.forget_tables()
+    tables.tables_of.cache_clear()
     monkeypatch.setattr(pair_math, "BOXES", 2 * pair_math.GROUP**2)
     for one, other in zip(plain, tables_of(problem_of(pattern, 4096, 4096), "hilbert", 64), strict=True):
         assert torch.equal(one.keys, other.keys)
@@ -136,10 +136,12 @@ def test_boxes_compared_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPa
 
 def test_tables_are_cached_until_forgotten() -> None:
     problem = problem_of(NEIGHBORS, 4096, 4096)
-    first = tables_of(problem, "natural", 64)
-    assert tables_of(replace(problem, batch=3, head_dim=32), "natural", 64) is first
+    first, alike = tables_of(problem, "natural", 64), replace(problem, batch=3, head_dim=32)
+    assert tables_of(alike, "natural", 64) is first
     backend.forget(problem)
-    assert tables_of(problem, "natural", 64) is not first
+    assert tables_of.peek(problem, "natural", 64) is first  # another problem's too
+    backend.forget(alike)
+    assert tables_of.peek(problem, "natural", 64) is None
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

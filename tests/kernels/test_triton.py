@@ -154,7 +154,7 @@ def test_the_default_device_is_not_that_of_lists(pattern: Pattern) -> None:
 
     found = []
     for device in ("meta", "cpu"):
-        triton.release()
+        triton.forget(problem)
         _dilated_row_groups.cache_clear()
         covers.cache_clear()
         triton.block_configs.cache_clear()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +112,19 @@ def test_wide_offsets(stride: int, wide: bool) -> None:
     x = torch.empty_strided((1, 3, 2, 16), (3 * stride, stride, 16, 1), dtype=torch.float16, device="meta")
     y = torch.empty(1, 3, 2, 16, dtype=torch.float16, device="meta")
     assert support.needs_wide_offsets((y, x)) == wide
+
+
+@pytest.mark.parametrize(("backend", "enter"), [(triton, "run"), (triton, "partial"), (triton_tiles, "run")])
+@pytest.mark.parametrize("step", [2, 2**27])
+def test_a_mask_of_wide_offsets_is_copied(backend: Any, enter: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels count in it with 32 bits, whatever q, k and v need."""
+    passes: list[Any] = []
+    monkeypatch.setattr(backend, "Hidden", SimpleNamespace(of=lambda problem: SimpleNamespace(around=passes.append)))
+    x, mask = torch.zeros(2, 32, 1, 16), torch.empty_strided((2, 32), (1, step), dtype=torch.bool, device="meta")
+    problem = Case("", Dilated((16,), (1,)), (2, 32, 1, 16), key_mask=True).problem(torch.float32, needs_grad=False)
+    with suppress(AttributeError):  # nothing runs
+        getattr(backend, enter)(*[x, x, x] * (enter == "run"), problem, key_mask=mask)
+    assert passes[0].key_mask.stride() == ((1, 2) if step == 2 else (32, 1))
 
 
 def test_the_version_changes_with_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

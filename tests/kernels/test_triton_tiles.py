@@ -47,11 +47,11 @@ HEADS = 5
 
 @pytest.fixture(autouse=True)
 def _empty_caches() -> Iterator[None]:
-    triton_tiles.forget(CUDA)
-    triton_tiles.block_configs.cache_clear()
+    for clear in (cached := (tile_lists_of, tables.tables_of, triton_tiles.block_configs)):
+        clear.cache_clear()
     yield
-    triton_tiles.forget(CUDA)
-    triton_tiles.block_configs.cache_clear()
+    for clear in cached:
+        clear.cache_clear()
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ def install(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", stream.sleep)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=L2_BYTES))
     monkeypatch.setattr(torch, "empty", buffers(stream, []))
     monkeypatch.setattr(torch, "ones", lambda size, *, dtype, device: SimpleNamespace())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import WARNING
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ import torch
 from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
+from attn_dispatch.kernels import kept
 from attn_dispatch.machine import load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
@@ -180,10 +182,10 @@ def set_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture
 def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The backend `flex` without its compiler: seconds for each problem, and no gradients on a CPU."""
-    flex.release()
+    flex._compiled.cache_clear()
     monkeypatch.setattr(flex, "compiling", False)
     yield
-    flex.release()
+    flex._compiled.cache_clear()
 
 
 @pytest.fixture
@@ -191,6 +193,19 @@ def triton_interpreter(_own_decisions: None, monkeypatch: pytest.MonkeyPatch) ->
     """The triton backend takes problems on the CPU, if there is no GPU for it."""
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Tables on the CPU are kept as on CUDA; `capturing`: a graph is captured; `waits`: what was waited for."""
+    waits: list[str] = []
+    found = SimpleNamespace(capturing=False, waits=waits, synchronize=lambda: waits.append("stream"))
+    monkeypatch.setattr(kept, "DEVICES", ("cpu",))
+    monkeypatch.setattr(kept, "_captured", dict[int, object]())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)
+    return found
 
 
 @pytest.fixture

@@ -43,9 +43,9 @@ def test_what_a_tile_meets(
 ) -> None:
     if not masks:
         monkeypatch.setattr(tables, "MASK_BYTES", 0)
-    tables.forget_tables()
+    tables.tables_of.cache_clear()
     found = paired.read_by_tile(paired.problem_of(pattern, tokens), order, tile=8)
-    tables.forget_tables()
+    tables.tables_of.cache_clear()
     met, keys = counted(pattern, tokens, order, 8)
     assert found["key_tiles"] == pytest.approx(met)
     # A row of 64 floats takes 4 lines of 64 bytes, of K and of V.

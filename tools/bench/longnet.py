@@ -61,7 +61,7 @@ def against_mask(
         "native_gflops": sdpa.flops(problem) / found["native"].median_ms / 1e6,
         "dense_gflops": sdpa.flops(dense) / found["dense"].median_ms / 1e6,
     }
-    sdpa_mask.release()
+    sdpa_mask.forget(problem)
     return {
         "pattern": str(pattern),
         "tokens": tokens,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.tiles.tables import forget_tables
+from attn_dispatch.kernels.tiles.tables import tables_of
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from tools.bench.hilbert import SEQUENCES
 from tools.bench.kernels import REPORT
@@ -141,7 +141,7 @@ def main() -> None:
     found = {"heads": HEADS, "head_dim": HEAD_DIM, "shrink": options.shrink}
     for name in sorted(set(options.experiments)):
         found[name] = EXPERIMENTS[name](options.shrink)
-        forget_tables()
+        tables_of.cache_clear()
     print(plain(found))
     write(options.output, found, whole=set(options.experiments) == set(EXPERIMENTS) and options.shrink == 1)
 

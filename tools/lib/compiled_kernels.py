@@ -129,7 +129,7 @@ def compiled(each: TritonKernel, problem: Problem, block: BlockConfig | None = N
         out, lse = call.forward(q, k, v)
         if each is not backend.FORWARD:
             call.backward(out, None, (q, k, v, out, lse))
-        backend.release()
+        backend.forget(problem)
     made = kernels[each.kernel].made
     return Compiled(each, block, used, made.metadata.shared, shared_bytes(each, there, block), made)
 

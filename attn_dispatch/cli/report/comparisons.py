@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, time_ratio
@@ -68,11 +69,11 @@ class Outcomes:
     ratios: tuple[float, ...]
 
 
-def preference(backend: str) -> int:
-    """The place of a backend in the order of preference; plug-ins come before the last resort."""
+def preference(backend: str, order: Sequence[str] = BUILT_IN) -> int:
+    """The place of a backend in an order of preference; plug-ins come before the last resort."""
     if backend == LAST_RESORT:
-        return len(BUILT_IN) + 1
-    return BUILT_IN.index(backend) if backend in BUILT_IN else len(BUILT_IN)
+        return len(order) + 1
+    return order.index(backend) if backend in order else len(order)
 
 
 def by_preference(name: CandidateId) -> tuple[int, str, bool, str]:
@@ -83,7 +84,8 @@ def by_preference(name: CandidateId) -> tuple[int, str, bool, str]:
 def default_of(decision: Decision) -> Row | None:
     """The static choice: the first backend by preference that can run, in natural order if possible."""
     able = [row for row in decision.candidates if row.status in (*TIMED, "not_measured")]
-    return min(able, key=lambda row: (row.order != NATURAL, preference(row.backend)), default=None)
+    order = registry.preference(decision.silicon, decision.problem)
+    return min(able, key=lambda row: (row.order != NATURAL, preference(row.backend, order)), default=None)
 
 
 def gain_over(default: Row | None, row: Row) -> Bounds | None:

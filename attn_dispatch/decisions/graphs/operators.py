@@ -36,10 +36,12 @@ _ARGUMENTS = (
     "SymInt? all_heads, bool bias_needs_grad"
 )
 _CU_SEQLENS, _ALIBI_SLOPES, _BIAS, _BIAS_NEEDS_GRAD = 3, 4, 5, -1  #: places among these; `TENSORS` are tensors
-_TAGS = (
+_TAGS = [
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),  # from PyTorch 2.7 on
-)
+]
+if hasattr(torch.Tag, "cudagraph_unsafe"):  # newer: a first call measures, which no graph's warm-up may
+    _TAGS.append(torch.Tag.cudagraph_unsafe)
 # `define` and `impl` instead of `custom_op`, whose checks take longer than a small attention.
 torch.library.define(
     "attn_dispatch::attend",

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels.heads import head_classes
+from attn_dispatch.kernels.kept import Kept
 from attn_dispatch.kernels.tiles.estimates import most_axes, most_pairs
 from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, tables_of
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tracing import make_plain
 
-CACHED = 16  #: problems whose lists are cached, enough for the layers of a model
 SPAN, PAIR = 3, 2  #: entries of a span, and of a pair
 NEVER = (1, 0, 0)  #: first, last and at of a branch without visible keys
 ALWAYS = (0, 0, 0)  #: first, last and at of an axis that hides no key
@@ -57,10 +55,14 @@ class TileLists:
     reach: Tensor | None
 
 
-@lru_cache(maxsize=CACHED)
-def tile_lists_of(problem: Problem, order: str, tile: int) -> TileLists:
-    tables = tables_of(replace(problem, device=torch.device("cpu")), order, tile)
-    return make_plain(_lists, tables, problem)
+def forget_lists(problem: Problem) -> None:
+    """Free the lists of one problem, and the tables that they were made from."""
+    tile_lists_of.forget(problem)
+    tables_of.forget(_on_cpu(problem))
+
+
+def _on_cpu(problem: Problem) -> Problem:
+    return replace(problem, device=torch.device("cpu"))
 
 
 def tile_lists_bytes(problem: Problem, order: str, tile: int) -> int:
@@ -73,7 +75,8 @@ def tile_lists_bytes(problem: Problem, order: str, tile: int) -> int:
     return masks + reach + 4 * (2 * PAIR * pairs + tables * SPAN * tiles + tiles * tile + problem.heads)
 
 
-def _lists(tables: Sequence[TileTable], problem: Problem) -> TileLists:
+def _lists(problem: Problem, order: str, tile: int) -> TileLists:
+    tables = tables_of(_on_cpu(problem), order, tile)
     device, table = problem.device, tables[0]
     kind_of = torch.empty(problem.heads, dtype=torch.int32)
     for kind, each in enumerate(tables):
@@ -92,6 +95,9 @@ def _lists(tables: Sequence[TileTable], problem: Problem) -> TileLists:
         masks=torch.cat([kept[0], *(masks[1:] for masks in kept[1:])]).to(device) if whole else None,
         reach=None if whole else _reach(tables).to(device),
     )
+
+
+tile_lists_of = Kept(_lists)
 
 
 def _numbered(tables: Sequence[TileTable]) -> list[Tensor]:

@@ -6,7 +6,7 @@ tiles whose boxes intersect. A tile may hold any tokens, so every order works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels import kept
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles.pairs import Branch, Pairs, each_row, pair_counts, pairs_of
@@ -26,12 +27,9 @@ from attn_dispatch.spec.tracing import make_plain
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
 MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
-CACHED = 4  #: problems whose tables are cached
 OUTLINES = 64  #: problems whose outlines are cached
 ENTRIES = 2**18  #: mask entries computed at once
 MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
-
-CACHED_ON = ("cuda",)  #: devices for which `cached_with` caches what is made: making it waits for the device
 
 T = TypeVar("T")
 
@@ -91,38 +89,30 @@ _cached: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
 def cached_with(table: TileTable, key: object, make: Callable[[], T]) -> T:
     """What is made from a table, cached as long as the table exists where that saves the device a wait."""
     device = table.keys.device
-    if device.type not in CACHED_ON:
+    if device.type not in kept.DEVICES:
         return make()
     found = _cached.setdefault(table, {})
     if key not in found:
-        with torch.inference_mode(False):  # the next call may be in another mode
-            made = make()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # another stream may read it next
-        found[key] = made
+        found[key] = kept.made_on(device, make)
     result: T = found[key]
     return result
 
 
-def tables_of(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
-    """A table for each class of heads, on the problem's device."""
-    shape = problem.q_len, problem.k_len, problem.heads
-    return _tables(problem.pattern, *shape, order, tile, sum_dtype(problem.dtype), problem.device)
+def _key(problem: Problem, order: str, tile: int) -> Hashable:
+    shape = problem.pattern, problem.q_len, problem.k_len, problem.heads
+    return *shape, order, tile, sum_dtype(problem.dtype), problem.device
 
 
-@lru_cache(maxsize=CACHED)
-def _tables(
-    pattern: Pattern,
-    q_len: int,
-    k_len: int,
-    heads: int,
-    order: str,
-    tile: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[TileTable, ...]:
-    made = make_plain(_built, pattern, q_len, k_len, heads, order, tile, dtype)
+def _tables(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
+    pattern, q_len, k_len, device = problem.pattern, problem.q_len, problem.k_len, problem.device
+    q_pos, k_pos = _positions(pattern, q_len, k_len, order, tile)
+    classes = _branches_by_heads(pattern, q_len, k_len, problem.heads, q_pos, k_pos)
+    made = (_table(members, branches, q_pos, k_pos, sum_dtype(problem.dtype)) for members, branches in classes)
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
+
+
+#: From a problem, order and tile a table for each class of heads, on the problem's device.
+tables_of = kept.Kept(_tables, _key)
 
 
 def tables_at(
@@ -153,19 +143,6 @@ def tables_at(
         branches = tuple(Branch.of(reach, q_rows, k_rows, len(keys)) for reach in reaches)
         found.append(_table(members, branches, q_rows, k_rows, dtype))
     return tuple(found)
-
-
-def forget_tables() -> None:
-    """Free the cached tables."""
-    _tables.cache_clear()
-
-
-def _built(
-    pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int, dtype: torch.dtype
-) -> tuple[TileTable, ...]:
-    q_pos, k_pos = _positions(pattern, q_len, k_len, order, tile)
-    classes = _branches_by_heads(pattern, q_len, k_len, heads, q_pos, k_pos)
-    return tuple(_table(members, branches, q_pos, k_pos, dtype) for members, branches in classes)
 
 
 def _positions(pattern: Pattern, q_len: int, k_len: int, order: str, tile: int) -> tuple[Tensor, Tensor]:

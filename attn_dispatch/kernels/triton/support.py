@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -195,6 +195,20 @@ def launch(
 def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:
     """Whether offsets within a head of a tensor [batch, len, heads, head_dim] need 64 bits."""
     return any((x.shape[1] - 1) * x.stride(1) + padded(x.shape[3]) * x.stride(3) >= OFFSET_LIMIT for x in tensors)
+
+
+def mask_bytes(key_mask: Tensor | None) -> Tensor | None:
+    """The mask as kernels read it, uint8; a copy where offsets within a row need 64 bits."""
+    if key_mask is None:
+        return None
+    near = (key_mask.shape[1] - 1) * key_mask.stride(1) < OFFSET_LIMIT
+    return (key_mask if near else key_mask.contiguous()).view(torch.uint8)
+
+
+def masks_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """seq_lens and key_mask of a call, as kernels read them."""
+    seq_lens = tensors.get("seq_lens")
+    return None if seq_lens is None else seq_lens.contiguous(), mask_bytes(tensors.get("key_mask"))
 
 
 def padded_head_dim(problem: Problem) -> int:

@@ -1,0 +1,159 @@
+"""Tables on a problem's device, made by a first call and kept for later ones.
+
+Kernels of other streams, and CUDA graphs at each replay, may read a table after the call that used it. So it lies in no
+graph's memory, is complete before a call gets it, and is freed after the device's work; what a capture used never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import count
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_dispatch import process_state
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import in_new_thread, make_plain
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST = 512  #: tables of one kind
+MOST_BYTES = 2**30  #: of their tensors
+DEVICES = ("cuda",)  #: with streams and graphs
+
+_uses = count()
+_captured: dict[int, object] = {}  #: what graphs were captured with: nothing tells when a graph is gone
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the device or on the current one."""
+    if device.type not in DEVICES:
+        return False
+    if torch.cuda.is_current_stream_capturing():  # no device may be waited for
+        return True
+    if device.index is None or device.index == torch.cuda.current_device():
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: a first call makes what no graph can."""
+    if capturing(device):
+        raise RuntimeError(
+            "its first call compiles, or copies lists to the device, which no CUDA graph can capture: "
+            "call it once before the capture"
+        )
+
+
+def made_on(device: torch.device, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `make` returns, to be kept, complete for all streams. Raises RuntimeError while a CUDA graph is captured.
+
+    In a new thread: this one may allocate from the memory of a graph (torch.compile) or of torch.cuda.use_mem_pool.
+    """
+    if device.type not in DEVICES:
+        return make_plain(make, *args, **kwargs)
+    refuse_capture(device)
+
+    def complete() -> T:
+        found = make(*args, **kwargs)
+        torch.cuda.current_stream(device).synchronize()
+        return found
+
+    return in_new_thread(complete)
+
+
+def bytes_of(table: object) -> int:
+    """Bytes of the tensors in a table."""
+    if isinstance(table, Tensor):
+        return table.numel() * table.itemsize
+    if is_dataclass(table):
+        return sum(bytes_of(getattr(table, each.name)) for each in fields(table))
+    return sum(map(bytes_of, table)) if isinstance(table, tuple) else 0
+
+
+@dataclass(slots=True)
+class _Table(Generic[T]):
+    found: T
+    size: int
+    device: torch.device
+    users: set[Problem] = field(default_factory=set[Problem])
+    latest: Problem | None = None  #: user
+    used: int = 0  #: in `_uses`
+
+
+class Kept(Generic[P, T]):
+    """A function of a problem, and more, whose results are kept: the latest `most`, in `most_bytes` together.
+
+    Args:
+        key: of what a result depends on, from the same arguments; all by default. Problems share those of one key.
+        size: bytes of a result.
+    """
+
+    def __init__(
+        self,
+        make: Callable[Concatenate[Problem, P], T],
+        key: Callable[..., Hashable] | None = None,
+        size: Callable[[T], int] = bytes_of,
+        most: int = MOST,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self.make, self.key, self.size, self.most, self.most_bytes = make, key, size, most, most_bytes
+        self._tables: dict[Hashable, _Table[T]] = {}
+        self._lock = process_state.lock()
+
+    def __call__(self, problem: Problem, *more: P.args, **none: P.kwargs) -> T:
+        key = (problem, *more) if self.key is None else self.key(problem, *more)
+        table = self._tables.get(key)
+        if table is None:
+            with self._lock:
+                table = self._tables.get(key)
+                if table is None:
+                    found = made_on(problem.device, self.make, problem, *more, **none)
+                    table = _Table(found, self.size(found), problem.device)
+                    self._make_room(table.size)
+                    self._tables[key] = table
+        table.used = next(_uses)
+        if table.latest is not problem:
+            table.users.add(problem)
+            table.latest = problem
+        if problem.device.type in DEVICES and capturing(problem.device):
+            _captured[id(table.found)] = table.found
+        return table.found
+
+    def peek(self, problem: Problem, *more: P.args, **none: P.kwargs) -> T | None:
+        """The result if it is kept."""
+        table = self._tables.get((problem, *more) if self.key is None else self.key(problem, *more))
+        return None if table is None else table.found
+
+    def forget(self, problem: Problem) -> None:
+        """Free what is kept for this problem and for no other."""
+        with self._lock:
+            for key, table in list(self._tables.items()):
+                if problem in table.users:
+                    table.users.remove(problem)
+                    table.latest = None
+                    if not table.users:
+                        self._free(key)
+
+    def cache_clear(self) -> None:
+        """Free everything."""
+        with self._lock:
+            for key in list(self._tables):
+                self._free(key)
+
+    def _make_room(self, size: int) -> None:
+        while (there := len(self._tables)) and (
+            there >= self.most or sum(each.size for each in self._tables.values()) + size > self.most_bytes
+        ):
+            self._free(min(self._tables, key=lambda key: self._tables[key].used))
+
+    def _free(self, key: Hashable) -> None:
+        device = self._tables[key].device
+        if device.type in DEVICES:
+            torch.cuda.synchronize(device)
+        del self._tables[key]

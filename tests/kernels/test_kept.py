@@ -1,0 +1,131 @@
+"""What a first call leaves for later ones: CUDA graphs and other streams may still read it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_dispatch import BackendFailed, Dense, Neighborhood, Window, attend
+from attn_dispatch.backends import triton
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.heads import kv_head_index
+from attn_dispatch.kernels.hidden import _unseen
+from attn_dispatch.kernels.kept import Kept
+from attn_dispatch.kernels.tiles.tables import cached_with, tables_of
+from attn_dispatch.spec.orders import SAWTOOTH
+from attn_dispatch.spec.problem import Problem
+from tests.support import calls
+from tests.support.fixtures import INTERPRETED
+
+
+def qkv(length: int, k_len: int = 0, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.ones(batch, tokens, 1, 16) for tokens in (length, k_len or length, k_len or length))
+    return q, k, v
+
+
+def problem(batch: int = 1) -> Problem:
+    return Problem.of(*qkv(8, batch=batch))
+
+
+def left_by(call: Callable[[], None]) -> list[weakref.ref[Tensor]]:
+    """The tensors that are there after a call and were not before."""
+    before = {id(x): x for x in gc.get_objects() if type(x) is Tensor}
+    call()
+    gc.collect()
+    return [weakref.ref(x) for x in gc.get_objects() if type(x) is Tensor and id(x) not in before]
+
+
+def alive(tensors: list[weakref.ref[Tensor]]) -> list[bool]:
+    gc.collect()
+    return [tensor() is not None for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("backend", "order"),
+    [("triton", SAWTOOTH), *((name, "natural") for name in ("triton", "triton_tiles", "sdpa_mask", "tiles", "flex"))],
+)
+@pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex", "short_trials")
+def test_tables_outlive_trials_of_others_and_graphs_all_else(
+    backend: str, order: str, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend.startswith("triton") and not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    patterns = [Dense(True) if backend == "triton" else Neighborhood((rows, 8), (3, 3)) for rows in (8, 4)]
+    host: Any = {"triton": triton._listed, "triton_tiles": tables_of}.get(backend, _unseen)
+
+    def call(capturing: bool = False) -> None:
+        streams.capturing = capturing
+        attend(*qkv(64), patterns[0], backend=backend, order=order)
+        host.cache_clear()  # kernels read the device's lists, which were made from these
+
+    def trial() -> None:
+        calls.forget()
+        streams.capturing = False
+        attend(*qkv(32), patterns[1])
+
+    monkeypatch.setattr(registry, "BUILT_IN", (backend,))
+    loaded: Any = registry.load(backend)
+    asked = Problem.of(*qkv(64), patterns[0])
+    loaded.forget(asked)
+    with pytest.raises(BackendFailed, match=rf"^{backend}.* call it once before the capture"):
+        call(capturing=True)
+    tables = left_by(call)
+    trial()
+    assert set(alive(tables)) == {True}
+    loaded.forget(asked)
+    assert set(alive(tables)) == {False}
+    tables = left_by(call)
+    call(capturing=True)
+    loaded.forget(asked)
+    trial()
+    assert set(alive(tables)) == {True}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.usefixtures("triton_interpreter")
+def test_hidden_keys_and_few_queries_are_not_captured_first(streams: Any) -> None:
+    _unseen.cache_clear()
+    for backend, pattern, (q, k, v) in (("manual", Window(2, 0), qkv(4, 64)), ("triton", Dense(), qkv(1, 64))):
+        streams.capturing = True
+        with pytest.raises(BackendFailed, match=f"^{backend} failed on .* call it once before the capture"):
+            attend(q, k, v, pattern, backend=backend)
+        for streams.capturing in (False, True):
+            attend(q, k, v, pattern, backend=backend)
+
+
+def test_tables_are_made_in_no_graphs_memory(streams: Any) -> None:
+    """Which the calling thread may allocate from, as in torch.compile's warm-up; and are complete for every stream."""
+
+    def make(*args: Any) -> tuple[int, Tensor]:
+        return threading.get_ident(), torch.zeros(2)
+
+    index = partial(kv_head_index, range(0, 1234, 2), 4, problem().device)
+    with torch.inference_mode():
+        made = [Kept(make)(problem()), cached_with(tables_of(problem(), "natural", 8)[0], "key", make)]
+    assert not any(thread == threading.get_ident() or found.is_inference() for thread, found in made)
+    assert index() is index()
+    assert streams.waits.count("stream") >= 3
+    streams.capturing = True
+    assert index() is not index()  # the graph fills it at each replay, in its own memory
+
+
+def test_what_is_kept_is_bounded(streams: Any) -> None:
+    """Oldest first, after the work of the device; not what a graph was captured with."""
+    kept = Kept(lambda problem: (torch.zeros(problem.batch),), most=3, most_bytes=40)
+    found = [weakref.ref(kept(problem(n))[0]) for n in (1, 2)]
+    for streams.capturing in (True, False):
+        kept(problem(1))
+    assert "device" not in streams.waits
+    found += [weakref.ref(kept(problem(n))[0]) for n in (3, 4)]
+    assert alive(found) == [True, False, True, True]
+    assert streams.waits.count("device") == 1
+    found.append(weakref.ref(kept(problem(8))[0]))  # 48 bytes with the one before
+    assert alive(found) == [True, False, False, False, True]
