@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels import code_folder, compiled
+from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
 from attn_dispatch.kernels.dense import FLASH3, Kernel, vector_aligned
 from attn_dispatch.kernels.kept import refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.machine import code_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 

@@ -43,7 +43,7 @@ EVERY: dict[str, tuple[Pattern, torch.dtype]] = {
 }
 
 
-def in_layouts(*names: str) -> Any:
+def in_layouts(*names: str) -> pytest.MarkDecorator:
     """Backends and layouts; Triton's interpreter is slow."""
 
     def marks(name: str, layout: str) -> list[Any]:
@@ -124,7 +124,7 @@ def plain(x: Tensor) -> Tensor:
     return x.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def laid_out(layout: str, tensors: dict[str, Tensor], but: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+def laid_out(layout: str, tensors: dict[str, Tensor], but: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The tensors in an unusual layout, and contiguous ones of the same values."""
     unusual = {name: x if name in but else LAYOUTS[layout](x) for name, x in tensors.items()}
     return [unusual, {name: plain(x) for name, x in unusual.items()}]
@@ -153,7 +153,8 @@ def test_every_tensor_in_any_layout(backend: str, layout: str) -> None:
         inputs = [tensors.pop(name).requires_grad_() for name in "qkv"]
         if backend in ("native", "manual"):  # the others have no gradient of a bias
             inputs.append(tensors["bias"].requires_grad_())
-        out, lse = attend(*inputs[:3], pattern, **tensors, backend=backend, return_lse=True)
+        q, k, v = inputs[:3]
+        out, lse = attend(q, k, v, pattern, **tensors, backend=backend, return_lse=True)
         found.append([out, lse, *torch.autograd.grad((out, lse), inputs, grads)])
     for unusual, expected in zip(*found, strict=True):
         torch.testing.assert_close(unusual, expected)
@@ -168,12 +169,13 @@ def test_the_backward_pass_of_a_part_takes_results_in_any_layout(backend: str, l
     problem = problem_of(shape, pattern, torch.float32, torch.device("cpu"), backward=True)
     problem = replace(problem, has_key_mask=True)
     q, k, v, grad = torch.randn(4, *shape)
-    forward = registry.load(backend).partial(problem, key_mask).forward(q, k, v)
+    solver: Any = registry.load(backend)
+    forward = solver.partial(problem, key_mask).forward(q, k, v)
     given = dict(zip(("q", "k", "v", "out", "lse"), (q, k, v, *forward)))
     given.update(grad=grad, grad_lse=torch.randn(2, 2, 16), key_mask=key_mask)
     found = []
     for tensors in laid_out(layout, given):
-        passes = registry.load(backend).partial(problem, tensors.pop("key_mask"))
+        passes = solver.partial(problem, tensors.pop("key_mask"))
         found.append(passes.backward(tensors.pop("grad"), tensors.pop("grad_lse"), tuple(tensors.values())))
     for unusual, expected in zip(*found, strict=True):
         torch.testing.assert_close(unusual, expected)

@@ -111,7 +111,7 @@ def test_what_imported_decisions_run_by_is_compiled(
     kept = cache_folder() / "native" / library._file()
     assert (code, kept.exists(), "native: compiled for this processor" in out) == (0, compiles, compiles)
     monkeypatch.setattr(library, "compiler", lambda: Compiler((), "moon++", ()))
-    monkeypatch.setattr("attn_dispatch.kernels.code_folder.folders", lambda name: [])
+    monkeypatch.setattr("attn_dispatch.machine.code_folder.folders", lambda name: [])
     forget_native_library()
     code, out = run("import", tmp_path / "bundle", "--json")
     assert ("moon++ failed" in str(json.loads(out)["native"])) == compiles

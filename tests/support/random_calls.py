@@ -187,10 +187,9 @@ def _add_options(rng: Random, call: Call) -> None:
 def _hide_nan(call: Call) -> None:
     """Fill keys and values that no query sees, and padding queries, with NaN."""
     counts = counts_of(call)
-    group = call.tensors["q"].shape[2] // call.tensors["k"].shape[2]
-    unseen = counts.any(2).unflatten(1, (-1, group)).any(2).logical_not().mT[..., None] if counts.numel() else None
-    for name in "kv" if unseen is not None else "":
-        call.tensors[name] = torch.where(unseen, math.nan, call.tensors[name]).to(call.tensors[name].dtype)
+    unseen = ~seen_keys(call, counts)
+    for name in "kv":
+        call.tensors[name] = call.tensors[name].masked_fill(unseen, math.nan)
     if "seq_lens" in call.tensors:
         padding = torch.arange(call.tensors["q"].shape[1]) >= call.tensors["seq_lens"][:, None]
         call.tensors["q"] = call.tensors["q"].masked_fill(padding[..., None, None], math.nan)
@@ -225,6 +224,17 @@ def counts_of(call: Call) -> Tensor:
     return found
 
 
+def seen_keys(call: Call, counts: Tensor) -> Tensor:
+    """Whether any query sees a key: bool [batch, k_len, kv_heads, 1]."""
+    kv_heads = call.tensors["k"].shape[2]
+    return grouped(counts.any(2), 1, kv_heads).any(2).mT[..., None]
+
+
+def grouped(x: Tensor, axis: int, kv_heads: int) -> Tensor:
+    """An axis of heads as two: key heads, and the heads of each."""
+    return x.reshape(*x.shape[:axis], kv_heads, x.shape[axis] // kv_heads, *x.shape[axis + 1 :])
+
+
 def _documents(call: Call) -> Iterator[tuple[int, slice, slice]]:
     """Each batch row's documents: its queries and its keys."""
     (batch, q_len), k_len = call.tensors["q"].shape[:2], call.tensors["k"].shape[1]
@@ -251,7 +261,7 @@ def expected(call: Call) -> dict[str, tuple[Tensor, Tensor]]:
     group, scale = q.shape[2] // k.shape[2], call.options.get("scale")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     seen = counts.any(-1, keepdim=True)
-    used = counts.any(2).unflatten(1, (-1, group)).any(2).mT[..., None]
+    used = seen_keys(call, counts)
     q = q.where(seen.transpose(1, 2), torch.zeros(())) if "seq_lens" in tensors else q
     keys, values = (x.where(used, torch.zeros(()).double()).repeat_interleave(group, 2) for x in (k, v))
     plain = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
@@ -272,7 +282,7 @@ def expected(call: Call) -> dict[str, tuple[Tensor, Tensor]]:
     found = {"out": out, "lse": lse}
     if call.needing:
         weights = [g.detach().double() for g in call.grads]
-        terms = p, q, keys, values, out, scale, slope, group, call, lse
+        terms = p, q, keys, values, out, scale, slope, call, lse
         found |= _gradients(weights, *terms)
         bounds |= _gradients([g.abs() for g in weights], *terms, bounds=True)
     eps, wide = torch.finfo(call.tensors["q"].dtype).eps, torch.finfo(torch.float32).eps
@@ -303,12 +313,13 @@ def _added(call: Call, tensors: dict[str, Tensor], counts: Tensor) -> Iterator[T
 
 def _gradients(
     given: list[Tensor], p: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float, slope: Tensor,
-    group: int, call: Call, lse: Tensor, *, bounds: bool = False,
+    call: Call, lse: Tensor, *, bounds: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients by the formula; for `bounds` with every product's absolute value."""
     if bounds:
         q, keys, values, out, scale = q.abs(), keys.abs(), values.abs(), out.abs(), abs(scale)
         slope = torch.ones_like(slope)  # 1 - tanh^2 loses digits near 0
+    kv_heads = call.tensors["k"].shape[2]
     products = torch.einsum("bqhd,bkhd->bhqk", given[0], values)
     sums = torch.einsum("bqhd,bqhd->bhq", given[0], out)
     of_lse = given[1].masked_fill(lse == -math.inf, 0.0) if len(given) > 1 else torch.zeros_like(sums)
@@ -316,8 +327,8 @@ def _gradients(
     inner = ds * slope
     found = {
         "q": torch.einsum("bhqk,bkhd->bqhd", inner, keys) * scale,
-        "k": torch.einsum("bhqk,bqhd->bkhd", inner, q).unflatten(2, (-1, group)).sum(3) * scale,
-        "v": torch.einsum("bhqk,bqhd->bkhd", p, given[0]).unflatten(2, (-1, group)).sum(3),
+        "k": grouped(torch.einsum("bhqk,bqhd->bkhd", inner, q), 2, kv_heads).sum(3) * scale,
+        "v": grouped(torch.einsum("bhqk,bqhd->bkhd", p, given[0]), 2, kv_heads).sum(3),
     }
     if "bias" in call.tensors:
         found["bias"] = ds.sum_to_size(call.tensors["bias"].shape)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.kernels import code_folder
 from attn_dispatch.kernels.native.variants import SOURCE, VARIANTS, build, digest
 from attn_dispatch.log import logger
+from attn_dispatch.machine import code_folder
 from attn_dispatch.machine.compiler import Compiler, compiler
 from attn_dispatch.settings import mode
 
