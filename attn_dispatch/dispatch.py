@@ -32,7 +32,7 @@ from attn_dispatch.store.decision import Decision
 from attn_dispatch.tensor_match import Fits, fits
 from attn_dispatch.text import titled
 
-MAX_ROUTES = 65536  #: entries of the table of routes; past this it is cleared, decisions stay
+MAX_ROUTES = 4096  #: entries of the table of routes, 5 to 20 KB each; past this the oldest is made anew if needed
 MAX_CHAIN = 16  #: routes of one signature, which are searched one by one
 
 
@@ -327,12 +327,11 @@ def _new_route(
             cast=cast,
             graphed=graphed,
         )
-        if len(_routes) >= MAX_ROUTES:
-            _routes.clear()
         # Another thread may have replaced the decision meanwhile, or begun to observe.
         is_current = forgotten == process_state.forgotten
         if is_current and signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
             _routes[signature] = route
+            process_state.drop_oldest(_routes, MAX_ROUTES)
     return route
 
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +56,10 @@ os.register_at_fork(after_in_child=_forget_locks)
 #: Silicon (which depends on the number of threads), problem, forced backend, forced order.
 _Key = tuple[str, Problem, str | None, str | None]
 WHOLE_DECISIONS = 512  #: latest decisions of a process that are remembered with the rows of all candidates
-_decided: dict[_Key, Decision] = {}
+#: Decisions that are remembered, the latest used last: many more than routes, so that a call in use keeps its backend.
+MAX_DECISIONS = 16384
+MAX_ON_TRIAL = 4096  #: problems that wait for a trial between calls; past this the oldest keeps its guess
+_decided: OrderedDict[_Key, Decision] = OrderedDict()
 on_trial: dict[tuple[str, Problem], look_up.StoredDecision | None] = {}  #: by silicon: problems on trial between calls
 _counts: Counter[str] = Counter()
 _rate_limit = RateLimit()
@@ -126,8 +129,13 @@ def decision_for(problem: Problem) -> Decision:
 
 def latest(problem: Problem, decision: Decision) -> Decision:
     """The decision by which a route is made under `lock`: a trial may have ended since this one was taken."""
-    known = (_decided.get((decision.silicon, each, None, None)) for each in (problem, measured_for(problem)))
-    return next((found for found in known if found is not None and found.key == decision.key), decision)
+    for each in (problem, measured_for(problem)):
+        key = decision.silicon, each, None, None
+        found = _decided.get(key)
+        if found is not None and found.key == decision.key:
+            _remember(key, found)
+            return found
+    return decision
 
 
 def _decide(request: Request, key: _Key) -> Decision:
@@ -151,13 +159,14 @@ def _count(source: str) -> None:
 def _remember(key: _Key, decision: Decision) -> None:
     """Remember a decision in this process; all but the latest are reduced to what calls need."""
     with lock:
-        _decided.pop(key, None)
         _decided[key] = decision
+        _decided.move_to_end(key)
         if len(_decided) > WHOLE_DECISIONS:
             old = next(itertools.islice(reversed(_decided), WHOLE_DECISIONS, None))
             _decided[old] = msgspec.structs.replace(
                 _decided[old], candidates=(), problem={}, provenance={}, evidence=()
             )
+        process_state.drop_oldest(_decided, MAX_DECISIONS)
 
 
 def decision_while_traced(problem: Problem) -> Decision:
@@ -280,7 +289,9 @@ class _DeviceSteps:
         learned = self._sure() if stored is None else None
         needed = learned is None and (stored is None or stored.changed)
         if needed and not self.explained and not cannot_measure(self.request.problem.device):
-            on_trial[self.request.silicon, self.request.problem] = stored
+            with lock:
+                on_trial[self.request.silicon, self.request.problem] = stored
+                process_state.drop_oldest(on_trial, MAX_ON_TRIAL)
         return learned
 
     def predicted(self) -> Decision | None:

@@ -16,6 +16,7 @@ from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.log import logger
+from attn_dispatch.process_state import drop_oldest
 from attn_dispatch.ring import dtensors, group_decision
 from attn_dispatch.ring.link import Link, agree, digest_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout
@@ -200,8 +201,7 @@ def _decision_for(link: Link, call: MeshCall, tensors: Any, arguments: Mapping[s
         decision = group_decision.decide_together(sharded, _inputs(sharded, tensors, arguments), masks, call.exchange)
     logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.source)
     link.decisions[call.key] = sharded, decision
-    if len(link.decisions) > MAX_DECISIONS:
-        link.decisions.popitem(last=False)
+    drop_oldest(link.decisions, MAX_DECISIONS)
     return sharded, decision
 
 
