@@ -25,7 +25,12 @@ _NOT_ASCII = re.compile(r"[^ -~\n]")
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON: numbers that are not finite become null, characters that are not printable are escaped."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # bytes of a path that are no text
+        plain = json.loads(json.dumps(msgspec.to_builtins(value)), parse_constant=lambda _: None)
+        encoded = json.dumps(plain, ensure_ascii=False).encode(errors="surrogatepass")
+    text = msgspec.json.format(encoded, indent=1).decode(errors="surrogatepass")
     print(_NOT_ASCII.sub(lambda found: _escaped(found[0]), text))
 
 

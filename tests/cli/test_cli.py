@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,6 +244,29 @@ def test_measured_decisions_are_stored_after_ctrl_c(tmp_path: Path) -> None:
     # A decision is stored a moment before it is reported.
     assert printed_keys <= stored_keys
     assert 1 <= len(stored_keys) < 11
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "latin-1", "ascii"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["inspect"], ["inspect", "--regret"], ["inspect", "--thresholds"], ["doctor"]),
+        *(["export", "FILE"], ["import", "FOLDER"], ["profile", *TWO, "--share", "FILE"], ["explain", *SMALL]),
+        *(["plan", "--tokens", "64", "--ranks", "2", "--link", "1", "--rate", "1"], ["profile", *TWO]),
+    ],
+)
+def test_names_that_are_no_text_are_printed_in_any_encoding(
+    arguments: list[str], coding: str, measured: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = Path(os.fsdecode(bytes(tmp_path / "é日") + b"\xff"))
+    shutil.copytree(measured[0], folder)
+    names = {"FILE": str(folder / "file"), "FOLDER": str(folder)}
+    arguments = [names.get(each, each) for each in arguments]
+    done = command(folder, *arguments, PYTHONIOENCODING=coding)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
+    printed = plain(command(folder, *arguments, "--json", PYTHONIOENCODING=coding))
+    assert printed.get("folder", str(folder)) == str(folder)
 
 
 def test_inspect_prints_a_table(measured: tuple[Path, dict[str, Any]]) -> None:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     decisions = sorted((decision for _, decision in Store(folder).all()), key=lambda each: each.created, reverse=True)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     text, left_out = page(decisions, _machine(), folder=str(folder), made=made, version=version("attn-dispatch"))
-    content = text.encode()
+    content = text.encode(errors="backslashreplace")
     for reason in left_out:
         print(f"attn-dispatch report: left out, since it cannot be shown: {reason}", file=sys.stderr)
     shown = len(decisions) - len(left_out)
