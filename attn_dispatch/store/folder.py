@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from attn_dispatch import process_state
 from attn_dispatch.log import say_once
-from attn_dispatch.settings import NOWHERE, max_cache_bytes
+from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
 from attn_dispatch.store.address import GROUP, KEY, SILICON, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
@@ -56,7 +56,9 @@ _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
 _examined: set[Path] = set()  # folders of decisions, once it is known whether others can write to them
 _shared: set[Path] = set()  # cache folders that were reported
-process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _shared.clear)
+_unstored: dict[Path, str] = {}  # why a decision could not be written, by cache folder
+for _table in (_touched, _puts, _examined, _shared, _unstored):
+    process_state.register(process_state.READ, _table.clear)
 
 
 class Added(NamedTuple):
@@ -99,20 +101,27 @@ class Store:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
         self.path(*decision.address)
-        if self.folder == NOWHERE:
-            return None
+        why = NO_HOME
         try:
-            return self.add(decision).path
-        except LaterSchema:
-            return None  # reading it has logged a warning
+            if self.folder != NOWHERE:
+                return self.add(decision).path
+        except LaterSchema as error:
+            why = str(error)  # reading it has logged a warning
         except OSError as error:
             # Not the file, nor the group's folder, which there may be room for: one warning for all.
             there = (str(each) for each in (self.root, *self.root.parents) if os.path.exists(each))
             where = error.filename if error.errno == errno.ELOOP else next(there)
-            say_once(f"decisions are not stored: {where} cannot be written ({error.strerror or error})")
+            why = f"{where} cannot be written ({error.strerror or error})"
+            say_once(f"decisions are not stored: {why}")
         except Damaged as error:
-            say_once(f"the decision for {printable(decision.title)} is not stored: {error}")
+            why = f"the decision for {printable(decision.title)} is not stored: {error}"
+            say_once(why)
+        _unstored[self.folder] = why
         return None
+
+    def why_unstored(self) -> str:
+        """Why this process could not store a decision here, the last time; empty if it could store all."""
+        return _unstored.get(self.folder, "")
 
     def add(self, decision: Decision) -> Added:
         """Write a decision as `put` does, but raise on failure; its path and the effect.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from attn_dispatch.cli.commands import export
 from attn_dispatch.cli.tables import print_json, table
 from attn_dispatch.decisions.explanation import CandidateReport, Explanation
 from attn_dispatch.machine.hardware import Cpu, Gpu, silicon_of
+from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
 from tests.support.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
 from tools.lib import planted
@@ -193,6 +195,24 @@ def test_profile_from_a_record(tmp_path: Path) -> None:
     record.write_text("{}\n")
     broken = command(tmp_path, "profile", "--from", str(record))
     assert (broken.returncode, f"{record}, line 1" in broken.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_profile_fails_where_it_cannot_store(before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "decisions"
+    if before:  # an older decision is there
+        assert command(folder, "profile", *SMALL, "--quick").returncode == 0
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "write", full)
+    done = command(folder, "profile", *SMALL, "--quick", "--force")
+    assert done.returncode == 1
+    assert f"stored    {'not all' if before else 'nothing'}: {folder}" in done.stdout
+    assert "cannot be written (No space left on device)" in done.stdout
+    printed = plain(command(Path("/dev/null/x"), "profile", *SMALL, "--quick", "--json"), code=1)
+    assert printed["unstored"] == "/dev/null cannot be written (Not a directory)"
 
 
 def test_a_problem_that_no_backend_can_run(tmp_path: Path) -> None:
