@@ -42,7 +42,7 @@ from attn_dispatch.store.decision import (
     time_of,
 )
 from attn_dispatch.store.merge import merge
-from attn_dispatch.store.plausible import impossible_time
+from attn_dispatch.store.plausible import why_refused
 from attn_dispatch.text import printable
 
 PUTS_PER_CLEANUP = 256  #: a process cleans the store up at its first write, then at every 256th
@@ -217,7 +217,7 @@ def shipped(silicon: str) -> dict[str, Decision]:
     found = {}
     try:
         source = package_files(source).joinpath(f"{silicon}.json")
-        for each in map(_possible, read_bundle(source.read_bytes())):
+        for each in map(_believable, read_bundle(source.read_bytes())):
             if isinstance(each, Refused):
                 say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")
             elif each.silicon == silicon:
@@ -232,8 +232,8 @@ def shipped(silicon: str) -> dict[str, Decision]:
 process_state.register(process_state.READ, shipped.cache_clear)
 
 
-def _possible(found: Decision | Refused) -> Decision | Refused:
-    why = "" if isinstance(found, Refused) else impossible_time(found)
+def _believable(found: Decision | Refused) -> Decision | Refused:
+    why = "" if isinstance(found, Refused) else why_refused(found)
     return Refused(f"key {found.key}", why) if why and not isinstance(found, Refused) else found
 
 

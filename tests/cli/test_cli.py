@@ -346,6 +346,7 @@ def test_inspect_regret(tmp_path: Path) -> None:
     assert printed["total"]["mean"] == group["mean"]
     done = command(tmp_path, "inspect", "--regret")
     assert done.returncode == 0
+    assert re.search(r"predicting .*100%", done.stderr)
     (line,) = [line for line in done.stdout.splitlines() if group["title"] in line]
     assert line.split("   ")[-1].strip() == f"{100 * group['confidence']:.0f} %"
     assert ["8.3 %", "25.0 %", "25.0 %", group["worst_key"][:10], "67 %"] == re.split(r"\s{2,}", line)[3:8]

@@ -21,6 +21,7 @@ from attn_dispatch.cli import urls
 from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import files
+from attn_dispatch.store.address import Address
 from attn_dispatch.store.bundle import Refused, read_bundle, write_bundle
 from attn_dispatch.store.decision import Damaged, Decision, Row, canonical, decode, encode, from_elsewhere
 from attn_dispatch.store.folder import Store
@@ -28,6 +29,7 @@ from attn_dispatch.store.passed import note_passed
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, written
 from tests.support.fakes import SILICON
+from tools.lib import planted
 
 GIVEN = (
     decision(),
@@ -264,6 +266,17 @@ def test_a_whole_cache_folder(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     code, out = run("import", source, "--json")
     assert (code, json.loads(out)["added"]) == (0, len(GIVEN))
     assert run("import", source / "quarantine")[0] == 1  # a folder that is named is not skipped
+
+
+def test_an_import_names_decisions_of_another_problem_s_key(run: Run, tmp_path: Path) -> None:
+    problem = planted.problem_at(64)
+    right = decision(problem=problem, **Address.of(problem, SILICON)._asdict())
+    wrong = [replace(right, key=KEY), replace(right, group=GROUP), replace(right, silicon="cpu-other")]
+    (tmp_path / "bundle.json").write_bytes(bundle(*map(encode, (right, *wrong))))
+    code, out = run("import", tmp_path / "bundle.json")
+    assert (code, len(stored_files())) == (1, 1)
+    for each in wrong:
+        assert f"refused   {each.silicon}, key {each.key}: its key is not that of its problem" in out
 
 
 def test_a_refusal_has_a_text(run: Run, tmp_path: Path) -> None:

@@ -61,6 +61,20 @@ def test_an_unreadable_store_is_no_empty_one(
     assert (tmp_path / "bundle.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("inner", [".", "v2", f"v2/{SILICON}"])
+def test_no_command_takes_an_unreadable_store_for_an_empty_one(
+    inner: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_all(GIVEN[0])
+    unreadable(monkeypatch, cache_folder() / inner)
+    why = f"{cache_folder() / inner} cannot be read (Permission denied)"
+    for options in ((), ("--json",), ("--key", "0"), ("--regret",), ("--thresholds",)):
+        assert cli.main(["inspect", *options]) == 1
+        assert f"attn-dispatch inspect: {why}" in capsys.readouterr().err
+    assert cli.main(["doctor"]) == 0
+    assert f"0 in {cache_folder()}; {why}" in capsys.readouterr().out
+
+
 def test_a_missing_cache_folder_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from attn_dispatch import settings
+from attn_dispatch.cli.stored import why_unreadable
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.settings import NO_HOME, cache_folder
@@ -172,6 +173,7 @@ def _settings() -> dict[str, Any]:
         "writable": _writable(folder),
         "shared": Store(folder).shared(),
         "decisions": sum(1 for _ in Store(folder).all()),
+        "unreadable": "" if folder == settings.NOWHERE else why_unreadable(folder),
         "mode": mode(),
         "budget_ms": budget_ms(),
         "missed": _missed(folder),
@@ -232,6 +234,7 @@ def state(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     missed = report["missed"]
     unwritable = "" if report["writable"] else ", which cannot be written"
     stored = f"{report['decisions']} in {report['folder']}{unwritable}"
+    stored += f"; {report['unreadable']}" if report["unreadable"] else ""
     if report["folder"] == str(settings.NOWHERE):
         stored = f"none: {NO_HOME}"
     unmeasured = missed["reason"] or (
