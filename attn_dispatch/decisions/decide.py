@@ -239,7 +239,7 @@ class _DeviceSteps:
         return self._use(stored)
 
     def locked_miss(self) -> Decision:
-        why = "no decision is stored"
+        why = look_up.nothing_stored(self.request)
         if self.on_disk is not None:
             decided = titled(*self.on_disk.decision.chosen)
             why = f"the stored choice {decided} has another version now, or no measured candidate can run"

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_dispatch import settings
-from attn_dispatch.decisions.look_up import is_believed
+from attn_dispatch.decisions.look_up import is_believed, nothing_stored
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.machine.hardware import provenance, silicon
@@ -80,7 +80,8 @@ class _GroupDecision:
         return self.ranks.stored()
 
     def locked_miss(self) -> Decision:
-        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {self.ranks.sharded.problem}")
+        why = nothing_stored(self.ranks.request)
+        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.ranks.sharded.problem} by any rank")
 
     def measured(self) -> Decision | None:
         """The decision of a trial, identical on every rank; None if every candidate failed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -189,6 +189,11 @@ class Store:
             if address.key != name and address.is_valid:
                 found.append(_read(f"{folder}/{name}", address))
         return [each for each in found if each is not None]
+
+    def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
+        """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
+        places = (Address.of(problem, silicon) for silicon in _names(self.root))
+        return [each.silicon for each in places if each.is_valid and self.path(*each).is_file()]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""
