@@ -37,7 +37,7 @@ from attn_dispatch.text import printable, titled
 from attn_dispatch.tuning.candidates import Request, current_environment, static_choice, to_measure
 
 MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
-COUNTED = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
+COUNTED = ("measured", "loaded", "imported", "shipped", "learned", "heuristic", "forced")
 
 lock = threading.RLock()  #: guards tables, for moments; nobody waits for it while something is measured
 measuring = threading.RLock()  #: held through a trial: two at a time would disturb each other
@@ -94,8 +94,8 @@ def _explained(problem: Problem, backend: str | None, order: str | None) -> Expl
 
 
 def counters() -> dict[str, int]:
-    """How many decisions of this process were `measured`, `loaded` from disk, `shipped`, `learned` from neighbours,
-    `heuristic` and `forced`.
+    """How many decisions of this process were `measured`, `loaded` from disk as measured here before, `imported`,
+    `shipped`, `learned` from neighbours, `heuristic` and `forced`; those over a mesh are counted on each rank.
     """
     return {name: _counts[name] for name in COUNTED}
 
@@ -144,16 +144,18 @@ def _decide(request: Request, key: _Key) -> Decision:
     if not decision.choice:
         raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
     if decision.source in ("learned", "heuristic"):
-        _count(decision.source)
-    logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
+        counted(decision)
+    logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.decided_by)
     if not cannot_measure(problem.device):  # the next plain call can measure
         _remember(key, decision)
     return decision
 
 
-def _count(source: str) -> None:
+def counted(decision: Decision, *, loaded: bool = False) -> Decision:
+    """The decision, counted: as `loaded` where it was, and measured here."""
     with lock:
-        _counts[source] += 1
+        _counts["loaded" if loaded and decision.decided_by == "measured" else decision.decided_by] += 1
+    return decision
 
 
 def _remember(key: _Key, decision: Decision) -> None:
@@ -190,7 +192,7 @@ def decision_while_traced(problem: Problem) -> Decision:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
         if known is None and settings.measures() and steps.on_disk is None:
             note_missed(cache_folder(), request.plain)
-    _count("heuristic")
+    counted(decision)
     logger.info("%s: %s, while it is traced", problem, decision.choice)
     return decision
 
@@ -332,8 +334,7 @@ class _DeviceSteps:
 
 def _from_store(stored: look_up.StoredDecision) -> Decision:
     """Count the stored decision, report a replaced choice, and adjust the decision to the current candidates."""
-    decision = stored.decision
-    _count("loaded" if decision.source == "measured" else "shipped")
+    decision = counted(stored.decision, loaded=True)
     if stored.choice is not None and stored.choice != decision.chosen:
         decided, able = titled(*decision.chosen), titled(*stored.choice)
         logger.warning(
@@ -361,7 +362,7 @@ def store_measured(problem: Problem, decision: Decision, *, use: bool = True) ->
     evidence.add(decision)
     if use:
         _remember((decision.silicon, problem, None, None), decision)
-    _count("measured")
+    counted(decision)
 
 
 def sure_prediction(request: Request) -> Decision | None:
@@ -378,7 +379,7 @@ def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, u
             store_measured(problem, decision, use=use)
         elif decision is not None and use:
             _remember(key, decision)
-            _count(decision.source)
+            counted(decision)
         with suppress(InvalidInput):  # the guess is not registered any more
             if decision is None and use and (anew or not Request.of(problem).can_run(*guess.chosen)):
                 _decided.pop(key, None)  # perhaps the trial has quarantined the guess
@@ -415,7 +416,7 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
         if len(decision.candidates) > 1 and not cannot_measure(problem.device):
             _remember(key, decision)
-    _count("forced")
+    counted(decision)
     logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
     return decision
 

@@ -110,7 +110,7 @@ class Explanation:
         return cls(
             choice=decision.choice or None,
             order=decision.order or None,
-            source=source or decision.origin or decision.source,
+            source=source or decision.decided_by,
             key=decision.key,
             candidates=rows,
             problem=decision.title,

@@ -199,7 +199,7 @@ def _decision_for(link: Link, call: MeshCall, tensors: Any, arguments: Mapping[s
     masks = {name: arguments[name] for name in ("seq_lens", "key_mask") if arguments.get(name) is not None}
     with torch.device("cpu"):  # not the default device of the caller
         decision = group_decision.decide_together(sharded, _inputs(sharded, tensors, arguments), masks, call.exchange)
-    logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.source)
+    logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.decided_by)
     link.decisions[call.key] = sharded, decision
     drop_oldest(link.decisions, MAX_DECISIONS)
     return sharded, decision
@@ -223,6 +223,7 @@ def _sharded(link: Link, call: MeshCall, lengths: tuple[int, ...]) -> ShardedPro
     problem = replace(
         call.local,
         pattern=_fitting(call.pattern, tokens, call.local.heads),
+        given=call.pattern,
         q_len=tokens,
         k_len=tokens,
         strides=("bnhd", "bnhd", "bnhd"),  # strides may differ between ranks

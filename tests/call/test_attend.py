@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -240,6 +241,9 @@ def test_a_forced_backend_that_refuses() -> None:
     assert (found.choice, found.order, found.source) == (None, None, "forced")
     assert [row.status for row in found.candidates] == ["unsupported"]
     assert "asked for 0.5" in found.candidates[0].reason
+    for given in (Window(4096, 0), Dilated((4096,), (1,), is_causal=True)):
+        with pytest.raises(NoBackend, match=rf"run Dense\(causal\), given as {re.escape(str(given))} in natural"):
+            attend(*qkv(), given, dropout_p=0.5, backend="sdpa", order="natural")
 
 
 @pytest.mark.parametrize("call", [attend, explain])

@@ -120,7 +120,7 @@ def test_a_second_process_does_not_measure() -> None:
     source, choice, key, counts, values = json.loads(done.stdout)
     found = explain(q, k, v)
     assert (source, choice, key) == ("measured", found.choice, found.key)
-    assert counts == {"measured": 0, "loaded": 1, "shipped": 0, "learned": 0, "heuristic": 0, "forced": 0}
+    assert {name: count for name, count in counts.items() if count} == {"loaded": 1}
     assert torch.equal(torch.tensor(values), out)
     assert done.stderr == ""
 

@@ -184,7 +184,7 @@ def test_export_and_import(installed: Installed, tmp_path: Path, monkeypatch: py
         assert stored() == from_elsewhere(before, "imported")
     installed.restart()
     attend(*qkv())
-    assert (counted(loaded=1), installed.tiled.last()) == (True, "hilbert")
+    assert (counted(imported=1), installed.tiled.last()) == (True, "hilbert")
 
 
 def test_live_calls_are_compared_with_the_row_of_the_order(
