@@ -331,7 +331,7 @@ def _new_route(
         is_current = forgotten == process_state.forgotten
         if is_current and signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
             _routes[signature] = route
-            process_state.drop_oldest(_routes, MAX_ROUTES)
+            decide.drop_oldest(_routes, MAX_ROUTES)
     return route
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_dispatch import process_state, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, notify, observed, resolve
-from attn_dispatch.decisions.decide import decision_for, lock, on_trial
+from attn_dispatch.decisions.decide import decision_for, drop_oldest, lock, on_trial
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
@@ -187,7 +187,7 @@ def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -
         return None
     with lock:
         call = _calls_at_once[key] = ResolvedCall(observed(run, measured_for(usual)), problem, name)
-        process_state.drop_oldest(_calls_at_once, MAX_CALLS)
+        drop_oldest(_calls_at_once, MAX_CALLS)
     return call
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakSet
 
 ROUTES = "routes"  #: cached routes of calls: they hide problems from observers
@@ -38,12 +37,6 @@ def forget(*kinds: str) -> None:
 def forget_all() -> None:
     """As if the process had just started. What follows from arguments alone, and the machine's own facts, stay."""
     forget(*_tables)
-
-
-def drop_oldest(table: dict[Any, Any], most: int) -> None:
-    """Drop the first entries of a table past `most`; no other thread may change it meanwhile."""
-    while len(table) > most:
-        del table[next(iter(table))]
 
 
 _locks: WeakSet[threading.Lock] = WeakSet()

@@ -192,7 +192,7 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
         call = ResolvedCall(run, problem, titled(*decision.chosen))
         if forgotten == process_state.forgotten and not cannot_measure(problem.device):  # see dispatch._new_route
             _calls[key] = call
-            process_state.drop_oldest(_calls, MAX_CALLS)
+            decide.drop_oldest(_calls, MAX_CALLS)
     return call
 
 

@@ -44,6 +44,12 @@ measuring = threading.RLock()  #: held through a trial: two at a time would dist
 _deciding: dict[Any, threading.RLock] = {}  # held while a problem is decided: concurrent calls measure it once
 
 
+def drop_oldest(table: dict[Any, Any], most: int) -> None:
+    """Drop the first entries of a table past `most`; no other thread may change it meanwhile."""
+    while len(table) > most:
+        del table[next(iter(table))]
+
+
 def _forget_locks() -> None:
     """In a forked child: locks may be held by threads that do not exist there."""
     for each in (lock, measuring):
@@ -168,7 +174,7 @@ def _remember(key: _Key, decision: Decision) -> None:
             _decided[old] = msgspec.structs.replace(
                 _decided[old], candidates=(), problem={}, provenance={}, evidence=()
             )
-        process_state.drop_oldest(_decided, MAX_DECISIONS)
+        drop_oldest(_decided, MAX_DECISIONS)
 
 
 def decision_while_traced(problem: Problem) -> Decision:
@@ -293,7 +299,7 @@ class _DeviceSteps:
         if needed and not self.explained and not cannot_measure(self.request.problem.device):
             with lock:
                 on_trial[self.request.silicon, self.request.problem] = stored
-                process_state.drop_oldest(on_trial, MAX_ON_TRIAL)
+                drop_oldest(on_trial, MAX_ON_TRIAL)
         return learned
 
     def predicted(self) -> Decision | None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.decisions.call import notify, observed
+from attn_dispatch.decisions.decide import drop_oldest
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.log import logger
-from attn_dispatch.process_state import drop_oldest
 from attn_dispatch.ring import dtensors, group_decision
 from attn_dispatch.ring.link import Link, agree, digest_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout

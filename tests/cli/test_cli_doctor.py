@@ -32,6 +32,7 @@ def test_doctor_reports_hardware_backends_and_the_store(measured: tuple[Path, di
     assert backends["sdpa"] == {"name": "sdpa", "version": str(torch.__version__), "usable": True, "reason": ""}
     assert (report["folder"], report["writable"], report["decisions"]) == (str(folder), True, 2)
     assert (report["mode"], report["budget_ms"]) == ("predict", 500.0)
+    assert report["leaves"][0] == str(folder)
     assert report["missed"] == {"count": 0, "path": str(folder / "missed.jsonl"), "command": None, "reason": ""}
 
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds, urls
 from attn_dispatch.cli.tables import full_table, no_backend, print_json, refused_by_all
+from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.learning.speedups import SpeedupSeries, family_of, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.store.folder import Store
-from attn_dispatch.text import printable
+from attn_dispatch.text import folded, printable
 
 if TYPE_CHECKING:
     from attn_dispatch.decisions.explanation import Explanation
@@ -121,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
             _print_json(explanations, interrupted, unstored, series, shared)
         else:
             _print_tables(explanations, args.verbose)
-            _print_stored(folders, unstored)
+            if explanations:
+                print(_summary(explanations, folders, unstored))
             if series is not None:
                 print("", *thresholds.lines(series), sep="\n")
             if args.share:
@@ -330,19 +332,25 @@ def _print_tables(explanations: Sequence[Explanation], verbose: bool) -> None:
             refused = {} if verbose else refused_by_all(here)
             print(printable(f"device    {device}"), "", sep="\n")
             if refused:
-                rows = (printable(f"  {name}: {reason}") for name, reason in refused.items())
-                print("can run none of these problems (--verbose lists them in each table):", *rows, "", sep="\n")
+                elsewhere = [name for name, reason in refused.items() if needs_cuda(reason)]
+                rest = [folded(printable(f"  {each}: {refused[each]}")) for each in refused if each not in elsewhere]
+                print("can run none of these problems (--verbose lists them in each table):", *rest, sep="\n")
+                print(*(f"  {line}" for line in cuda_only(elsewhere)), "", sep="\n")
             print(*full_table(here, but=refused), "", sep="\n")
         for explanation in explanations:
             if explanation.choice is None:
                 print(*no_backend(explanation), "", sep="\n")
 
 
-def _print_stored(folders: Sequence[Path], unstored: str) -> None:
-    for folder in folders:
-        print(f"stored in {folder}")
-    if unstored:
-        print(f"stored    {'not all' if folders else 'nothing'}: {unstored}")
+def _summary(explanations: Sequence[Explanation], folders: Sequence[Path], unstored: str) -> str:
+    """How many problems are decided, provisionally or not at all, and where that is stored."""
+    failed = sum(each.choice is None or each.source in ("learned", "heuristic") for each in explanations)
+    provisional, count = sum(bool(each.provisional) for each in explanations), len(explanations)
+    again = " (run it again while nothing else runs)" * (provisional > 0)
+    counts = f"{count - provisional - failed} decided, {provisional} provisional{again}, {failed} failed"
+    places = [f"stored in {folder}" for folder in folders]
+    places += [f"{'not all' if folders else 'nothing'} is stored: {unstored}"] if unstored else []
+    return "; ".join([f"{count} problem{'s' * (count != 1)}: {counts}", *places])
 
 
 def _folders(problems: Sequence[Problem], explanations: Sequence[Explanation]) -> list[Path]:
