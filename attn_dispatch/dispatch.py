@@ -387,7 +387,7 @@ def _resized(
 
 def _hashable(value: Any) -> Any:
     """Convert lists, arrays and iterators to tuples, which have a hash and can be iterated again."""
-    if value is None or isinstance(value, tuple | str | int):
+    if value is None or isinstance(value, tuple | str | bytes | int):
         return value
     plain = value.tolist() if hasattr(value, "tolist") else value
     try:
