@@ -88,12 +88,7 @@ def test_an_import_of_an_export_is_the_original_marked(
     code, out = run("import", name, "--json")
     plain = json.loads(out)
     assert code == 0
-    assert {how: plain[how] for how in ("added", "merged", "unchanged", "refused")} == {
-        "added": 3,
-        "merged": 0,
-        "unchanged": 0,
-        "refused": 0,
-    }
+    assert [plain[how] for how in ("added", "merged", "unchanged", "refused")] == [3, 0, 0, 0]
     assert stored_files() == before
     assert json.loads(run("import", name, "--json")[1])["unchanged"] == 3
 
@@ -386,15 +381,6 @@ def test_a_bundle_in_a_bundle_is_refused() -> None:
 def test_a_damaged_bundle_raises_damaged() -> None:
     with pytest.raises(Damaged):
         read_bundle(b'{"schema":2,"decisions":3}')
-
-
-def test_no_torch() -> None:
-    code = (
-        "import sys; from importlib import import_module as load\n"
-        "for name in ('export', 'import_'): load(f'attn_dispatch.cli.commands.{name}')\n"
-        "sys.exit(bool({'torch', 'fsspec'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_standard_output(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,22 +12,9 @@ import pytest
 
 from attn_dispatch import cli
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.folder import Store
-from tests.support.entries import OTHER, decision
+from tests.store.test_store_exchange import BUNDLE, GIVEN, store_all
 from tests.support.fakes import SILICON
-
-GIVEN = (
-    decision(),
-    decision(key=OTHER, group="f" * 12),
-    decision(silicon="cpu-other", created="2025-02-01T00:00:00.000000+00:00"),
-)
-BUNDLE = write_bundle(GIVEN)
-
-
-def store_all(*decisions: Any) -> None:
-    for each in decisions:
-        assert Store(cache_folder()).put(each) is not None
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
