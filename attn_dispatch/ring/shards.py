@@ -131,10 +131,10 @@ def weights_of(mesh: object, each: float) -> tuple[float, ...]:
     """
     link, _ = spread_of(mesh)
     number = checks.real(each)
-    found = link.all_gather_objects(number if 0 < number < math.inf else repr(each))
-    if not all(isinstance(share, float) for share in found):
-        raise InvalidInput(f"each must be a positive number on every rank, got {', '.join(map(str, found))}")
-    return tuple(found)
+    found = link.all_gather_objects((number, repr(each)))
+    if not all(0 < share < math.inf for share, _ in found):
+        raise InvalidInput(f"each must be a positive number on every rank, got {', '.join(text for _, text in found)}")
+    return tuple(share for share, _ in found)
 
 
 class _Gathered(torch.autograd.Function):

@@ -153,7 +153,7 @@ def test_no_headline_rests_on_single_samples(lengths: tuple[int, ...], at: str) 
     assert series.crossings == []
     assert series.notes == [f"Which candidate is the fastest is not known at {at} tokens: it was timed once there."]
     gains = list(map(gain_of, made))
-    assert known_factors(gains) == [gain.bounds[1] for gain in gains if gain.is_chosen or 4096 not in lengths]
+    assert len(known_factors(gains)) == sum(gain.is_chosen or 4096 not in lengths for gain in gains)
     (crossing,) = all_series([once(each, "slower") for each in made_up.crossing((1024, 4096))])[0].crossings
     assert crossing.tokens is None  # nor where the two cross
 

@@ -20,8 +20,9 @@ from attn_dispatch.store import folder
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.decision import Decision, Row, encode
 from attn_dispatch.store.folder import Store
-from tests.decisions.test_stale import Installed, row, stored
+from tests.decisions.test_stale import Installed, row
 from tests.support.calls import counted, later, qkv
+from tests.support.ordered import stored
 from tests.support.planted import wrong_out
 
 

@@ -180,7 +180,7 @@ def main() -> None:
     head = {"silicon": silicon(device), "provenance": provenance(torch.device(device))}
     setup = Setup(str(given.output.resolve()), given.dry_run, hardware().cpu.cores)
     steps = [name for name in STEPS if given.only is None or name in given.only]
-    refuse_other_machines(given.output, steps, head["silicon"])
+    refuse_other_machines(given.output, steps, silicon(device))
     summaries = {}
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": cache} | (
