@@ -57,8 +57,8 @@ _puts: Counter[Path] = Counter()
 _examined: set[Path] = set()  # folders of decisions, once it is known whether others can write to them
 _shared: set[Path] = set()  # cache folders that were reported
 _unstored: dict[Path, str] = {}  # why a decision could not be written, by cache folder
-for _table in (_touched, _puts, _examined, _shared, _unstored):
-    process_state.register(process_state.READ, _table.clear)
+process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _shared.clear)
+process_state.register(process_state.READ, _unstored.clear)
 
 
 class Added(NamedTuple):

@@ -304,9 +304,12 @@ def test_an_explanation_is_a_table(measured: bool) -> None:
         attend(q, k, v)
     found = explain(q, k, v)
     assert [row.backend for row in found.candidates] == [*BUILT_IN[:-1], "planted", BUILT_IN[-1]]
-    lines = str(found).splitlines()
-    assert [line.split()[0] for line in lines[-len(found.candidates) :]] == [row.backend for row in found.candidates]
-    assert "unsupported: not at full moon" in lines[-2]
+    *lines, last = str(found).partition("verdict\n")[2].splitlines()
+    elsewhere = [row.backend for row in found.candidates if "runs on cuda" in row.reason]
+    assert last == f"{len(elsewhere)} backends need CUDA: {', '.join(elsewhere)}"
+    here = [row.backend for row in found.candidates if row.backend not in elsewhere]
+    assert [line.split()[0] for line in lines if line[0] != " "] == here
+    assert any(line.startswith("planted ") and line.endswith("unsupported: not at full moon") for line in lines)
     assert found.key in str(found)
     assert json.loads(json.dumps(found.to_dict()))["choice"] == found.choice
 
